@@ -1,0 +1,200 @@
+"""Measure how fast this is, and how far from what the machine can do.
+
+    python bench.py limit       a training step beside the bare matrix products it cannot do without
+    python bench.py loss        memory of the chunked loss beside the plain one
+
+Timings on a shared machine wander. So what is compared runs interleaved in one process, and what is
+reported is the median of the ratios of neighbours, with the quartiles.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import Batch
+from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
+from parallel import Parser, World, parallelize, positive, run, set_up
+from train import make_optimizer, memory_bytes, train_step
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Measure.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    limit = commands.add_parser("limit", help="a training step beside its bare matrix products")
+    limit.add_argument("--model", default="medium", choices=PRESETS, help="preset")
+    limit.add_argument("--batch", type=positive, default=4, help="sequences a step")
+    limit.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
+    limit.add_argument("--repeats", type=positive, default=11, help="rounds of all contestants")
+    limit.add_argument("--compile", action="store_true", help="also with compiled blocks")
+    loss = commands.add_parser("loss", help="memory of the chunked loss beside the plain one")
+    loss.add_argument("--tokens", type=positive, default=4096)
+    loss.add_argument("--dim", type=positive, default=512)
+    loss.add_argument("--vocab-size", type=positive, default=128_256)
+    return parser.parse_args()
+
+
+def interleaved(contestants: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every contestant in `repeats` rounds, after one round to warm up."""
+    seconds = {name: [] for name in contestants}
+    for turn in range(repeats + 1):
+        for name, step in contestants.items():
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def table(seconds: dict[str, list[float]], tokens: int) -> str:
+    """Markdown: each contestant's median time, and its ratio to the first's in the same round."""
+    first = next(iter(seconds.values()))
+    lines = [
+        "| step | seconds | tokens/s | time over the first's (quartiles) |",
+        "|---|--:|--:|--:|",
+    ]
+    for name, times in seconds.items():
+        ratios = [ours / theirs for ours, theirs in zip(times, first)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        median = statistics.median(times)
+        ratio = f"{middle:.3f} ({low:.3f}-{high:.3f})"
+        lines.append(f"| {name} | {median:.3f} | {tokens / median:,.0f} | {ratio} |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------- limit
+
+
+def bare_products(config: LlamaConfig, batch: int, seq_len: int, device: torch.device) -> Callable:
+    """The matrix products and the attention of a training step, with nothing between them.
+
+    Each weight [out, in] is multiplied three times: by its input, and by the gradient of its output
+    for that of its input and for its own. What a step takes beyond this is overhead."""
+    with torch.device("meta"):
+        shapes = [m.weight.shape for m in Llama(config).modules() if isinstance(m, nn.Linear)]
+    n = batch * seq_len
+    weights = [torch.randn(shape, device=device) for shape in shapes]
+    widths = {width for shape in shapes for width in shape}
+    rows = {width: torch.randn(n, width, device=device) for width in widths}
+    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
+    q, k, v, grad = (
+        torch.randn(batch, seq_len, h, config.head_dim, device=device).transpose(1, 2)
+        for h in heads
+    )
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+
+    def step():
+        for weight in weights:
+            x, g = rows[weight.shape[1]], rows[weight.shape[0]]
+            torch.mm(x, weight.T)
+            torch.mm(g, weight)
+            torch.mm(g.T, x)
+        for _ in range(config.n_layers):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=config.n_heads != config.n_kv_heads
+            )
+            torch.autograd.grad(out, (q, k, v), grad)
+
+    return step
+
+
+def our_step(config: LlamaConfig, batch: Batch, world: World, compiled: bool) -> Callable:
+    """train.py's own step: forward, backward, clipping, fused AdamW."""
+    with torch.device("meta"):
+        model = Llama(config)
+    runner = parallelize(model, world, Llama.init_weights, compile_blocks=compiled)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    return lambda: train_step(runner, optimizer, batch, len(batch.tokens), 1.0, world, step=0)
+
+
+def transformers_step(config: LlamaConfig, batch: Batch, world: World) -> Callable:
+    """The same step with transformers' LlamaForCausalLM and plain PyTorch around it."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("this compares with transformers: pip install -r requirements-dev.txt")
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=config.dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.ffn_dim,
+            vocab_size=config.vocab_size,
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    ).to(world.device)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+
+    def step():
+        # shift_labels: targets as they are, instead of labels that are shifted once more
+        out = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return out.loss.item()
+
+    return step
+
+
+def measure_limit(args: argparse.Namespace) -> str:
+    world, config = set_up(), PRESETS[args.model]
+    tokens = torch.randint(config.vocab_size, (args.batch, args.seq_len + 1), device=world.device)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+    contestants = {
+        "bare matrix products and attention": bare_products(
+            config, args.batch, args.seq_len, world.device
+        ),
+        "transformers": transformers_step(config, batch, world),
+        "flatllama": our_step(config, batch, world, compiled=False),
+    }
+    if args.compile:
+        contestants["flatllama, compiled blocks"] = our_step(config, batch, world, compiled=True)
+    return table(interleaved(contestants, args.repeats), args.batch * args.seq_len)
+
+
+# -------------------------------------------------------------------------------------------- loss
+
+
+def measure_loss(args: argparse.Namespace) -> str:
+    """Each way in a process of its own, since a process's largest size never shrinks."""
+    lines = ["| loss and its backward | peak memory |", "|---|--:|"]
+    for name in ("plain", "chunked"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            peak = pool.apply(loss_peak, (name, args.tokens, args.dim, args.vocab_size))
+        lines.append(f"| {name} | {peak / 1e9:.2f} GB |")
+    return "\n".join(lines)
+
+
+def loss_peak(name: str, tokens: int, dim: int, vocab_size: int) -> int:
+    """Bytes that the loss of random hidden states and its gradients need beyond their inputs."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden = torch.randn(tokens, dim, device=device, requires_grad=True)
+    weight = torch.randn(vocab_size, dim, device=device, requires_grad=True)
+    targets = torch.randint(vocab_size, (tokens,), device=device)
+    before = memory_bytes(device)
+    if name == "chunked":
+        loss = cross_entropy_sum(hidden, weight, targets)
+    else:
+        loss = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    loss.backward()
+    return memory_bytes(device) - before
+
+
+def main() -> None:
+    args = parse_args()
+    print(measure_limit(args) if args.command == "limit" else measure_loss(args))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,668 @@
+"""Text in, batches of tokens out: tokenizers, corpora, token shards, and which sequence comes when.
+
+    text ──tokenizer──> shards of token ids on disk ──windows of T + 1──> permuted ──> batches
+
+A corpus is tokenized once into flat files (llm.c's `.bin` format) that are then mapped into memory,
+so its size does not matter. Training takes raw text too: it is tokenized at first use and kept in
+`cache/`. What each training step sees is a pure function of (seed, step): a sampler without
+state needs no saving, and resuming or changing the number of processes cannot disturb the order.
+
+    python data.py train-tokenizer my_text/ --vocab-size 8192 --out my.model
+    python data.py tokenize my_text/ more.jsonl --tokenizer my.model --out my_tokens
+    torchrun train.py --data my_tokens
+"""
+
+import argparse
+import base64
+import binascii
+import functools
+import hashlib
+import heapq
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import regex  # comes with tiktoken, which needs it
+import tiktoken
+import torch
+from torch import Tensor
+
+from model import IGNORE, UserError
+
+CACHE = Path(__file__).resolve().parent / "cache"
+DEFAULT_TOKENIZER = "python-4096"
+
+# ------------------------------------------------------------------------------------- tokenizers
+
+# How Llama 3 cuts text before it merges bytes: words with a leading space, at most three digits...
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Special tokens follow the ordinary ones in this order: 256 in Llama 3. Our own small tokenizers
+# carry the first eleven, all that have a meaning, so that chat can be taught with any of them.
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+]
+N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
+LLAMA3_RANKS = 128_000
+
+
+class Tokenizer:
+    """Text to token ids and back. `name` is what load_tokenizer takes, `file` where it was read."""
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
+        self.name, self.encoding, self.file = name, encoding, file
+        self.vocab_size = encoding.n_vocab
+        special = encoding._special_tokens
+        self.special: dict[str, int] = special
+        # GPT-2 and its kin have one token that both ends a document and begins the next.
+        self.bos = special.get("<|begin_of_text|>", special.get("<|endoftext|>"))
+        self.eos = special.get("<|end_of_text|>", special.get("<|endoftext|>"))
+        stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
+        self.stop = tuple(special[name] for name in stops if name in special)
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Ids of a text. What looks like a special token in it stays text."""
+        return [self.bos] * bos + self.encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Ids of a long text, as uint32."""
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Llama 3's chat format for [{"role", "content"}...], ending where the assistant speaks."""
+        if "<|eot_id|>" not in self.special:
+            raise UserError(f"tokenizer {self.name} has no chat tokens; take a Llama 3 tokenizer")
+
+        def header(role):
+            start, end = self.special["<|start_header_id|>"], self.special["<|end_header_id|>"]
+            return [start, *self.encode(role), end, *self.encode("\n\n")]
+
+        tokens = [self.bos]
+        for message in messages:
+            tokens += header(message["role"]) + self.encode(message["content"].strip())
+            tokens.append(self.special["<|eot_id|>"])
+        return tokens + header("assistant")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.encoding.decode(list(tokens))
+
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        return self.encoding.decode_bytes(list(tokens))
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text each token stands for [V]: 0 for special tokens and gaps in the ids."""
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, rank in self.encoding._mergeable_ranks.items():
+            lengths[rank] = len(token)
+        return lengths
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer by name or path.
+
+    `bytes`; `python-4096` (or another size): a BPE trained on the default corpus at first use; a
+    file in Llama 3's `tokenizer.model` format or a directory that holds one; one of tiktoken's
+    own encodings, such as `gpt2`, which tiktoken downloads.
+    """
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        return Tokenizer(name, _encoding(name, ranks, r"(?s:.{1,256})"))
+    path = Path(name)
+    if path.is_dir() and (path / "tokenizer.model").is_file():
+        path = path / "tokenizer.model"
+    if path.is_file():
+        return Tokenizer(name, _encoding(name, _read_ranks(path), SPLIT), path)
+    if name.startswith("python-") and name.removeprefix("python-").isdigit():
+        path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
+        if not path.exists():
+            train_tokenizer(["python"], int(name.removeprefix("python-")), path)
+        return Tokenizer(name, _encoding(name, _read_ranks(path), SPLIT), path)
+    if name in tiktoken.list_encoding_names():
+        try:
+            return Tokenizer(name, tiktoken.get_encoding(name))
+        except OSError as error:  # requests' errors are OSErrors
+            reason = type(error).__name__
+            raise UserError(
+                f"tiktoken could not download '{name}' ({reason}); try --tokenizer bytes"
+            )
+    known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
+    raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
+
+
+def _encoding(name: str, ranks: dict[bytes, int], split: str) -> tiktoken.Encoding:
+    n_special = len(SPECIAL) if len(ranks) == LLAMA3_RANKS else N_SMALL_SPECIAL
+    special = {token: len(ranks) + i for i, token in enumerate(SPECIAL[:n_special])}
+    return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """The `tokenizer.model` format: a line per token, `base64(bytes) rank`.
+
+    tiktoken's own reader would do, but it never notices that the file at a path has changed.
+    """
+    ranks = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error):
+        raise UserError(f"{path} is no tokenizer.model: line {len(ranks) + 1} is not `base64 rank`")
+    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+        raise UserError(f"{path} is no tokenizer.model: its ranks are not 0, 1, 2... or too few")
+    return ranks
+
+
+def train_tokenizer(sources: list[str], vocab_size: int, out: Path, sample: int = 8 << 20) -> None:
+    """Train a byte-pair encoding (Sennrich et al. 2016) and write it as a `tokenizer.model`.
+
+    Learns from `sample` bytes of text spread over the corpus. vocab_size counts special tokens.
+    """
+    n_ranks = vocab_size - N_SMALL_SPECIAL
+    if n_ranks < 256:
+        raise UserError(f"--vocab-size {vocab_size} must be at least {256 + N_SMALL_SPECIAL}")
+    files = find_files(sources)
+    stride = max(
+        1, sum(path.stat().st_size for path in files) // sample
+    )  # take a piece in `stride`
+    words = Counter()
+    for i, piece in enumerate(read_pieces(files)):
+        if i % stride == 0 and piece.split == "train":
+            words.update(regex.findall(SPLIT, piece.text))
+    tokens = merge_pairs(words, n_ranks)
+    text = b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f"{out.name}.{os.getpid()}")
+    temporary.write_bytes(text)
+    os.replace(temporary, out)  # whole or not at all, though several runs may start at once
+
+
+def merge_pairs(words: Counter[str], n_tokens: int) -> list[bytes]:
+    """Byte-pair encoding: from 256 bytes on, merge the most frequent neighbours, again and again.
+
+    `words` counts the pieces of text within which pairs are merged; returns tokens by rank. Only
+    words in which a pair occurs are touched when it is merged, and the most frequent pair comes
+    from a heap whose entries may be out of date: they are checked when they are taken. Ties go to
+    the pair of older tokens, so the result does not depend on the order of words.
+    """
+    tokens = [bytes([i]) for i in range(256)]
+    spelled = [list(word.encode()) for word in words]  # each word as token ids
+    frequency = list(words.values())
+    counts, where = Counter(), defaultdict(set)  # of each pair: occurrences, words it is in
+    for w, ids in enumerate(spelled):
+        for pair in itertools.pairwise(ids):
+            counts[pair] += frequency[w]
+            where[pair].add(w)
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    while len(tokens) < n_tokens and heap:
+        negative, pair = heapq.heappop(heap)
+        if -negative != counts[pair]:
+            if counts[pair] > 0:
+                heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        new = len(tokens)
+        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+        changed = set()
+        for w in where.pop(pair):
+            ids, merged, i = spelled[w], [], 0
+            while i < len(ids):
+                if i + 1 < len(ids) and (ids[i], ids[i + 1]) == pair:
+                    merged.append(new)
+                    i += 2
+                else:
+                    merged.append(ids[i])
+                    i += 1
+            for old in itertools.pairwise(ids):
+                counts[old] -= frequency[w]
+            for now in itertools.pairwise(merged):
+                counts[now] += frequency[w]
+                where[now].add(w)
+                changed.add(now)
+            spelled[w] = merged
+        for now in changed:
+            heapq.heappush(heap, (-counts[now], now))
+    return tokens
+
+
+# ----------------------------------------------------------------------------------------- corpora
+
+PIECE = 1 << 20  # bytes of text read and tokenized at a time
+
+
+class Piece(NamedTuple):
+    text: str
+    starts_document: bool
+    split: str  # "train" or "val"
+
+
+def find_files(sources: Iterable[str]) -> list[Path]:
+    """Text files of a corpus: files as given, those in directories, `python` for the default."""
+    files = []
+    for source in map(str, sources):
+        path = Path(source)
+        if source == "python" and not path.exists():
+            files += _standard_library()
+        elif path.is_dir():
+            found = sorted(
+                p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl", ".md", ".py")
+            )
+            if not found:
+                raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
+            files += found
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UserError(f"no data at '{source}': give a file, a directory, or `python`")
+    return files
+
+
+def _standard_library() -> list[Path]:
+    """The default corpus, on every machine that runs this: Python's own source, without its tests
+    and without the packages that are tables rather than code."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+    }
+    files = sorted(p for p in root.rglob("*.py") if skip.isdisjoint(p.relative_to(root).parts))
+    if not files:
+        raise UserError(f"no Python source under {root}; give your own text with --data")
+    return files
+
+
+def read_pieces(files: list[Path], val_fraction: float = 0.05) -> Iterator[Piece]:
+    """The text of a corpus, in pieces of about PIECE bytes that end at line ends.
+
+    A file is a document, but of a `.jsonl` file each line is one, in its "text" field. Documents
+    are held out for validation by a hash of their name and number; of a single one, the end is.
+    """
+    one_document = len(files) == 1 and files[0].suffix != ".jsonl"
+    for path in files:
+        name = "/".join(path.parts[-2:])
+        if path.suffix == ".jsonl":
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    split = "val" if _chance(f"{name}:{number}") < val_fraction else "train"
+                    yield Piece(_text_field(line, path, number), True, split)
+            continue
+        split = "val" if not one_document and _chance(name) < val_fraction else "train"
+        border = path.stat().st_size * (1 - val_fraction) if one_document else math.inf
+        starts = True
+        with open(path, "rb") as file:
+            while raw := file.read(int(min(PIECE, max(border - file.tell(), 1)))) + file.readline():
+                yield Piece(_decode(raw, path), starts, split)
+                starts = False
+                if split == "train" and file.tell() >= border:
+                    split, starts, border = "val", True, math.inf
+
+
+def _chance(name: str) -> float:
+    """A number in [0, 1) that depends on a document's name alone."""
+    return zlib.crc32(name.encode()) / 2**32
+
+
+def _decode(raw: bytes, path: Path) -> str:
+    try:
+        if b"\0" not in raw:
+            return raw.decode()
+        found = "a zero byte"
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{raw[error.start]:02x}"
+    raise UserError(f"{path} is not UTF-8 text (it holds {found}): convert it, or leave it out")
+
+
+def _text_field(line: bytes, path: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise UserError(f'{path}, line {number}: expected {{"text": "..."}}, got {line[:60]!r}')
+    return text
+
+
+# ------------------------------------------------------------------------------------------ shards
+
+# llm.c's format: 256 int32 of header (magic, version, number of tokens, zeros), then the tokens.
+HEADER_BYTES = 256 * 4
+FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+
+
+def open_shard(path: Path) -> np.ndarray:
+    """The tokens of one `.bin` file, mapped into memory: read when touched, shared by processes."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256 or (dtype := FORMATS.get((int(header[0]), int(header[1])))) is None:
+        got = f"magic {header[0]}, version {header[1]}" if len(header) > 1 else f"{size} bytes"
+        raise UserError(
+            f"{path} is no token shard ({got}): write one with `python data.py tokenize`"
+        )
+    n_tokens = int(header[2])
+    held = (size - HEADER_BYTES) // dtype.itemsize
+    if held != n_tokens or n_tokens == 0:
+        raise UserError(f"{path} is damaged: its header says {n_tokens} tokens, it holds {held}")
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(n_tokens,))
+
+
+class ShardWriter:
+    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of at most `size` tokens."""
+
+    def __init__(self, directory: Path, split: str, vocab_size: int, size: int):
+        self.directory, self.split, self.size = directory, split, size
+        wide = vocab_size > 1 << 16
+        (self.magic, self.version), self.dtype = list(FORMATS.items())[wide]
+        self.file: BinaryIO | None = None
+        self.shards = self.tokens = self.in_shard = 0
+
+    def write(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self.file is None:
+                self.file = open(self.directory / f"{self.split}_{self.shards:06d}.bin", "wb")
+                self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
+            part, tokens = np.split(tokens, [min(len(tokens), self.size - self.in_shard)])
+            self.file.write(part.astype(self.dtype).tobytes())
+            self.in_shard += len(part)
+            self.tokens += len(part)
+            if self.in_shard == self.size:
+                self.close()
+
+    def close(self) -> None:
+        if self.file is None:
+            return
+        self.file.seek(0)
+        self.file.write(np.array([self.magic, self.version, self.in_shard], "<i4").tobytes())
+        self.file.close()
+        self.file, self.in_shard, self.shards = None, 0, self.shards + 1
+
+
+def tokenize(
+    files: list[Path],
+    tokenizer: Tokenizer,
+    out: Path,
+    val_fraction: float = 0.05,
+    shard_tokens: int = 100_000_000,
+) -> None:
+    """Write a corpus as shards, on all cores (tiktoken works outside Python's lock).
+
+    Each document begins with the tokenizer's beginning-of-text token, and the one before it is
+    closed by its end-of-text token. `out` appears only when it is complete.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    total, done, started = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    pieces = read_pieces(files, val_fraction)
+    with (
+        tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        unfinished = Path(temporary) / out.name
+        unfinished.mkdir()
+        train, val = (
+            ShardWriter(unfinished, split, tokenizer.vocab_size, shard_tokens)
+            for split in ("train", "val")
+        )
+        while batch := list(itertools.islice(pieces, 64)):
+            arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), batch)
+            for piece, tokens in zip(batch, arrays):
+                writer = train if piece.split == "train" else val
+                if piece.starts_document:
+                    closes = writer.tokens and tokenizer.eos != tokenizer.bos
+                    border = [tokenizer.eos, tokenizer.bos] if closes else [tokenizer.bos]
+                    writer.write(np.array(border, dtype=np.uint32))
+                writer.write(tokens)
+                done += len(piece.text)
+            _show_progress(done, total, time.monotonic() - started)
+        print(file=sys.stderr)
+        train.close()
+        val.close()
+        name = "tokenizer.model" if tokenizer.file else tokenizer.name
+        if tokenizer.file:
+            shutil.copyfile(tokenizer.file, unfinished / name)
+        about = {"tokenizer": name, "train_tokens": train.tokens, "val_tokens": val.tokens}
+        (unfinished / "data.json").write_text(json.dumps(about, indent=1))
+        if not out.exists():  # it does if another run was faster with the same corpus
+            os.rename(unfinished, out)
+
+
+def _show_progress(done: int, total: int, seconds: float) -> None:
+    """A line on the terminal; `done` and `total` in bytes."""
+    part = min(done / max(total, 1), 1)
+    left = seconds / max(part, 1e-9) - seconds
+    line = f"tokenizing {total / 1e6:,.1f} MB: {part:4.0%}, {done / seconds / 1e6:.1f} MB/s, "
+    print(f"\r{line}{left:,.0f} s left ", end="", file=sys.stderr, flush=True)
+
+
+def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
+    """Directory of a raw corpus's shards, tokenized now if it or the tokenizer changed."""
+    key = hashlib.sha256(repr((tokenizer.name, tokenizer.vocab_size)).encode())
+    key.update(tokenizer.file.read_bytes() if tokenizer.file else b"")
+    for path in files:
+        stat = path.stat()
+        key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
+    directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
+    if not directory.exists():
+        tokenize(files, tokenizer, directory)
+    return directory
+
+
+# ------------------------------------------------------------------------ windows, and their order
+
+
+class Windows:
+    """The windows of seq_len + 1 tokens of a list of shards, numbered from 0.
+
+    Neighbours share a token: the last target of one is the first input of the next."""
+
+    def __init__(self, shards: list[np.ndarray], seq_len: int):
+        self.shards, self.seq_len = shards, seq_len
+        self.ends = np.cumsum([(len(shard) - 1) // seq_len for shard in shards], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """Window i [T + 1]."""
+        shard = int(np.searchsorted(self.ends, i, side="right"))
+        start = (i - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len
+        return self.shards[shard][start : start + self.seq_len + 1]
+
+
+def tokenizer_of(data: str) -> str | None:
+    """What `python data.py tokenize` made these shards with, as load_tokenizer takes it."""
+    about = Path(data) / "data.json"
+    if not about.is_file():
+        return None
+    name = json.loads(about.read_text())["tokenizer"]
+    return str(Path(data) / name) if name == "tokenizer.model" else name
+
+
+def find_shards(data: list[str]) -> list[Path]:
+    """The `.bin` files that --data names or whose directories it names; none if it is raw text."""
+    found = []
+    for path in map(Path, data):
+        found.append(sorted(path.glob("*.bin")) if path.is_dir() else [path])
+        found[-1] = [shard for shard in found[-1] if shard.suffix == ".bin" and shard.is_file()]
+    if any(found) and not all(found):
+        raise UserError(f"--data mixes token shards and text ({' '.join(data)}): tokenize the text")
+    return [shard for shards in found for shard in shards]
+
+
+def open_windows(data: list[str], tokenizer: Tokenizer, seq_len: int) -> dict[str, Windows]:
+    """Train and validation windows of raw text (tokenized on first use) or of token shards.
+
+    Shards with "val" in their name are for validation; without any, the end of the last shard is.
+    """
+    paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
+    train = [open_shard(path) for path in paths if "val" not in path.name]
+    val = [open_shard(path) for path in paths if "val" in path.name]
+    if train and not val:
+        border = len(train[-1]) * 19 // 20
+        train[-1], val = train[-1][:border], [train[-1][border:]]
+    for split, shards in (("train", train), ("validation", val)):
+        longest = max(map(len, shards), default=0)
+        if longest <= seq_len:
+            raise UserError(
+                f"the {split} part of {' '.join(data)} is too short: --seq-len {seq_len} needs "
+                f"{seq_len + 1} tokens in a row, it has {longest}; give more text, or a shorter "
+                f"--seq-len"
+            )
+    return {"train": Windows(train, seq_len), "val": Windows(val, seq_len)}
+
+
+def window_of(sequence: int, n: int, seed: int) -> int:
+    """Which of n windows is the experiment's sequence number `sequence`: each once per epoch.
+
+    A permutation of 0..n-1 that is computed, not stored: four Feistel rounds scramble the next
+    even number of bits one to one (Luby and Rackoff 1988), and what falls beyond n is scrambled
+    again until it is within. That stays one to one, and takes at most four tries on average.
+    """
+    epoch, i = divmod(sequence, n)
+    half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits on each side
+    while True:
+        left, right = i >> half, i & ((1 << half) - 1)
+        for turn in range(4):
+            key = f"{seed} {epoch} {turn} {right}".encode()
+            mask = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+            left, right = right, left ^ (mask & ((1 << half) - 1))
+        i = left << half | right
+        if i < n:
+            return i
+
+
+@dataclass
+class Batch:
+    """A rank's share of a step: b sequences of T tokens."""
+
+    tokens: Tensor  # [b, T] int64
+    targets: Tensor  # [b, T] int64: the token after each, IGNORE where nothing is to be learnt
+    positions: Tensor | None  # [b, T] int64, each token's place in its document; None: not asked
+    text_bytes: int  # of text that the targets stand for
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.tokens, self.targets, self.positions]
+
+    def split(self, size: int) -> list[tuple[Tensor | None, ...]]:
+        """Microbatches of `size` sequences: (tokens, targets, positions) of each."""
+        n = -(-len(self.tokens) // size)
+        return list(zip(*([None] * n if t is None else t.split(size) for t in self.tensors())))
+
+    def to(self, device: torch.device) -> "Batch":
+        """On a device. From pinned memory the copy runs beside the GPU's work, not after it."""
+        moved = [t if t is None else t.to(device, non_blocking=True) for t in self.tensors()]
+        return Batch(*moved, self.text_bytes)
+
+    def pinned(self) -> "Batch":
+        return Batch(*(t if t is None else t.pin_memory() for t in self.tensors()), self.text_bytes)
+
+
+def read_batch(
+    windows: Windows,
+    numbers: list[int | None],
+    tokenizer: Tokenizer,
+    document_mask: bool = False,
+) -> Batch:
+    """The windows of these numbers; None gives a row without targets."""
+    rows = np.stack([windows[number or 0].astype(np.int64) for number in numbers])  # [b, T + 1]
+    if rows.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"the data holds token {rows.max()}, but tokenizer {tokenizer.name} has only "
+            f"{tokenizer.vocab_size}: give the --tokenizer that the data was made with"
+        )
+    tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [b, T] both
+    targets[[number is None for number in numbers]] = IGNORE
+    text_bytes = int(tokenizer.token_bytes[targets[targets != IGNORE]].sum())
+    positions = None
+    if document_mask:
+        place = np.arange(tokens.shape[1])  # [T]
+        starts = np.where(tokens == tokenizer.bos, place, 0)  # [b, T]
+        positions = torch.from_numpy(place - np.maximum.accumulate(starts, axis=1))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
+
+
+def read_ahead(
+    read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
+) -> Iterator[Batch]:
+    """read(step) on `device` for each step, the next one being read in a thread meanwhile."""
+
+    def load(step: int) -> Batch:
+        batch = read(step)
+        return batch.pinned() if device.type == "cuda" else batch
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for step in steps:
+            ready, coming = coming, pool.submit(load, step)
+            if ready:
+                yield ready.result().to(device)
+        if coming:
+            yield coming.result().to(device)
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Train a tokenizer, or turn text into token shards."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train-tokenizer", help="train a BPE, written as a tokenizer.model")
+    train.add_argument("--vocab-size", type=int, default=4096, help="special tokens included")
+    shards = commands.add_parser("tokenize", help="write .bin token shards for train.py --data")
+    shards.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="name or tokenizer.model")
+    shards.add_argument("--val-fraction", type=float, default=0.05, help="held out for validation")
+    shards.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard")
+    for command in (train, shards):
+        command.add_argument("sources", nargs="+", help="files, directories, or `python`")
+        command.add_argument("--out", type=Path, required=True, help="file or directory to write")
+    args = parser.parse_args()
+    try:
+        if args.command == "train-tokenizer":
+            train_tokenizer(args.sources, args.vocab_size, args.out)
+        else:
+            files = find_files(args.sources)
+            tokenizer = load_tokenizer(args.tokenizer)
+            if args.out.exists():
+                raise UserError(f"{args.out} exists: remove it, or choose another --out")
+            tokenize(files, tokenizer, args.out, args.val_fraction, args.shard_tokens)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

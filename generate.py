@@ -1,0 +1,82 @@
+"""Continue a text with any checkpoint.
+
+python generate.py out/tiny --prompt "def "
+python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
+python generate.py DIR --chat --prompt "What is a tensor?"      a model trained for Llama 3's chat
+"""
+
+import argparse
+import codecs
+from pathlib import Path
+
+import torch
+
+from checkpoint import find_checkpoint, load_pretrained, read_config
+from data import load_tokenizer
+from model import UserError, stream
+from parallel import Parser, positive, run
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Continue a text.")
+    # fmt: off
+    parser.add_argument("checkpoint", type=Path, help="a run's directory, or one of its step-N")
+    parser.add_argument("--prompt", action="append", default=[],
+                        help="text to continue; several are continued side by side")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says")
+    parser.add_argument("--tokenizer", help="in place of the checkpoint's own")
+    parser.add_argument("--max-new-tokens", type=positive, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among so many, 0 for all")
+    parser.add_argument("--top-p", type=float, default=0.95, help="choose among this much")
+    parser.add_argument("--seed", type=int, default=0)
+    # fmt: on
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise UserError(
+            f"--temperature {args.temperature}, --top-k {args.top_k}, --top-p {args.top_p}: "
+            f"expected at least 0, at least 0, and above 0 up to 1"
+        )
+    directory = find_checkpoint(args.checkpoint)
+    tokenizer = load_tokenizer(args.tokenizer or read_config(directory)["tokenizer"])
+    texts = args.prompt or [""]
+    if args.chat:
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    else:
+        prompts = [tokenizer.encode(text, bos=True) for text in texts]
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = load_pretrained(directory, dtype, "cuda" if on_gpu else "cpu")
+    longest, room = max(map(len, prompts)), model.config.max_seq_len
+    if longest + args.max_new_tokens > room:
+        raise UserError(
+            f"a prompt of {longest} tokens and --max-new-tokens {args.max_new_tokens} are more "
+            f"than the {room} tokens of this model"
+        )
+
+    turns = stream(
+        model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
+        stop=tokenizer.stop, seed=args.seed,
+    )  # fmt: skip
+    if len(prompts) == 1:  # as it comes; a character may take several tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        print("" if args.chat else texts[0], end="")
+        for (token,) in turns:
+            text = (
+                "" if token in tokenizer.stop else decoder.decode(tokenizer.decode_bytes([token]))
+            )
+            print(text, end="", flush=True)
+        print(decoder.decode(b"", final=True))
+        return
+    rows = [[token for token in row if token is not None] for row in zip(*turns)]
+    for text, row in zip(texts, rows):
+        end = len(row) - (row[-1] in tokenizer.stop)
+        print(f"--- {text}{tokenizer.decode(row[:end])}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,76 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+sys.path.insert(0, str(ROOT))
+
+
+def shared(name: str) -> Path:
+    """A file of test data that is not part of the project; its tests are skipped without it."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    return path
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+
+def start(script: str, *args, nproc: int = 0) -> subprocess.Popen:
+    """A script of the project, by torchrun on a free port or, with nproc 0, by python alone."""
+    command = [sys.executable]
+    if nproc:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return subprocess.Popen(
+        [*command, str(ROOT / script), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own: nothing outlives its test
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return Result(process.returncode, out, err)
+
+
+def launch(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
+    return finish(start(script, *args, nproc=nproc), timeout)
+
+
+def succeed(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
+    result = launch(script, *args, nproc=nproc, timeout=timeout)
+    assert result.code == 0, result.err
+    return result
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    """A small text whose next line can be learnt from the last."""
+    path = tmp_path_factory.mktemp("text") / "counting.txt"
+    path.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(3000)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(text, tmp_path_factory) -> Path:
+    """That text as byte tokens."""
+    out = tmp_path_factory.mktemp("shards") / "counting"
+    succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
+    return out

@@ -1,0 +1,95 @@
+"""checkpoint.py: whole or not at all, and complete in its own directory."""
+
+import shutil
+
+import pytest
+import torch
+
+import checkpoint
+from data import load_tokenizer
+from model import Llama, LlamaConfig, UserError
+from parallel import set_up
+from train import make_optimizer
+
+CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    yield set_up()
+    torch.distributed.destroy_process_group()
+
+
+def trained(seed=0, steps=3):
+    model = Llama(CONFIG)
+    model.init_weights(seed)
+    optimizer = make_optimizer(model, 1e-2, 0.1)
+    for step in range(steps):
+        tokens = torch.arange(24).view(2, 12) + step
+        model(tokens, targets=tokens + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_weights_and_moments_come_back(tmp_path):
+    model, optimizer = trained()
+    saved = checkpoint.save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    assert saved == tmp_path / "step-00000003"
+    again, its_optimizer = trained(seed=1, steps=1)
+    assert checkpoint.resume(saved, again, its_optimizer) == 3
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[theirs].items():
+            assert torch.equal(its_optimizer.state[ours][key], value), key
+    assert again.output.weight is again.tok_embeddings.weight
+    for group, reference in zip(its_optimizer.param_groups, optimizer.param_groups):
+        assert group["weight_decay"] == reference["weight_decay"]
+
+
+def test_a_checkpoint_is_complete_on_its_own(tmp_path, text):
+    from data import train_tokenizer
+
+    train_tokenizer([str(text)], 300, tmp_path / "my.model")
+    tokenizer = load_tokenizer(str(tmp_path / "my.model"))
+    model, optimizer = trained()
+    saved = checkpoint.save(tmp_path / "run", 3, model, optimizer, tokenizer)
+    moved = shutil.move(saved, tmp_path / "elsewhere")
+    (tmp_path / "my.model").unlink()
+    loaded = checkpoint.load_pretrained(moved, torch.float64)
+    assert torch.equal(loaded.output.weight, model.output.weight.double())
+    assert load_tokenizer(checkpoint.read_config(moved)["tokenizer"]).vocab_size == 300
+
+
+def test_old_checkpoints_go_and_leftovers_too(tmp_path):
+    model, optimizer = trained()
+    leftover = tmp_path / ".step-00000002"  # of a process killed while it saved
+    leftover.mkdir()
+    for step in (1, 2, 3, 4):
+        checkpoint.save(tmp_path, step, model, optimizer, load_tokenizer("bytes"), keep=2)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
+    assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
+    assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
+
+
+def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    tokenizer = load_tokenizer("bytes")
+    checkpoint.save(tmp_path, 1, model, optimizer, tokenizer, keep=1)
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    monkeypatch.undo()
+    assert checkpoint.find_checkpoint(tmp_path).name == "step-00000001"
+    checkpoint.save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_places_without_a_checkpoint(tmp_path):
+    for place in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UserError, match="no checkpoint in"):
+            checkpoint.load_pretrained(place)

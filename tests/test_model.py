@@ -1,0 +1,466 @@
+"""model.py against transformers, plain PyTorch, formulas and FlopCounterMode, in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import model as flat
+from model import IGNORE, PRESETS, KVCache, Llama, LlamaConfig, UserError, cross_entropy_sum
+
+SMALL = LlamaConfig(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=256
+)
+# What the five references differ in.
+FIVE = {
+    "mha": replace(SMALL, n_kv_heads=4),
+    "gqa": SMALL,
+    "rope-8": replace(SMALL, rope_scaling=8.0),
+    "rope-32": replace(SMALL, rope_scaling=32.0),
+    "tied": replace(SMALL, tie_embeddings=True),
+}
+
+
+def build(config: LlamaConfig, dtype=torch.float64, seed: int = 1) -> Llama:
+    """A model whose weights are large enough for every part of it to matter."""
+    model = Llama(config).to(dtype)
+    model.init_weights(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim == 2 else 1.1)
+    return model
+
+
+def tokens_of(config: LlamaConfig, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, config.vocab_size, shape, generator=generator)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+
+
+# ------------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+    ],
+)
+def test_published_models_have_their_published_size(name, parameters):
+    with torch.device("meta"):
+        model = Llama(PRESETS[name])
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(dim=64, n_heads=5), "dim 64 over 5 heads"),
+        (dict(dim=60, n_heads=4), "heads of width 15"),
+        (dict(n_heads=4, n_kv_heads=3), "4 heads cannot share 3 key/value heads"),
+    ],
+)
+def test_impossible_shapes_are_refused(sizes, message):
+    with pytest.raises(UserError, match=message):
+        replace(SMALL, **sizes)
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    with torch.device("meta"):
+        late = Llama(SMALL)
+    late.to_empty(device="cpu")
+    late.init_weights(seed=5)
+    early = Llama(replace(SMALL, n_layers=3))
+    early.init_weights(seed=5)
+    weights = dict(early.named_parameters())
+    for name, parameter in late.named_parameters():
+        assert torch.equal(parameter, weights[name])
+    assert not torch.equal(
+        late.layers["0"].attention.wq.weight, late.layers["1"].attention.wq.weight
+    )
+    double = Llama(SMALL).double()
+    double.init_weights(seed=5)
+    assert torch.equal(double.output.weight, late.output.weight.double())
+    double.init_weights(seed=6)
+    assert not torch.equal(double.output.weight, late.output.weight.double())
+    std = early.layers["0"].feed_forward.w2.weight.std().item()
+    assert std == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+
+
+# ---------------------------------------------------------------------- transformers as reference
+
+
+def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
+    """Our weights under Hugging Face's names; q and k go from pairs to halves."""
+    names = {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    layer = {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    for n in range(config.n_layers):
+        for ours, theirs in layer.items():
+            names[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight"
+    converted = {}
+    for name, weight in weights.items():
+        heads = {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
+        if heads:
+            out, width = weight.shape
+            pairs = weight.view(heads, out // heads // 2, 2, width)
+            weight = pairs.transpose(1, 2).reshape(out, width)
+        converted[names[name]] = weight
+    return converted
+
+
+@pytest.fixture
+def hugging_face(monkeypatch):
+    """Builds transformers' model with our weights, in float64 throughout."""
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+    def norm(self, x):  # theirs computes in float32 whatever the model's dtype
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(variance + self.variance_epsilon)
+
+    monkeypatch.setattr(modeling.LlamaRMSNorm, "forward", norm)
+
+    def make(config: LlamaConfig, ours: Llama):
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        if config.rope_scaling != 1:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": config.rope_scaling,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        theirs = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=config.dim,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.n_heads,
+                num_key_value_heads=config.n_kv_heads,
+                intermediate_size=config.ffn_dim,
+                vocab_size=config.vocab_size,
+                max_position_embeddings=config.max_seq_len,
+                rms_norm_eps=config.norm_eps,
+                rope_parameters=rope,
+                tie_word_embeddings=config.tie_embeddings,
+                attn_implementation="sdpa",  # "eager" takes its softmax in float32
+                bos_token_id=None,
+                eos_token_id=None,
+                pad_token_id=None,
+            )
+        ).double()
+        weights = to_hugging_face(config, dict(ours.named_parameters()))
+        loaded = theirs.load_state_dict(weights, strict=False)
+        assert not loaded.unexpected_keys
+        assert set(loaded.missing_keys) <= {"lm_head.weight"}
+        return theirs
+
+    return make
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_logits_loss_and_every_gradient_equal_transformers(name, hugging_face):
+    config = FIVE[name]
+    ours = build(config)
+    theirs = hugging_face(config, ours)
+    tokens = tokens_of(config, 2, 48)
+    far = torch.arange(47)[None] + 9000  # where the scaling of RoPE shows
+
+    logits = theirs(tokens).logits
+    assert relative(ours(tokens), logits) < 1e-10
+    distant = theirs(tokens[:, :-1], position_ids=far.expand(2, -1)).logits
+    cos, sin = flat.rope_angles(config, far)
+    assert relative(_with_angles(ours, tokens[:, :-1], cos, sin), distant) < 1e-10
+
+    loss = ours(tokens[:, :-1], targets=tokens[:, 1:])
+    logits = theirs(tokens[:, :-1]).logits  # their own loss is computed in float32
+    reference = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    assert relative(loss, reference) < 1e-10
+    loss.backward()
+    reference.backward()
+    gradients = to_hugging_face(config, {n: p.grad for n, p in ours.named_parameters()})
+    expected = {n: p.grad for n, p in theirs.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert relative(gradient, expected[key]) < 1e-10, key
+
+
+def _with_angles(model, tokens, cos, sin):
+    """Our forward with given RoPE angles: one document whose first position is not 0."""
+    x = model.tok_embeddings(tokens)
+    for block in model.layers.values():
+        x = block(x, cos, sin)
+    return model.output(model.norm(x))
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3.1-8b", "llama3.2-1b"])
+def test_rope_frequencies_of_published_models(preset):
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS[preset]
+    cos, sin = flat.rope_angles(config, torch.tensor([[1]]))
+    ours = torch.atan2(sin, cos).flatten()
+    if config.rope_scaling == 1:
+        E = config.head_dim
+        theirs = 1 / config.rope_theta ** (torch.arange(0, E, 2, dtype=torch.float64) / E)
+    else:
+        reference = transformers.LlamaConfig(
+            hidden_size=config.dim,
+            num_attention_heads=config.n_heads,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": config.rope_theta,
+                "factor": config.rope_scaling,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        )
+        theirs, _ = utils.ROPE_INIT_FUNCTIONS["llama3"](reference, "cpu")
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gqa", "tied"])
+def test_greedy_decoding_equals_transformers(name, hugging_face):
+    config = FIVE[name]
+    ours = build(config)
+    theirs = hugging_face(config, ours)
+    prompts = tokens_of(config, 3, 9)
+    expected = theirs.generate(prompts, max_new_tokens=40, do_sample=False)
+    new = flat.generate(ours, prompts.tolist(), 40, temperature=0)
+    assert new == expected[:, 9:].tolist()
+
+
+# ---------------------------------------------------------------------------- packed documents
+
+
+def test_packed_documents_equal_separate_ones():
+    model = build(SMALL)
+    lengths = [7, 1, 20, 5]
+    documents = [tokens_of(SMALL, 1, n + 1, seed=n) for n in lengths]
+    separate = sum(model(d[:, :-1], targets=d[:, 1:]) for d in documents)
+    separate.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    packed = model(
+        torch.cat([d[:, :-1] for d in documents], 1),
+        targets=torch.cat([d[:, 1:] for d in documents], 1),
+        positions=torch.cat([torch.arange(n) for n in lengths])[None],
+    )
+    assert relative(packed, separate) < 1e-12
+    packed.backward()
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, expected[name]) < 1e-11, name
+
+
+def test_plain_causal_attention_has_no_mask(monkeypatch):
+    seen = []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: seen.append(k) or attend(*a, **k)
+    )
+    build(SMALL)(tokens_of(SMALL, 1, 8))
+    assert all(call["attn_mask"] is None and call["is_causal"] for call in seen)
+    assert len(seen) == SMALL.n_layers
+
+
+# ------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("tokens", [1, flat.LOSS_CHUNK, 2 * flat.LOSS_CHUNK + 17])
+@pytest.mark.parametrize("frozen", ["neither", "weight", "hidden"])
+def test_chunked_loss_equals_cross_entropy(tokens, frozen):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 24, dtype=torch.float64, generator=generator)
+    weight = torch.randn(101, 24, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, 101, (tokens,), generator=generator)
+    targets[1::3] = IGNORE
+    leaves = {"hidden": hidden, "weight": weight}
+    leaves = [leaf.requires_grad_() for name, leaf in leaves.items() if name != frozen]
+
+    plain = F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")
+    chunked = cross_entropy_sum(hidden, weight, targets)
+    assert relative(chunked, plain) < 1e-13
+    for ours, expected in zip(
+        torch.autograd.grad(0.3 * chunked, leaves), torch.autograd.grad(0.3 * plain, leaves)
+    ):
+        assert relative(ours, expected) < 1e-12
+
+
+def test_loss_of_nothing_is_zero_with_zero_gradients():
+    model = build(SMALL)
+    tokens = tokens_of(SMALL, 2, 8)
+    loss = model(tokens, targets=torch.full_like(tokens, IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad.count_nonzero() == 0 for p in model.parameters())
+
+
+def test_loss_is_float32_in_bfloat16():
+    model = build(SMALL, torch.bfloat16)
+    tokens = tokens_of(SMALL, 2, 9)
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert model.output.weight.grad.dtype == torch.bfloat16
+    expected = build(SMALL)(tokens[:, :-1], targets=tokens[:, 1:])
+    assert relative(loss.double(), expected) < 0.02
+
+
+def test_compiled_model_has_the_same_loss_and_gradients():
+    config = replace(SMALL, n_layers=1)
+    tokens = tokens_of(config, 3, 2 * flat.LOSS_CHUNK // 3 + 4)
+    results = []
+    for compiled in (False, True):
+        model = build(config)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        loss = call(tokens[:, :-1], targets=tokens[:, 1:])
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for ours, expected in zip(*results):
+        assert relative(ours, expected) < 1e-12
+
+
+class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that tensors made under this mode took at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.now, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.live:
+                    self.live.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    torch.utils.weak.weakref.finalize(storage, self._free, key, size)
+        return out
+
+    def _free(self, key, size):
+        self.live.discard(key)
+        self.now -= size
+
+
+def test_loss_memory_is_a_quarter_of_the_plain_one_at_most():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def peak(loss):
+        with FakeTensorMode():
+            hidden = torch.empty(4096, 512, requires_grad=True)
+            weight = torch.empty(128_256, 512, requires_grad=True)
+            targets = torch.empty(4096, dtype=torch.long)
+            with LiveBytes() as bytes_:
+                loss(hidden, weight, targets).backward()
+        return bytes_.peak
+
+    plain = peak(lambda h, w, t: F.cross_entropy(h @ w.T, t, reduction="sum"))
+    chunked = peak(cross_entropy_sum)
+    assert plain > 4096 * 128_256 * 4 * 2  # the logits, and their softmax
+    assert chunked * 4 < plain
+
+
+# ------------------------------------------------------------------------------------ generation
+
+
+def test_cached_generation_equals_the_uncached_forward():
+    model = build(SMALL)
+    prompts = [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
+    together = flat.generate(model, prompts, 25, temperature=0)
+    for prompt, new in zip(prompts, together):
+        text = list(prompt)
+        for _ in range(25):
+            text.append(model(torch.tensor([text]))[0, -1].argmax().item())
+        assert new == text[len(prompt) :]
+
+
+def test_cache_gives_the_same_logits_in_parts():
+    model = build(SMALL)
+    tokens = tokens_of(SMALL, 2, 20)
+    cache = KVCache()
+    for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
+        positions = torch.arange(20)[None, part].expand(2, -1)
+        logits = model(tokens[:, part], positions=positions, cache=cache)
+    assert relative(logits[:, 0], model(tokens)[:, -1]) < 1e-13
+
+
+def test_generation_stops_row_by_row():
+    model = build(SMALL)
+    prompts = [tokens_of(SMALL, 4, seed=n).tolist() for n in range(6)]
+    free = flat.generate(model, prompts, 30, temperature=0)
+    stop = (free[0][3], free[2][8])
+    for whole, stopped in zip(free, flat.generate(model, prompts, 30, temperature=0, stop=stop)):
+        hits = [i for i, token in enumerate(whole) if token in stop]
+        assert stopped == (whole[: hits[0] + 1] if hits else whole)
+
+
+def draws(logits, n=4000, **options) -> torch.Tensor:
+    options = dict(temperature=1.0, top_k=0, top_p=1.0) | options
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor(logits).expand(n, -1)
+    picked = flat.sample(rows, generator=generator, **options)
+    return picked.bincount(minlength=len(logits)) / n
+
+
+def test_sampling_follows_temperature_top_k_and_top_p():
+    p = torch.tensor([0.1, 0.5, 0.15, 0.25])
+    logits = p.log().tolist()
+    torch.testing.assert_close(draws(logits), p, atol=0.03, rtol=0)
+    cold = p.pow(2) / p.pow(2).sum()
+    torch.testing.assert_close(draws(logits, temperature=0.5), cold, atol=0.03, rtol=0)
+    top2 = torch.tensor([0, 2 / 3, 0, 1 / 3])
+    torch.testing.assert_close(draws(logits, top_k=2), top2, atol=0.03, rtol=0)
+    torch.testing.assert_close(draws(logits, top_p=0.6), top2, atol=0.03, rtol=0)
+    assert draws(logits, top_p=1e-9)[1] == 1
+    assert draws(logits, temperature=0)[1] == 1
+
+
+# -------------------------------------------------------------------------------------- its cost
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "tied"])
+def test_flops_by_formula_equal_flops_counted(name):
+    config = FIVE[name]
+    model = build(config)
+    tokens = tokens_of(config, 2, 33)
+    # The plain attention kernel: the fused one computes its scores a second time in backward.
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with plain, FlopCounterMode(display=False) as counter:
+        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    assert counter.get_total_flops() == flat.flops_per_token(config, 32) * 64
+
+
+def test_peak_flops_of_known_and_unknown_devices():
+    assert flat.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert flat.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert flat.peak_flops("NVIDIA L40S") == 362e12
+    assert flat.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert flat.peak_flops("NVIDIA GeForce GTX 1080") is None

@@ -1,0 +1,311 @@
+"""train.py as its users run it, against a training loop written out in plain PyTorch."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import finish, launch, start, succeed
+
+from checkpoint import load_pretrained
+from data import load_tokenizer, open_windows, window_of
+from model import Llama, LlamaConfig
+from train import learning_rate, make_optimizer
+
+SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--ffn-dim", "48"]
+CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
+
+
+def flags(shards, out, steps=5, **more) -> list[str]:
+    given = dict(data=shards, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, warmup=2,
+                 eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
+    return [*SIZES, *(text for pair in pairs for text in pair if text != "True")]
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return dict(load_pretrained(out, torch.float64).named_parameters())
+
+
+# --------------------------------------------------------------------- one process, written out
+
+
+@pytest.fixture(scope="module")
+def reference(shards):
+    """Five steps of AdamW on the mean cross entropy of the whole batch: rows and weights."""
+    model = Llama(CONFIG).double()
+    model.init_weights(seed=0)
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    free = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        fused=False,
+    )
+    windows = open_windows([str(shards)], load_tokenizer("bytes"), 24)["train"]
+    rows = []
+    for step in range(5):
+        picked = [window_of(step * 8 + i, len(windows), seed=0) for i in range(8)]
+        tokens = torch.tensor([windows[i].tolist() for i in picked])
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        lr = [5e-3, 1e-2, *(5e-3 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3))][step]
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+        rows.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": lr})
+    assert all(row["grad_norm"] > 0.5 for row in rows)  # so that clipping is seen to work
+    return rows, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "nproc, microbatch", [(0, 8), (1, 2), (2, 4), (2, 1)], ids=lambda value: str(value)
+)
+def test_training_equals_the_plain_loop(shards, reference, tmp_path, nproc, microbatch):
+    out = tmp_path / "run"
+    arguments = flags(shards, out, clip=0.5, microbatch=microbatch)
+    succeed("train.py", *arguments, nproc=nproc)
+    rows, expected = reference
+    for ours, theirs in zip(metrics(out), rows, strict=True):
+        for key, value in theirs.items():
+            assert ours[key] == pytest.approx(value, rel=1e-12), key
+    ours = weights(out)
+    assert ours.keys() == expected.keys()
+    for name, weight in expected.items():
+        error = (ours[name] - weight).norm() / weight.norm()
+        assert error < 1e-12, name
+
+
+def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
+    source = tmp_path / "lines.jsonl"
+    lines = [json.dumps({"text": f"{i} is {i}."}) + "\n" for i in range(500)]
+    source.write_text("".join(lines))
+    succeed("data.py", "tokenize", source, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
+    results = []
+    for nproc, options in [(0, {}), (2, {"document_mask": True}), (0, {"document_mask": True})]:
+        out = tmp_path / f"run{len(results)}"
+        arguments = flags(tmp_path / "tokens", out, eval_every=5, eval_windows=7, **options)
+        succeed("train.py", *arguments, nproc=nproc)
+        results.append([metrics(out)[-1][key] for key in ("loss", "val_loss", "grad_norm")])
+    unmasked, two, one = results
+    assert two == pytest.approx(one, rel=1e-12)
+    assert unmasked[0] != pytest.approx(one[0], rel=1e-4)
+
+
+def test_validation_loss_is_that_of_every_window(shards, tmp_path):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=2, eval_every=2, eval_windows=10**6))
+    tokenizer = load_tokenizer("bytes")
+    windows = open_windows([str(shards)], tokenizer, 24)["val"]
+    model = load_pretrained(out, torch.float64)
+    rows = torch.tensor([windows[i].tolist() for i in range(len(windows))])
+    with torch.no_grad():
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    last = metrics(out)[-1]
+    assert last["val_loss"] == pytest.approx(loss.item(), rel=1e-12)
+    text = (rows[:, 1:] < 256).sum().item()
+    bits = loss.item() / math.log(2) * rows[:, 1:].numel() / text
+    assert last["val_bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+
+
+def test_schedule_and_decay_groups():
+    rates = [learning_rate(step, 1.0, 4, 20) for step in range(1, 21)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True) and 0 < rates[-1] < 0.02
+    assert learning_rate(1, 1.0, 0, 10) <= 1.0
+    decayed, free = make_optimizer(Llama(CONFIG), 1e-3, 0.1).param_groups
+    assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
+    assert free["weight_decay"] == 0 and all(p.ndim == 1 for p in free["params"])
+
+
+# ---------------------------------------------------------------------------- stop and go on
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_resuming_is_bit_exact(shards, tmp_path, nproc):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = dict(steps=6, save_every=3, dtype="float32")
+    succeed("train.py", *flags(shards, whole, **options), nproc=nproc)
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "step-00000006")
+    resumed = succeed("train.py", *flags(shards, parts, **options), "--resume", nproc=nproc)
+    assert f"resumed from {parts / 'step-00000003'}" in resumed.out
+    for a, b in zip(metrics(whole), metrics(parts), strict=True):
+        assert [a[key] for key in ("step", "loss", "grad_norm", "lr")] == [
+            b[key] for key in ("step", "loss", "grad_norm", "lr")
+        ]
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(parts)[name]), name
+
+
+def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(shards, tmp_path):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    again = succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    assert "has done its 2 steps" in again.out
+    assert len(metrics(out)) == 2
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_ctrl_c_saves_and_another_run_goes_on(shards, tmp_path, nproc):
+    out = tmp_path / "run"
+    process = start("train.py", *flags(shards, out, steps=10**6), nproc=nproc)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not _has_lines(out / "metrics.jsonl", 5):
+        time.sleep(0.05)
+    if nproc:  # as a terminal does: to torchrun and to all it started
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert "with --resume goes on" in result.out
+    if not nproc:  # torchrun itself reports the signal with a code of its own
+        assert result.code == 0 and "Traceback" not in result.err
+    (saved,) = sorted(out.glob("step-*"))
+    stopped = metrics(out)[-1]["step"]
+    assert saved.name == f"step-{stopped:08d}" and stopped >= 5
+    arguments = flags(shards, out, steps=stopped + 2)
+    assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
+
+
+def _has_lines(path: Path, n: int) -> bool:
+    return path.exists() and path.read_text().count("\n") >= n
+
+
+# ------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_learns_and_says_so(shards, tmp_path):
+    out = tmp_path / "run"
+    options = dict(steps=60, eval_every=60, dtype="float32", profile=True, keep=1, save_every=20)
+    result = succeed("train.py", *flags(shards, out, **options), nproc=1)
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    assert {"loss", "bits_per_byte", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second",
+            "mfu", "memory_bytes"} <= rows[0].keys()  # fmt: skip
+    assert rows[0]["mfu"] is None and "mfu unknown" in result.err
+    assert rows[-1]["tokens"] == 60 * 8 * 24
+    assert "step    60/60" in result.err and "0:00 left" in result.err
+    assert "bits/byte" in result.out and "--- def " in result.out
+    assert [path.name for path in out.glob("step-*")] == ["step-00000060"]
+    assert (out / "trace.json").stat().st_size > 0
+    about = json.loads((out / "config.json").read_text())
+    assert about["model"]["dim"] == 32 and about["seed"] == 0 and about["flags"]["steps"] == 60
+
+    command = result.out.strip().splitlines()[-1].split("python generate.py ")[1]
+    assert command == f"{out} --prompt 'def '"
+    more = succeed("train.py", *flags(shards, tmp_path / "more", steps=1, init=out, lr=1e-9))
+    assert "checkpoint" in more.out
+    assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]
+
+
+def test_compiled_blocks_train_alike(shards, tmp_path):
+    for name, option in [("eager", "--no-compile"), ("compiled", "--compile")]:
+        succeed("train.py", *flags(shards, tmp_path / name, steps=3), option, timeout=240)
+    for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
+    assert weights(tmp_path / "eager").keys() == weights(tmp_path / "compiled").keys()
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        succeed("train.py", *flags(shards, tmp_path / dtype, steps=3, dtype=dtype))
+    for a, b in zip(metrics(tmp_path / "float32"), metrics(tmp_path / "bfloat16"), strict=True):
+        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+    from torch.distributed.checkpoint import FileSystemReader
+
+    stored = FileSystemReader(tmp_path / "bfloat16" / "step-00000003").read_metadata()
+    entry = stored.state_dict_metadata["model.norm.weight"]
+    assert entry.properties.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------- wrong input
+
+
+def refused(result, *parts: str) -> None:
+    """One line that says it, exit code 2, no traceback."""
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.err
+    assert all(part in lines[0] for part in parts), lines[0]
+    assert "Traceback" not in result.err
+    assert result.code == 2
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (dict(model="gpt5"), ["no model 'gpt5'", "llama3.1-8b"]),
+        (dict(tokenizer="nonsense"), ["no tokenizer 'nonsense'", "bytes"]),
+        (dict(data="/no/such/place"), ["no data at '/no/such/place'"]),
+        (dict(batch=8, microbatch=3), ["--batch 8", "3 (--microbatch)"]),
+        (dict(n_heads=3), ["dim 32 over 3 heads"]),
+        (dict(n_heads=8, n_kv_heads=3), ["8 heads cannot share 3"]),
+        (dict(seq_len=2500, model="tiny"), ["--seq-len 2500", "beyond the model's 2048"]),
+        (dict(steps=0), ["--steps", "above 0"]),
+        (dict(batch="many"), ["--batch", "'many'"]),
+        (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
+        (dict(seq_len=5000), ["validation part", "--seq-len 5000 needs 5001 tokens"]),
+    ],
+)
+def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
+    refused(launch("train.py", *flags(shards, tmp_path / "run", **options)), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_flags_are_refused_once_by_many(shards, tmp_path):
+    for options in (dict(batch=7), dict(dtype="int3")):
+        result = launch("train.py", *flags(shards, tmp_path / "run", **options), nproc=2)
+        lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, result.err
+        assert "exitcode  : 2" in result.err and result.code != 0
+
+
+def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=1))
+    refused(launch("train.py", *flags(shards, out, steps=1)), f"{out} holds a run", "--resume")
+    other = flags(shards, out, steps=2, ffn_dim=64)
+    refused(launch("train.py", *other, "--resume"), "another model", "ffn_dim 48, not 64")
+
+
+def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
+    from data import ShardWriter
+
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    writer = ShardWriter(bad, "train", 1000, 10**6)
+    writer.write(torch.full((5000,), 999).numpy())
+    writer.close()
+    result = launch("train.py", *flags(bad, tmp_path / "a", tokenizer="bytes"))
+    refused(result, "token 999", "tokenizer bytes has only 267")
+    path = bad / "train_000000.bin"
+    path.write_bytes(path.read_bytes()[:-100])
+    result = launch("train.py", *flags(bad, tmp_path / "b", tokenizer="bytes"))
+    refused(result, "is damaged", "says 5000 tokens, it holds 4950")
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, nproc):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=2), nproc=nproc)
+    before = weights(out)
+    arguments = flags(shards, out, steps=50, lr=1e300, warmup=0)
+    result = launch("train.py", *arguments, "--resume", nproc=nproc)
+    (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "error: step 4: the " in line and "weights were not updated" in line
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(out).items())

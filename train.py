@@ -1,0 +1,436 @@
+"""Train a Llama from scratch, or go on from weights that exist.
+
+    torchrun train.py                                            the default: minutes on a laptop
+    torchrun --nproc-per-node 2 train.py                         the same, on two processes
+    torchrun train.py --data my_text/ --model small --out out/mine
+    torchrun --nproc-per-node 8 train.py --model llama3.2-1b --tokenizer tokenizer.model \
+             --data tokens/ --batch 256 --microbatch 4 --seq-len 8192 --lr 3e-4 --steps 20000
+
+The batch belongs to the experiment: --batch sequences make one step on any number of processes,
+cut into microbatches of --microbatch sequences a process. What is measured goes to
+OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import checkpoint
+from data import (
+    DEFAULT_TOKENIZER,
+    Batch,
+    Tokenizer,
+    Windows,
+    load_tokenizer,
+    open_windows,
+    read_ahead,
+    read_batch,
+    tokenizer_of,
+    window_of,
+)
+from model import (
+    IGNORE,
+    PRESETS,
+    Llama,
+    LlamaConfig,
+    UserError,
+    flops_per_token,
+    generate,
+    peak_flops,
+)
+from parallel import Parser, World, parallelize, positive, run, set_up, synchronize
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Train a Llama.")
+    # fmt: off
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
+    for name in ("dim", "n-layers", "n-heads", "n-kv-heads", "ffn-dim"):
+        model.add_argument(f"--{name}", type=positive, help="in place of the preset's")
+    model.add_argument("--init", metavar="DIR", help="start from this checkpoint's weights")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=["python"],
+                      help="text files, directories, token shards; python: the standard library")
+    data.add_argument("--tokenizer", help=f"name or tokenizer.model (default: the data's own, or "
+                                          f"the --init checkpoint's, or {DEFAULT_TOKENIZER})")
+    data.add_argument("--seq-len", type=positive, default=256, help="tokens in a sequence")
+    data.add_argument("--document-mask", action="store_true",
+                      help="no attention across the documents that share a sequence")
+
+    step = parser.add_argument_group("optimizer step")
+    step.add_argument("--batch", type=positive, default=16, help="sequences a step, in all")
+    step.add_argument("--microbatch", type=positive,
+                      help="sequences a process takes at a time (default: its whole share)")
+    step.add_argument("--steps", type=positive, default=1000)
+    step.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    step.add_argument("--warmup", type=int, default=50, help="steps until it is reached")
+    step.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
+    step.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    step.add_argument("--seed", type=int, default=0, help="of weights and data order")
+
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
+                       help="of computation (default: bfloat16 on a GPU, float32 elsewhere)")
+    speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                       help="compile the blocks (default: on a GPU)")
+    speed.add_argument("--profile", action="store_true",
+                       help="write OUT/trace.json of three steps, for chrome://tracing")
+
+    files = parser.add_argument_group("run")
+    files.add_argument("--out", type=Path, help="directory of the run (default: out/MODEL)")
+    files.add_argument("--resume", action="store_true",
+                       help="continue OUT's newest checkpoint, or start where there is none")
+    files.add_argument("--save-every", type=int, default=250,
+                       help="steps; 0 for the end alone")
+    files.add_argument("--keep", type=int, default=2, help="checkpoints to keep, 0 for all")
+    files.add_argument("--eval-every", type=int, default=250, help="steps; 0 for never")
+    files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
+    files.add_argument("--log-every", type=positive, default=10, help="steps")
+    files.add_argument("--prompt", default="def ", help="start of the samples shown at evaluations")
+    # fmt: on
+    args = parser.parse_args()
+    args.out = args.out or Path("out") / args.model
+    return args
+
+
+def choose_tokenizer(args: argparse.Namespace) -> str:
+    """As the flag says, or else what the --init weights or the data were made with."""
+    if args.tokenizer:
+        return args.tokenizer
+    if args.init:
+        return checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["tokenizer"]
+    return tokenizer_of(args.data[0]) or DEFAULT_TOKENIZER
+
+
+def choose_config(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
+    """The model's shape: the --init checkpoint's, or a preset's with what flags replace in it."""
+    if args.init:
+        return checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["model"]
+    if args.model not in PRESETS:
+        raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
+    sizes = {name: getattr(args, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads",
+                                                    "ffn_dim")}  # fmt: skip
+    given = {name: size for name, size in sizes.items() if size}
+    return replace(PRESETS[args.model], vocab_size=tokenizer.vocab_size, **given)
+
+
+def check(
+    args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer, world: World
+) -> None:
+    """Refuse what cannot work, and say what would, before any work is done."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
+            f"{args.init} {config.vocab_size}: give the --tokenizer it was trained with"
+        )
+    if args.seq_len > config.max_seq_len:
+        raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
+    args.microbatch = args.microbatch or max(1, args.batch // world.size)
+    if args.batch % (args.microbatch * world.size):
+        raise UserError(
+            f"--batch {args.batch} is no multiple of {args.microbatch} (--microbatch) x "
+            f"{world.size} (processes) = {args.microbatch * world.size}: change one of them"
+        )
+    if checkpoint.checkpoints(args.out) and not args.resume:
+        raise UserError(f"{args.out} holds a run: --resume continues it, another --out keeps it")
+
+
+# ------------------------------------------------------------------------------ one optimizer step
+
+
+def make_optimizer(model: Llama, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW in one fused pass; decay pulls matrices towards 0 and leaves norms alone."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
+    """Of step 1..steps: a straight line up to the peak, then half a cosine down to 0."""
+    if step <= warmup:
+        return peak * step / warmup
+    return peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup + 1))) / 2
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the global batch of a step, or over an evaluation."""
+
+    loss: float  # nats
+    tokens: int  # target tokens
+    text_bytes: int  # of text they stand for
+    grad_norm: float = 0.0
+    stop: bool = False  # somebody was asked to stop
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss / math.log(2) / self.text_bytes
+
+
+def train_step(
+    runner: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    microbatch: int,
+    clip: float,
+    world: World,
+    step: int,
+    stop: bool = False,
+) -> Totals:
+    """Gradient of the mean loss over the target tokens of the global batch, clipped, and an update.
+
+    `batch` is this rank's share. Microbatches and ranks may hold different numbers of targets: sums
+    are accumulated, and divided once, by the count over all of them. Raises UserError, on all ranks
+    and before the update, if a loss or the gradient is not finite.
+    """
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    microbatches = batch.split(microbatch)
+    for i, (tokens, targets, positions) in enumerate(microbatches):
+        with synchronize(runner, wanted=i == len(microbatches) - 1):
+            part = runner(tokens, targets, positions)
+            part.backward()  # DDP: all-reduces the gradients, in the last microbatch
+        loss += part.detach()
+
+    targets = (batch.targets != IGNORE).sum()
+    rows = world.gather([loss, targets, batch.text_bytes, stop])  # 32 bytes a rank
+    total = rows.sum(0)
+
+    # Gradients hold the average over ranks of summed losses; what is wanted is sum / targets.
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    scale = world.size / total[1]
+    norm = torch.nn.utils.get_total_norm(gradients) * scale
+    scale = scale * ((clip or math.inf) / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_
+    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+    # The step's one wait for the device: nothing may be updated before these numbers are known.
+    loss, tokens, text_bytes, stops, norm = [*total.tolist(), norm.item()]
+    if not math.isfinite(loss):
+        ranks = [rank for rank, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
+        raise UserError(f"step {step}: the loss on rank {ranks} is not finite; {UNCHANGED}")
+    if not math.isfinite(norm):
+        raise UserError(f"step {step}: the norm of the gradient is {norm}; {UNCHANGED}")
+    optimizer.step()
+    optimizer.zero_grad()
+    return Totals(loss, int(tokens), int(text_bytes), norm, stops > 0)
+
+
+UNCHANGED = "weights were not updated; --resume from the last checkpoint with a lower --lr"
+
+
+# ------------------------------------------------------------------------ evaluation and the record
+
+
+@torch.no_grad()
+def evaluate(
+    model: Llama, windows: Windows, tokenizer: Tokenizer, limit: int, microbatch: int, world: World
+) -> Totals:
+    """Loss over at most `limit` windows spread evenly, each rank taking its part of them.
+
+    Every rank runs equally many batches, as a split model demands: rows that are too many are
+    filled up without targets."""
+    n = min(limit, len(windows))
+    chosen = [i * len(windows) // n for i in range(n)] + [None] * (-n % world.size)
+    mine = chosen[world.rank :: world.size]
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    tokens = text_bytes = 0
+    for start in range(0, len(mine), microbatch):
+        batch = read_batch(windows, mine[start : start + microbatch], tokenizer).to(world.device)
+        loss += model(batch.tokens, batch.targets, batch.positions)
+        tokens += batch.targets.ne(IGNORE).sum()
+        text_bytes += batch.text_bytes
+    loss, tokens, text_bytes = world.gather([loss, tokens, text_bytes]).sum(0).tolist()
+    return Totals(loss, int(tokens), int(text_bytes))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held: on its GPU, or, without one, in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def open_run(args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer, done: int):
+    """Write OUT/config.json, and return OUT/metrics.jsonl to append to, one object a step.
+
+    A run that continues from step `done` drops the lines that its last process wrote after it."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {"model": asdict(config), "tokenizer": tokenizer.name, "data": args.data}
+    about |= {"seed": args.seed, "flags": vars(args) | {"out": str(args.out)}}
+    (args.out / "config.json").write_text(json.dumps(about, indent=1))
+    path = args.out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+    temporary = args.out / ".metrics.jsonl"
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+    return open(path, "a", buffering=1)
+
+
+def progress(row: dict, steps: int, left: float) -> str:
+    """One line of a step's numbers; `left` seconds to go."""
+    mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    return (
+        f"step {row['step']:>5}/{steps}  loss {row['loss']:.4f}  "
+        f"{row['bits_per_byte']:.3f} bits/byte  norm {row['grad_norm']:.2f}  "
+        f"{row['tokens_per_second']:,.0f} tokens/s  mfu {mfu}  "
+        f"{row['memory_bytes'] / 1e9:.2f} GB  {int(left) // 60}:{int(left) % 60:02d} left"
+    )
+
+
+def start_profiler(path: Path) -> torch.profiler.profile:
+    """Record three steps after two of warm-up, and write them for chrome://tracing or Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
+def show(text: str, **where) -> None:
+    """Print on the first rank alone."""
+    if dist.get_rank() == 0:
+        print(text, flush=True, **where)
+
+
+# -------------------------------------------------------------------------------------- the script
+
+
+def main() -> None:
+    args = parse_args()
+    world = set_up()
+    on_gpu = world.device.type == "cuda"
+    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    args.compile = on_gpu if args.compile is None else args.compile
+
+    # What to learn from, and the shape of what learns it.
+    tokenizer = world.one_first(partial(load_tokenizer, choose_tokenizer(args)))
+    windows = world.one_first(partial(open_windows, args.data, tokenizer, args.seq_len))
+    config = choose_config(args, tokenizer)
+    check(args, config, tokenizer, world)
+
+    # The model on this world, filled from a seed or a checkpoint.
+    def fill(model: Llama) -> None:
+        if args.init:
+            checkpoint.load_weights(checkpoint.find_checkpoint(Path(args.init)), model)
+        else:
+            model.init_weights(args.seed)
+
+    with torch.device("meta"):
+        model = Llama(config)
+    runner = parallelize(model, world, fill, getattr(torch, args.dtype), args.compile)
+    optimizer = make_optimizer(model, args.lr, args.weight_decay)
+    done = 0
+    if args.resume and (found := checkpoint.checkpoints(args.out)):
+        done = checkpoint.resume(found[-1], model, optimizer)
+        show(f"resumed from {found[-1]}")
+
+    # The run's record, on the first rank; its first line on the terminal.
+    dist.barrier()  # nobody writes to OUT before everybody has looked at it
+    metrics = open_run(args, config, tokenizer, done) if world.rank == 0 else None
+    n_parameters = sum(p.numel() for p in model.parameters())
+    show(
+        f"{args.model}: {n_parameters / 1e6:,.2f} M parameters; {args.batch} x {args.seq_len} "
+        f"tokens a step, {len(windows['train']):,} sequences an epoch; {world.size} process(es) on "
+        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+    )
+
+    # A step's batch is a function of (seed, step), and this rank reads its share of it.
+    def read(step: int) -> Batch:
+        share = args.batch // world.size
+        first = (step - 1) * args.batch + world.rank * share
+        sequences = range(first, first + share)
+        numbers = [window_of(s, len(windows["train"]), args.seed) for s in sequences]
+        return read_batch(windows["train"], numbers, tokenizer, args.document_mask)
+
+    stop = []  # a signal leaves its number here; then the step under way is the last
+    for caught in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(caught, lambda number, frame: stop.append(number))
+    profiler = start_profiler(args.out / "trace.json") if args.profile else None
+    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    began = clock = time.perf_counter()
+
+    steps = range(done + 1, args.steps + 1)
+    for step, batch in zip(steps, read_ahead(read, steps, world.device)):
+        lr = learning_rate(step, args.lr, args.warmup, args.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        totals = train_step(
+            runner, optimizer, batch, args.microbatch, args.clip, world, step, bool(stop)
+        )
+        if profiler:
+            profiler.step()
+
+        now = time.perf_counter()
+        speed = args.batch * args.seq_len / (now - clock)
+        row = {
+            "step": step,
+            "loss": totals.mean_loss,
+            "bits_per_byte": totals.bits_per_byte,
+            "grad_norm": totals.grad_norm,
+            "lr": lr,
+            "tokens": step * args.batch * args.seq_len,
+            "seconds": now - clock,
+            "tokens_per_second": speed,
+            "mfu": peak and flops_per_token(config, args.seq_len) * speed / (peak * world.size),
+            "memory_bytes": memory_bytes(world.device),
+        }
+        last = step == args.steps or totals.stop
+        if last or step == steps[0] or step % args.log_every == 0:
+            left = (now - began) / (step - done) * (args.steps - step)
+            show(progress(row, args.steps, left), file=sys.stderr)
+        if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
+            val = evaluate(
+                model, windows["val"], tokenizer, args.eval_windows, args.microbatch, world
+            )
+            row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
+            prompt = [tokenizer.encode(args.prompt, bos=True)]
+            (text,) = generate(model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step)
+            show(
+                f"step {step}: validation loss {val.mean_loss:.4f}, "
+                f"{val.bits_per_byte:.4f} bits/byte\n"
+                f"--- {args.prompt}{tokenizer.decode(text)}\n---"
+            )
+        if metrics:
+            print(json.dumps(row), file=metrics)
+        if last or (args.save_every and step % args.save_every == 0):
+            saved = checkpoint.save(args.out, step, model, optimizer, tokenizer, args.keep)
+        if last:
+            break
+        clock = time.perf_counter()
+
+    if done >= args.steps:
+        show(f"{args.out} has done its {args.steps} steps; --steps N goes on")
+        return
+    show(f"checkpoint: {saved}")
+    if totals.stop:
+        show(f"stopped at step {step} of {args.steps}; the same command with --resume goes on")
+    show(f"generate:   python generate.py {args.out} --prompt {shlex.quote(args.prompt)}")
+
+
+if __name__ == "__main__":
+    run(main)
