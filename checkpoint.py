@@ -12,6 +12,7 @@ saves leaves the hidden directory behind, which the next save removes, and every
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -121,8 +122,9 @@ def differences(theirs: LlamaConfig, ours: LlamaConfig) -> str:
 def load_weights(directory: Path, model: Llama) -> None:
     """Fill a materialised model with a checkpoint's weights; every rank calls it."""
     weights = get_model_state_dict(model)
-    alone = not dist.is_initialized()
-    dcp.load({"model": weights}, checkpoint_id=directory, no_dist=alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as generate.py wants
+        dcp.load({"model": weights}, checkpoint_id=directory)
     set_model_state_dict(model, weights)
 
 

@@ -144,6 +144,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name.startswith("python-") and name.removeprefix("python-").isdigit():
         path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
         if not path.exists():
+            print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
             train_tokenizer(["python"], int(name.removeprefix("python-")), path)
         return Tokenizer(name, _encoding(name, _read_ranks(path), SPLIT), path)
     if name in tiktoken.list_encoding_names():
@@ -478,88 +479,7 @@ def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
     return directory
 
 
-# ------------------------------------------------------------------------ windows, and their order
-
-
-class Windows:
-    """The windows of seq_len + 1 tokens of a list of shards, numbered from 0.
-
-    Neighbours share a token: the last target of one is the first input of the next."""
-
-    def __init__(self, shards: list[np.ndarray], seq_len: int):
-        self.shards, self.seq_len = shards, seq_len
-        self.ends = np.cumsum([(len(shard) - 1) // seq_len for shard in shards], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        """Window i [T + 1]."""
-        shard = int(np.searchsorted(self.ends, i, side="right"))
-        start = (i - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len
-        return self.shards[shard][start : start + self.seq_len + 1]
-
-
-def tokenizer_of(data: str) -> str | None:
-    """What `python data.py tokenize` made these shards with, as load_tokenizer takes it."""
-    about = Path(data) / "data.json"
-    if not about.is_file():
-        return None
-    name = json.loads(about.read_text())["tokenizer"]
-    return str(Path(data) / name) if name == "tokenizer.model" else name
-
-
-def find_shards(data: list[str]) -> list[Path]:
-    """The `.bin` files that --data names or whose directories it names; none if it is raw text."""
-    found = []
-    for path in map(Path, data):
-        found.append(sorted(path.glob("*.bin")) if path.is_dir() else [path])
-        found[-1] = [shard for shard in found[-1] if shard.suffix == ".bin" and shard.is_file()]
-    if any(found) and not all(found):
-        raise UserError(f"--data mixes token shards and text ({' '.join(data)}): tokenize the text")
-    return [shard for shards in found for shard in shards]
-
-
-def open_windows(data: list[str], tokenizer: Tokenizer, seq_len: int) -> dict[str, Windows]:
-    """Train and validation windows of raw text (tokenized on first use) or of token shards.
-
-    Shards with "val" in their name are for validation; without any, the end of the last shard is.
-    """
-    paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
-    train = [open_shard(path) for path in paths if "val" not in path.name]
-    val = [open_shard(path) for path in paths if "val" in path.name]
-    if train and not val:
-        border = len(train[-1]) * 19 // 20
-        train[-1], val = train[-1][:border], [train[-1][border:]]
-    for split, shards in (("train", train), ("validation", val)):
-        longest = max(map(len, shards), default=0)
-        if longest <= seq_len:
-            raise UserError(
-                f"the {split} part of {' '.join(data)} is too short: --seq-len {seq_len} needs "
-                f"{seq_len + 1} tokens in a row, it has {longest}; give more text, or a shorter "
-                f"--seq-len"
-            )
-    return {"train": Windows(train, seq_len), "val": Windows(val, seq_len)}
-
-
-def window_of(sequence: int, n: int, seed: int) -> int:
-    """Which of n windows is the experiment's sequence number `sequence`: each once per epoch.
-
-    A permutation of 0..n-1 that is computed, not stored: four Feistel rounds scramble the next
-    even number of bits one to one (Luby and Rackoff 1988), and what falls beyond n is scrambled
-    again until it is within. That stays one to one, and takes at most four tries on average.
-    """
-    epoch, i = divmod(sequence, n)
-    half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits on each side
-    while True:
-        left, right = i >> half, i & ((1 << half) - 1)
-        for turn in range(4):
-            key = f"{seed} {epoch} {turn} {right}".encode()
-            mask = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-            left, right = right, left ^ (mask & ((1 << half) - 1))
-        i = left << half | right
-        if i < n:
-            return i
+# ------------------------------------------------------------- windows of tokens, and their order
 
 
 @dataclass
@@ -588,28 +508,114 @@ class Batch:
         return Batch(*(t if t is None else t.pin_memory() for t in self.tensors()), self.text_bytes)
 
 
-def read_batch(
-    windows: Windows,
-    numbers: list[int | None],
-    tokenizer: Tokenizer,
-    document_mask: bool = False,
-) -> Batch:
-    """The windows of these numbers; None gives a row without targets."""
-    rows = np.stack([windows[number or 0].astype(np.int64) for number in numbers])  # [b, T + 1]
-    if rows.max() >= tokenizer.vocab_size:
-        raise UserError(
-            f"the data holds token {rows.max()}, but tokenizer {tokenizer.name} has only "
-            f"{tokenizer.vocab_size}: give the --tokenizer that the data was made with"
-        )
-    tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [b, T] both
-    targets[[number is None for number in numbers]] = IGNORE
-    text_bytes = int(tokenizer.token_bytes[targets[targets != IGNORE]].sum())
-    positions = None
-    if document_mask:
-        place = np.arange(tokens.shape[1])  # [T]
-        starts = np.where(tokens == tokenizer.bos, place, 0)  # [b, T]
-        positions = torch.from_numpy(place - np.maximum.accumulate(starts, axis=1))
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
+class Windows:
+    """The windows of seq_len + 1 tokens of a list of shards, numbered from 0.
+
+    Neighbours share a token: the last target of one is the first input of the next. With
+    `document_mask`, batches say where documents begin, so that attention stays within them."""
+
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        tokenizer: Tokenizer,
+        document_mask: bool = False,
+    ):
+        self.shards, self.seq_len = shards, seq_len
+        self.tokenizer, self.document_mask = tokenizer, document_mask
+        self.ends = np.cumsum([(len(shard) - 1) // seq_len for shard in shards], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """Window i [T + 1]."""
+        shard = int(np.searchsorted(self.ends, i, side="right"))
+        start = (i - (int(self.ends[shard - 1]) if shard else 0)) * self.seq_len
+        return self.shards[shard][start : start + self.seq_len + 1]
+
+    def batch(self, numbers: list[int | None]) -> Batch:
+        """The windows of these numbers; None gives a row without targets."""
+        rows = np.stack([self[number or 0].astype(np.int64) for number in numbers])  # [b, T + 1]
+        if rows.max() >= self.tokenizer.vocab_size:
+            raise UserError(
+                f"the data holds token {rows.max()}, but tokenizer {self.tokenizer.name} has only "
+                f"{self.tokenizer.vocab_size}: give the --tokenizer that the data was made with"
+            )
+        tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [b, T] both
+        targets[[number is None for number in numbers]] = IGNORE
+        text_bytes = int(self.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
+        positions = None
+        if self.document_mask:
+            place = np.arange(self.seq_len)  # [T]
+            starts = np.where(tokens == self.tokenizer.bos, place, 0)  # [b, T]
+            positions = torch.from_numpy(place - np.maximum.accumulate(starts, axis=1))
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
+
+
+def tokenizer_of(data: str) -> str | None:
+    """What `python data.py tokenize` made these shards with, as load_tokenizer takes it."""
+    about = Path(data) / "data.json"
+    if not about.is_file():
+        return None
+    name = json.loads(about.read_text())["tokenizer"]
+    return str(Path(data) / name) if name == "tokenizer.model" else name
+
+
+def find_shards(data: list[str]) -> list[Path]:
+    """The `.bin` files that --data names or whose directories it names; none if it is raw text."""
+    found = []
+    for path in map(Path, data):
+        found.append(sorted(path.glob("*.bin")) if path.is_dir() else [path])
+        found[-1] = [shard for shard in found[-1] if shard.suffix == ".bin" and shard.is_file()]
+    if any(found) and not all(found):
+        raise UserError(f"--data mixes token shards and text ({' '.join(data)}): tokenize the text")
+    return [shard for shards in found for shard in shards]
+
+
+def open_windows(
+    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
+) -> tuple[Windows, Windows]:
+    """Training and validation windows of raw text (tokenized on first use) or of token shards.
+
+    Shards with "val" in their name are for validation; without any, the end of the last shard is.
+    """
+    paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
+    train = [open_shard(path) for path in paths if "val" not in path.name]
+    val = [open_shard(path) for path in paths if "val" in path.name]
+    if train and not val:
+        border = len(train[-1]) * 19 // 20
+        train[-1], val = train[-1][:border], [train[-1][border:]]
+    for split, shards in (("train", train), ("validation", val)):
+        longest = max(map(len, shards), default=0)
+        if longest <= seq_len:
+            raise UserError(
+                f"the {split} part of {' '.join(data)} is too short: --seq-len {seq_len} needs "
+                f"{seq_len + 1} tokens in a row, it has {longest}; give more text, or a shorter "
+                f"--seq-len"
+            )
+    train, val = (Windows(shards, seq_len, tokenizer, document_mask) for shards in (train, val))
+    return train, val
+
+
+def window_of(sequence: int, n: int, seed: int) -> int:
+    """Which of n windows is the experiment's sequence number `sequence`: each once per epoch.
+
+    A permutation of 0..n-1 that is computed, not stored: four Feistel rounds scramble the next
+    even number of bits one to one (Luby and Rackoff 1988), and what falls beyond n is scrambled
+    again until it is within. That stays one to one, and takes at most four tries on average.
+    """
+    epoch, i = divmod(sequence, n)
+    half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits on each side
+    while True:
+        left, right = i >> half, i & ((1 << half) - 1)
+        for turn in range(4):
+            key = f"{seed} {epoch} {turn} {right}".encode()
+            mask = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+            left, right = right, left ^ (mask & ((1 << half) - 1))
+        i = left << half | right
+        if i < n:
+            return i
 
 
 def read_ahead(

@@ -1,8 +1,10 @@
 """Continue a text with any checkpoint.
 
-python generate.py out/tiny --prompt "def "
-python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
-python generate.py DIR --chat --prompt "What is a tensor?"      a model trained for Llama 3's chat
+    python generate.py out/tiny --prompt "def "
+    python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
+    python generate.py DIR --chat --prompt "What is a tensor?"      in Llama 3's chat format
+
+One prompt is continued as you watch; several are continued side by side, and shown when all end.
 """
 
 import argparse

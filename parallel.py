@@ -47,9 +47,9 @@ class World:
 
     def gather(self, values: list[float | torch.Tensor]) -> torch.Tensor:
         """Everybody's row of a few numbers, [size, len(values)] float64 on every rank."""
-        row = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
+        row = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+        for slot, value in zip(row, values):
+            slot.add_(value)  # a number goes with the kernel: no copy that waits for the device
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row)  # 8 bytes a number and rank, over the whole world
         return torch.stack(rows)
@@ -83,21 +83,27 @@ def set_up() -> World:
 def run(main: Callable[[], None]) -> None:
     """Run a script. A user's mistake ends it with one line and exit code 2, on all ranks.
 
-    Most mistakes are met by every rank alike, some by one: whoever comes first speaks."""
+    Most mistakes are met by every rank alike, some by one: whoever comes first speaks, and ranks
+    that lose it in the middle of a collective know by the store that all is said."""
     try:
         main()
     except UserError as error:
-        if _first_to_speak():
+        if _count_errors(1) == 1:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except Exception:
+        if _count_errors(0) > 0:
+            sys.exit(2)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _first_to_speak() -> bool:
+def _count_errors(new: int) -> int:
+    """Errors of users that ranks have met so far, `new` ones of this rank included."""
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store().add("errors", 1) == 1
-    return os.environ.get("RANK", "0") == "0"
+        return dist.distributed_c10d._get_default_store().add("errors", new)
+    return new if os.environ.get("RANK", "0") == "0" else 2 * new  # all ranks meet the same ones
 
 
 def parallelize(

@@ -37,7 +37,6 @@ from data import (
     load_tokenizer,
     open_windows,
     read_ahead,
-    read_batch,
     tokenizer_of,
     window_of,
 )
@@ -53,14 +52,17 @@ from model import (
 )
 from parallel import Parser, World, parallelize, positive, run, set_up, synchronize
 
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # that flags can replace
+
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a Llama.")
     # fmt: off
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="tiny", help=f"preset: {', '.join(PRESETS)}")
-    for name in ("dim", "n-layers", "n-heads", "n-kv-heads", "ffn-dim"):
-        model.add_argument(f"--{name}", type=positive, help="in place of the preset's")
+    model.add_argument("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
+    for name in SIZES:
+        flag = f"--{name.replace('_', '-')}"
+        model.add_argument(flag, type=positive, help="in place of the preset's")
     model.add_argument("--init", metavar="DIR", help="start from this checkpoint's weights")
 
     data = parser.add_argument_group("data")
@@ -89,7 +91,7 @@ def parse_args() -> argparse.Namespace:
     speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile the blocks (default: on a GPU)")
     speed.add_argument("--profile", action="store_true",
-                       help="write OUT/trace.json of three steps, for chrome://tracing")
+                       help="write OUT/trace-RANK.json of three steps, for chrome://tracing")
 
     files = parser.add_argument_group("run")
     files.add_argument("--out", type=Path, help="directory of the run (default: out/MODEL)")
@@ -104,7 +106,7 @@ def parse_args() -> argparse.Namespace:
     files.add_argument("--prompt", default="def ", help="start of the samples shown at evaluations")
     # fmt: on
     args = parser.parse_args()
-    args.out = args.out or Path("out") / args.model
+    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
     return args
 
 
@@ -119,14 +121,22 @@ def choose_tokenizer(args: argparse.Namespace) -> str:
 
 def choose_config(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
     """The model's shape: the --init checkpoint's, or a preset's with what flags replace in it."""
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
     if args.init:
-        return checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["model"]
-    if args.model not in PRESETS:
-        raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
-    sizes = {name: getattr(args, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads",
-                                                    "ffn_dim")}  # fmt: skip
-    given = {name: size for name, size in sizes.items() if size}
-    return replace(PRESETS[args.model], vocab_size=tokenizer.vocab_size, **given)
+        config = checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["model"]
+        wanted = replace(preset(args.model) if args.model else config, **sizes)
+        wanted = replace(wanted, vocab_size=config.vocab_size)
+        if wanted != config:
+            differences = checkpoint.differences(config, wanted)
+            raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
+        return config
+    return replace(preset(args.model or "tiny"), vocab_size=tokenizer.vocab_size, **sizes)
+
+
+def preset(name: str) -> LlamaConfig:
+    if name not in PRESETS:
+        raise UserError(f"no model '{name}': choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def check(
@@ -140,7 +150,6 @@ def check(
         )
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
-    args.microbatch = args.microbatch or max(1, args.batch // world.size)
     if args.batch % (args.microbatch * world.size):
         raise UserError(
             f"--batch {args.batch} is no multiple of {args.microbatch} (--microbatch) x "
@@ -187,7 +196,7 @@ class Totals:
 
     @property
     def bits_per_byte(self) -> float:
-        return self.loss / math.log(2) / self.text_bytes
+        return self.loss / math.log(2) / max(self.text_bytes, 1)
 
 
 def train_step(
@@ -227,26 +236,23 @@ def train_step(
 
     # The step's one wait for the device: nothing may be updated before these numbers are known.
     loss, tokens, text_bytes, stops, norm = [*total.tolist(), norm.item()]
-    if not math.isfinite(loss):
+    if not math.isfinite(loss + norm):
         ranks = [rank for rank, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
-        raise UserError(f"step {step}: the loss on rank {ranks} is not finite; {UNCHANGED}")
-    if not math.isfinite(norm):
-        raise UserError(f"step {step}: the norm of the gradient is {norm}; {UNCHANGED}")
+        culprit = f"loss on rank {ranks}" if ranks else "norm of the gradient"
+        raise UserError(
+            f"step {step}: the {culprit} is not finite. Nothing was updated; --resume goes back to "
+            f"the last checkpoint, and a lower --lr may help"
+        )
     optimizer.step()
     optimizer.zero_grad()
     return Totals(loss, int(tokens), int(text_bytes), norm, stops > 0)
-
-
-UNCHANGED = "weights were not updated; --resume from the last checkpoint with a lower --lr"
 
 
 # ------------------------------------------------------------------------ evaluation and the record
 
 
 @torch.no_grad()
-def evaluate(
-    model: Llama, windows: Windows, tokenizer: Tokenizer, limit: int, microbatch: int, world: World
-) -> Totals:
+def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world: World) -> Totals:
     """Loss over at most `limit` windows spread evenly, each rank taking its part of them.
 
     Every rank runs equally many batches, as a split model demands: rows that are too many are
@@ -257,9 +263,9 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
-        batch = read_batch(windows, mine[start : start + microbatch], tokenizer).to(world.device)
+        batch = windows.batch(mine[start : start + microbatch]).to(world.device)
         loss += model(batch.tokens, batch.targets, batch.positions)
-        tokens += batch.targets.ne(IGNORE).sum()
+        tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
     loss, tokens, text_bytes = world.gather([loss, tokens, text_bytes]).sum(0).tolist()
     return Totals(loss, int(tokens), int(text_bytes))
@@ -278,9 +284,15 @@ def open_run(args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer
 
     A run that continues from step `done` drops the lines that its last process wrote after it."""
     args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "config.json"
     about = {"model": asdict(config), "tokenizer": tokenizer.name, "data": args.data}
     about |= {"seed": args.seed, "flags": vars(args) | {"out": str(args.out)}}
-    (args.out / "config.json").write_text(json.dumps(about, indent=1))
+    before = json.loads(path.read_text())["flags"] if done else {}
+    for flag in ("data", "tokenizer", "seq_len", "document_mask", "batch", "lr", "steps", "seed"):
+        if flag in before and before[flag] != about["flags"][flag]:
+            name, now = flag.replace("_", "-"), about["flags"][flag]
+            show(f"warning: --{name} was {before[flag]}, is {now}", file=sys.stderr)
+    path.write_text(json.dumps(about, indent=1))
     path = args.out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
@@ -326,10 +338,13 @@ def main() -> None:
     on_gpu = world.device.type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
+    args.microbatch = args.microbatch or max(1, args.batch // world.size)
 
     # What to learn from, and the shape of what learns it.
     tokenizer = world.one_first(partial(load_tokenizer, choose_tokenizer(args)))
-    windows = world.one_first(partial(open_windows, args.data, tokenizer, args.seq_len))
+    train_windows, val_windows = world.one_first(
+        partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+    )
     config = choose_config(args, tokenizer)
     check(args, config, tokenizer, world)
 
@@ -354,8 +369,8 @@ def main() -> None:
     metrics = open_run(args, config, tokenizer, done) if world.rank == 0 else None
     n_parameters = sum(p.numel() for p in model.parameters())
     show(
-        f"{args.model}: {n_parameters / 1e6:,.2f} M parameters; {args.batch} x {args.seq_len} "
-        f"tokens a step, {len(windows['train']):,} sequences an epoch; {world.size} process(es) on "
+        f"{args.out}: {n_parameters / 1e6:,.2f} M parameters; {args.batch} x {args.seq_len} "
+        f"tokens a step, {len(train_windows):,} sequences an epoch; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
     )
 
@@ -363,14 +378,13 @@ def main() -> None:
     def read(step: int) -> Batch:
         share = args.batch // world.size
         first = (step - 1) * args.batch + world.rank * share
-        sequences = range(first, first + share)
-        numbers = [window_of(s, len(windows["train"]), args.seed) for s in sequences]
-        return read_batch(windows["train"], numbers, tokenizer, args.document_mask)
+        n = len(train_windows)
+        return train_windows.batch([window_of(first + i, n, args.seed) for i in range(share)])
 
     stop = []  # a signal leaves its number here; then the step under way is the last
     for caught in (signal.SIGINT, signal.SIGTERM):
         signal.signal(caught, lambda number, frame: stop.append(number))
-    profiler = start_profiler(args.out / "trace.json") if args.profile else None
+    profiler = start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     began = clock = time.perf_counter()
 
@@ -404,12 +418,13 @@ def main() -> None:
             left = (now - began) / (step - done) * (args.steps - step)
             show(progress(row, args.steps, left), file=sys.stderr)
         if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
-            val = evaluate(
-                model, windows["val"], tokenizer, args.eval_windows, args.microbatch, world
-            )
+            val = evaluate(model, val_windows, args.eval_windows, args.microbatch, world)
             row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
             prompt = [tokenizer.encode(args.prompt, bos=True)]
-            (text,) = generate(model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step)
+            with torch.compiler.set_stance("force_eager"):  # every token has a shape of its own
+                (text,) = generate(
+                    model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step
+                )
             show(
                 f"step {step}: validation loss {val.mean_loss:.4f}, "
                 f"{val.bits_per_byte:.4f} bits/byte\n"

@@ -10,7 +10,7 @@ from conftest import launch, shared, succeed
 from tiktoken.load import load_tiktoken_bpe
 
 import data
-from data import Windows, load_tokenizer, open_shard, open_windows, read_batch, window_of
+from data import Windows, load_tokenizer, open_shard, open_windows, window_of
 from model import IGNORE, UserError
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
@@ -197,9 +197,9 @@ def test_shards_of_others_without_validation(tmp_path):
         writer = data.ShardWriter(tmp_path, f"fineweb_train_{i}", 267, size=10**6)
         writer.write(np.full(2000, i, dtype=np.uint32))
         writer.close()
-    windows = open_windows([str(tmp_path)], load_tokenizer("bytes"), 50)
-    assert [len(shard) for shard in windows["train"].shards] == [2000, 1900]
-    assert windows["val"][0].tolist() == [1] * 51
+    train, val = open_windows([str(tmp_path)], load_tokenizer("bytes"), 50)
+    assert [len(shard) for shard in train.shards] == [2000, 1900]
+    assert val[0].tolist() == [1] * 51
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_default_corpus_is_python_source():
 
 def test_windows_cover_shards():
     shards = [np.arange(0, 21), np.arange(100, 104), np.arange(200, 211)]
-    windows = Windows(shards, seq_len=5)
+    windows = Windows(shards, 5, load_tokenizer("bytes"))
     rows = [windows[i].tolist() for i in range(len(windows))]
     starts = [0, 5, 10, 15, 200, 205]
     assert rows == [list(range(start, start + 6)) for start in starts]
@@ -300,7 +300,7 @@ def test_batch_holds_targets_positions_and_bytes():
     tokenizer = load_tokenizer("bytes")
     bos, eos = tokenizer.bos, tokenizer.eos
     stream = np.array([65, 66, eos, bos, 67, 68, 69, eos, bos, 70, 71, 72, 73], dtype=np.uint16)
-    batch = read_batch(Windows([stream], 6), [0, 1, None], tokenizer, document_mask=True)
+    batch = Windows([stream], 6, tokenizer, document_mask=True).batch([0, 1, None])
     assert batch.tokens[:2].tolist() == [[65, 66, eos, bos, 67, 68], [69, eos, bos, 70, 71, 72]]
     assert batch.targets[:2].tolist() == [[66, eos, bos, 67, 68, 69], [eos, bos, 70, 71, 72, 73]]
     assert (batch.targets[2] == IGNORE).all()
@@ -312,9 +312,9 @@ def test_batch_holds_targets_positions_and_bytes():
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
-    windows = Windows([np.array([1, 2, 267, 3, 4])], 4)
+    windows = Windows([np.array([1, 2, 267, 3, 4])], 4, load_tokenizer("bytes"))
     with pytest.raises(UserError, match=r"holds token 267.*has only 267"):
-        read_batch(windows, [0], load_tokenizer("bytes"))
+        windows.batch([0])
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on():

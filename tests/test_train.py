@@ -52,7 +52,7 @@ def reference(shards):
         betas=(0.9, 0.95),
         fused=False,
     )
-    windows = open_windows([str(shards)], load_tokenizer("bytes"), 24)["train"]
+    windows, _ = open_windows([str(shards)], load_tokenizer("bytes"), 24)
     rows = []
     for step in range(5):
         picked = [window_of(step * 8 + i, len(windows), seed=0) for i in range(8)]
@@ -109,7 +109,7 @@ def test_validation_loss_is_that_of_every_window(shards, tmp_path):
     out = tmp_path / "run"
     succeed("train.py", *flags(shards, out, steps=2, eval_every=2, eval_windows=10**6))
     tokenizer = load_tokenizer("bytes")
-    windows = open_windows([str(shards)], tokenizer, 24)["val"]
+    _, windows = open_windows([str(shards)], tokenizer, 24)
     model = load_pretrained(out, torch.float64)
     rows = torch.tensor([windows[i].tolist() for i in range(len(windows))])
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_run_learns_and_says_so(shards, tmp_path):
     assert "step    60/60" in result.err and "0:00 left" in result.err
     assert "bits/byte" in result.out and "--- def " in result.out
     assert [path.name for path in out.glob("step-*")] == ["step-00000060"]
-    assert (out / "trace.json").stat().st_size > 0
+    assert (out / "trace-0.json").stat().st_size > 0
     about = json.loads((out / "config.json").read_text())
     assert about["model"]["dim"] == 32 and about["seed"] == 0 and about["flags"]["steps"] == 60
 
@@ -281,6 +281,10 @@ def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
     refused(launch("train.py", *flags(shards, out, steps=1)), f"{out} holds a run", "--resume")
     other = flags(shards, out, steps=2, ffn_dim=64)
     refused(launch("train.py", *other, "--resume"), "another model", "ffn_dim 48, not 64")
+    other = flags(shards, tmp_path / "other", init=out, dim=64)
+    refused(launch("train.py", *other), f"{out} has dim 32, not 64")
+    changed = succeed("train.py", *flags(shards, out, steps=2, seed=1), "--resume")
+    assert "warning: --seed was 0, is 1" in changed.err
 
 
 def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
@@ -299,6 +303,21 @@ def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
     refused(result, "is damaged", "says 5000 tokens, it holds 4950")
 
 
+def test_a_mistake_that_one_rank_meets_is_told_once(tmp_path):
+    from data import ShardWriter
+
+    tokens = torch.full((5000,), 65)
+    tokens[3000] = 999
+    writer = ShardWriter(tmp_path, "train", 1000, 10**6)
+    writer.write(tokens.numpy())
+    writer.close()
+    result = launch(
+        "train.py", *flags(tmp_path, tmp_path / "run", tokenizer="bytes", steps=500), nproc=2
+    )
+    assert result.err.count("error: the data holds token 999") == 1
+    assert "[rank" not in result.err  # how torch begins a traceback of a rank
+
+
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, nproc):
     out = tmp_path / "run"
@@ -307,5 +326,5 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, npr
     arguments = flags(shards, out, steps=50, lr=1e300, warmup=0)
     result = launch("train.py", *arguments, "--resume", nproc=nproc)
     (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert "error: step 4: the " in line and "weights were not updated" in line
+    assert "error: step 4: the " in line and "Nothing was updated" in line
     assert all(torch.equal(weight, before[name]) for name, weight in weights(out).items())
