@@ -15,7 +15,7 @@ from conftest import finish, launch, start, succeed
 
 from checkpoint import load_pretrained
 from data import load_tokenizer, open_windows, window_of
-from model import Llama, LlamaConfig
+from model import IGNORE, Llama, LlamaConfig
 from train import learning_rate, make_optimizer
 
 SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--ffn-dim", "48"]
@@ -87,6 +87,31 @@ def test_training_equals_the_plain_loop(shards, reference, tmp_path, nproc, micr
     for name, weight in expected.items():
         error = (ours[name] - weight).norm() / weight.norm()
         assert error < 1e-12, name
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_uneven_numbers_of_targets_weigh_by_token(tmp_path, nproc):
+    from workers.uneven_targets import CONFIG, TARGETS, TOKENS
+
+    model = Llama(CONFIG).double()
+    model.init_weights()
+    optimizer = make_optimizer(model, 1e-2, 0.1)
+    expected = []
+    for _ in range(3):
+        logits = model(TOKENS[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((loss.item(), norm.item()))
+
+    succeed("tests/workers/uneven_targets.py", tmp_path / "out.pt", nproc=nproc)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    for ours, theirs in zip(found["results"], expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    for name, weight in model.state_dict().items():
+        assert (found["weights"][name] - weight).norm() < 1e-12 * weight.norm(), name
 
 
 def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
