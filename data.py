@@ -191,12 +191,10 @@ def train_tokenizer(sources: list[str], vocab_size: int, out: Path, sample: int 
     if n_ranks < 256:
         raise UserError(f"--vocab-size {vocab_size} must be at least {256 + N_SMALL_SPECIAL}")
     files = find_files(sources)
-    stride = max(
-        1, sum(path.stat().st_size for path in files) // sample
-    )  # take a piece in `stride`
+    every = max(1, sum(path.stat().st_size for path in files) // sample)
     words = Counter()
-    for i, piece in enumerate(read_pieces(files)):
-        if i % stride == 0 and piece.split == "train":
+    for piece in itertools.islice(read_pieces(files), 0, None, every):
+        if piece.split == "train":
             words.update(regex.findall(SPLIT, piece.text))
     tokens = merge_pairs(words, n_ranks)
     text = b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
@@ -290,15 +288,8 @@ def _standard_library() -> list[Path]:
     """The default corpus, on every machine that runs this: Python's own source, without its tests
     and without the packages that are tables rather than code."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "encodings",
-        "pydoc_data",
-    }
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    skip |= {"encodings", "pydoc_data"}
     files = sorted(p for p in root.rglob("*.py") if skip.isdisjoint(p.relative_to(root).parts))
     if not files:
         raise UserError(f"no Python source under {root}; give your own text with --data")
@@ -308,27 +299,34 @@ def _standard_library() -> list[Path]:
 def read_pieces(files: list[Path], val_fraction: float = 0.05) -> Iterator[Piece]:
     """The text of a corpus, in pieces of about PIECE bytes that end at line ends.
 
-    A file is a document, but of a `.jsonl` file each line is one, in its "text" field. Documents
-    are held out for validation by a hash of their name and number; of a single one, the end is.
+    A file is a document, but of a `.jsonl` file each line is one, in its "text" field. Of many
+    documents, those are held out for validation that a hash of their name and number picks; of
+    fewer than 100 files, the end of all their text.
     """
-    one_document = len(files) == 1 and files[0].suffix != ".jsonl"
+    by_range = len(files) < 100 and not any(path.suffix == ".jsonl" for path in files)
+    total = sum(path.stat().st_size for path in files)
+    border = total * (1 - val_fraction) if by_range else math.inf
+    before = 0  # bytes in the files already read
     for path in files:
         name = "/".join(path.parts[-2:])
-        if path.suffix == ".jsonl":
-            with open(path, "rb") as file:
+        with open(path, "rb") as file:
+            if path.suffix == ".jsonl":
                 for number, line in enumerate(file, 1):
                     split = "val" if _chance(f"{name}:{number}") < val_fraction else "train"
                     yield Piece(_text_field(line, path, number), True, split)
-            continue
-        split = "val" if not one_document and _chance(name) < val_fraction else "train"
-        border = path.stat().st_size * (1 - val_fraction) if one_document else math.inf
-        starts = True
-        with open(path, "rb") as file:
-            while raw := file.read(int(min(PIECE, max(border - file.tell(), 1)))) + file.readline():
+                continue
+            picked = not by_range and _chance(name) < val_fraction
+            split, starts = "val" if picked or before >= border else "train", True
+            while True:
+                left = border - before - file.tell()  # to the border; nothing is read across it
+                raw = file.read(int(min(PIECE, left)) if left > 0 else PIECE) + file.readline()
+                if not raw:
+                    break
                 yield Piece(_decode(raw, path), starts, split)
                 starts = False
-                if split == "train" and file.tell() >= border:
-                    split, starts, border = "val", True, math.inf
+                if split == "train" and before + file.tell() >= border:
+                    split, starts = "val", True
+        before += path.stat().st_size
 
 
 def _chance(name: str) -> float:
@@ -435,9 +433,9 @@ def tokenize(
             ShardWriter(unfinished, split, tokenizer.vocab_size, shard_tokens)
             for split in ("train", "val")
         )
-        while batch := list(itertools.islice(pieces, 64)):
-            arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), batch)
-            for piece, tokens in zip(batch, arrays):
+        for group in _grouped(pieces, 16 * PIECE):
+            arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
+            for piece, tokens in zip(group, arrays):
                 writer = train if piece.split == "train" else val
                 if piece.starts_document:
                     closes = writer.tokens and tokenizer.eos != tokenizer.bos
@@ -456,6 +454,18 @@ def tokenize(
         (unfinished / "data.json").write_text(json.dumps(about, indent=1))
         if not out.exists():  # it does if another run was faster with the same corpus
             os.rename(unfinished, out)
+
+
+def _grouped(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
+    """Lists of pieces that hold `size` characters or a little more together."""
+    group, held = [], 0
+    for piece in pieces:
+        group.append(piece)
+        held += len(piece.text)
+        if held >= size:
+            yield group
+            group, held = [], 0
+    yield group
 
 
 def _show_progress(done: int, total: int, seconds: float) -> None:
@@ -622,10 +632,13 @@ def read_ahead(
     read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
     """read(step) on `device` for each step, the next one being read in a thread meanwhile."""
+    on_gpu = device.type == "cuda"
 
     def load(step: int) -> Batch:
+        if on_gpu:
+            torch.cuda.set_device(device)  # a thread starts on GPU 0, whose memory is not ours
         batch = read(step)
-        return batch.pinned() if device.type == "cuda" else batch
+        return batch.pinned() if on_gpu else batch
 
     with ThreadPoolExecutor(1) as pool:
         coming = None
@@ -663,6 +676,8 @@ def main() -> None:
             tokenizer = load_tokenizer(args.tokenizer)
             if args.out.exists():
                 raise UserError(f"{args.out} exists: remove it, or choose another --out")
+            if not 0 <= args.val_fraction < 1 or args.shard_tokens < 1:
+                raise UserError("--val-fraction must be in [0, 1) and --shard-tokens at least 1")
             tokenize(files, tokenizer, args.out, args.val_fraction, args.shard_tokens)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

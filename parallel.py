@@ -74,8 +74,15 @@ def set_up() -> World:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("replicate",))
     return World(rank, size, local_rank, device, mesh)
 

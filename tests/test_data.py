@@ -181,6 +181,36 @@ def test_one_text_is_split_by_range(tmp_path, text):
     assert len(val) == pytest.approx(0.05 * len(text.read_text()), rel=0.1)
 
 
+def test_a_few_texts_are_split_by_range(tmp_path):
+    files = []
+    for i, size in enumerate((3000, 500, 1500)):
+        files.append(tmp_path / f"{i}.txt")
+        files[-1].write_text(f"{i}\n" * (size // 2))
+    pieces = list(data.read_pieces(files, val_fraction=0.4))
+    assert [(p.text[0], len(p.text), p.starts_document, p.split) for p in pieces] == [
+        ("0", 3000, True, "train"),
+        ("1", 500, True, "val"),
+        ("2", 1500, True, "val"),
+    ]
+    texts = [(p.text[0], len(p.text), p.split) for p in data.read_pieces(files, 0.2)]
+    assert texts == [
+        ("0", 3000, "train"),
+        ("1", 500, "train"),
+        ("2", 502, "train"),
+        ("2", 998, "val"),
+    ]
+
+
+def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    tokenizer = load_tokenizer("bytes")
+    train, _ = open_windows([str(text)], tokenizer, 32)
+    assert bytes(train[0][1:].tolist()) == text.read_bytes()[:32]
+    monkeypatch.setattr(data, "tokenize", None)  # is not called again
+    again, _ = open_windows([str(text)], tokenizer, 32)
+    assert len(again) == len(train)
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path):
     writer = data.ShardWriter(tmp_path, "train", 128_256, size=10)
     tokens = np.array([1, 128_255, 70_000], dtype=np.uint32)
