@@ -6,11 +6,13 @@
         .metadata, *.distcp     weights and optimizer state (torch.distributed.checkpoint)
 
 A save writes to a hidden directory first and renames it last. A process that is killed while it
-saves leaves the hidden directory behind, which the next save removes, and every earlier checkpoint.
+saves leaves a hidden directory, which the next save removes; earlier checkpoints are untouched.
+OUT must be on a disk that all nodes share: every rank writes a part.
 """
 
 import json
 import os
+import re
 import shutil
 import warnings
 from dataclasses import asdict
@@ -19,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -49,15 +52,17 @@ def save(
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=temporary)
     if writes:
-        about = {"model": asdict(model.config), "tokenizer": tokenizer.name, "step": step}
+        about = {"model": asdict(model.config), "step": step}
+        about |= {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash}
         if tokenizer.file:
             shutil.copyfile(tokenizer.file, temporary / "tokenizer.model")
             about["tokenizer"] = "tokenizer.model"
         (temporary / "config.json").write_text(json.dumps(about, indent=1))
+        parts = FileSystemReader(temporary).read_metadata().storage_data.values()
+        if missing := {part.relative_path for part in parts} - set(os.listdir(temporary)):
+            raise UserError(f"{temporary} lacks {missing}: --out must be on a disk all nodes share")
         for path in [*temporary.iterdir(), temporary]:
             _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
         os.rename(temporary, final)
         _sync(out)
         for old in checkpoints(out)[:-keep] if keep else []:
@@ -76,8 +81,9 @@ def _sync(path: Path) -> None:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(out.glob("step-*"))
+    """Complete checkpoints of a run, oldest first; what else a user keeps there is left alone."""
+    found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -99,18 +105,35 @@ def read_config(directory: Path) -> dict:
     return about
 
 
-def resume(directory: Path, model: Llama, optimizer: torch.optim.Optimizer) -> int:
-    """Continue from a checkpoint: weights and optimizer state in place; returns its step."""
+def resume(
+    directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+) -> int:
+    """Continue from a checkpoint: weights and moments in place; returns its step.
+
+    The optimizer's settings, such as weight decay, stay those of the flags."""
     about = read_config(directory)
     if about["model"] != model.config:
         raise UserError(
             f"{directory} holds another model ({differences(about['model'], model.config)}): "
             f"give the flags it was trained with, or another --out"
         )
+    check_tokenizer(directory, about, tokenizer)
+    settings = [group | {"params": None} for group in optimizer.param_groups]
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    for group, setting in zip(optimizer.param_groups, settings):
+        group |= setting | {"params": group["params"]}
     return about["step"]
+
+
+def check_tokenizer(directory: Path, about: dict, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that gives the same ids another meaning."""
+    if about["tokenizer_hash"] != tokenizer.hash:
+        raise UserError(
+            f"{directory} was trained with another tokenizer than {tokenizer.name}: "
+            f"give --tokenizer {about['tokenizer']}"
+        )
 
 
 def differences(theirs: LlamaConfig, ours: LlamaConfig) -> str:

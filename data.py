@@ -44,7 +44,7 @@ from torch import Tensor
 from model import IGNORE, UserError
 
 CACHE = Path(__file__).resolve().parent / "cache"
-DEFAULT_TOKENIZER = "python-4096"
+DEFAULT_TOKENIZER = "python-2048"
 
 # ------------------------------------------------------------------------------------- tokenizers
 
@@ -112,10 +112,22 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.encoding.decode(list(tokens))
+        return self.decode_bytes(tokens).decode(errors="replace")
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        return self.encoding.decode_bytes(list(tokens))
+        """Bytes of ids; those that stand for nothing, as a larger model may emit, are left out."""
+        return self.encoding.decode_bytes([token for token in tokens if token in self._known])
+
+    @functools.cached_property
+    def _known(self) -> set[int]:
+        return {*self.encoding._mergeable_ranks.values(), *self.special.values()}
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Tells tokenizers apart that give ids different meanings."""
+        ranks = sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        meaning = repr((ranks, sorted(self.special.items()), self.encoding._pat_str))
+        return hashlib.sha256(meaning.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -129,7 +141,7 @@ class Tokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by name or path.
 
-    `bytes`; `python-4096` (or another size): a BPE trained on the default corpus at first use; a
+    `bytes`; `python-2048` (or another size): a BPE trained on the default corpus at first use; a
     file in Llama 3's `tokenizer.model` format or a directory that holds one; one of tiktoken's
     own encodings, such as `gpt2`, which tiktoken downloads.
     """
@@ -182,76 +194,6 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def train_tokenizer(sources: list[str], vocab_size: int, out: Path, sample: int = 8 << 20) -> None:
-    """Train a byte-pair encoding (Sennrich et al. 2016) and write it as a `tokenizer.model`.
-
-    Learns from `sample` bytes of text spread over the corpus. vocab_size counts special tokens.
-    """
-    n_ranks = vocab_size - N_SMALL_SPECIAL
-    if n_ranks < 256:
-        raise UserError(f"--vocab-size {vocab_size} must be at least {256 + N_SMALL_SPECIAL}")
-    files = find_files(sources)
-    every = max(1, sum(path.stat().st_size for path in files) // sample)
-    words = Counter()
-    for piece in itertools.islice(read_pieces(files), 0, None, every):
-        if piece.split == "train":
-            words.update(regex.findall(SPLIT, piece.text))
-    tokens = merge_pairs(words, n_ranks)
-    text = b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}")
-    temporary.write_bytes(text)
-    os.replace(temporary, out)  # whole or not at all, though several runs may start at once
-
-
-def merge_pairs(words: Counter[str], n_tokens: int) -> list[bytes]:
-    """Byte-pair encoding: from 256 bytes on, merge the most frequent neighbours, again and again.
-
-    `words` counts the pieces of text within which pairs are merged; returns tokens by rank. Only
-    words in which a pair occurs are touched when it is merged, and the most frequent pair comes
-    from a heap whose entries may be out of date: they are checked when they are taken. Ties go to
-    the pair of older tokens, so the result does not depend on the order of words.
-    """
-    tokens = [bytes([i]) for i in range(256)]
-    spelled = [list(word.encode()) for word in words]  # each word as token ids
-    frequency = list(words.values())
-    counts, where = Counter(), defaultdict(set)  # of each pair: occurrences, words it is in
-    for w, ids in enumerate(spelled):
-        for pair in itertools.pairwise(ids):
-            counts[pair] += frequency[w]
-            where[pair].add(w)
-    heap = [(-count, pair) for pair, count in counts.items()]
-    heapq.heapify(heap)
-    while len(tokens) < n_tokens and heap:
-        negative, pair = heapq.heappop(heap)
-        if -negative != counts[pair]:
-            if counts[pair] > 0:
-                heapq.heappush(heap, (-counts[pair], pair))
-            continue
-        new = len(tokens)
-        tokens.append(tokens[pair[0]] + tokens[pair[1]])
-        changed = set()
-        for w in where.pop(pair):
-            ids, merged, i = spelled[w], [], 0
-            while i < len(ids):
-                if i + 1 < len(ids) and (ids[i], ids[i + 1]) == pair:
-                    merged.append(new)
-                    i += 2
-                else:
-                    merged.append(ids[i])
-                    i += 1
-            for old in itertools.pairwise(ids):
-                counts[old] -= frequency[w]
-            for now in itertools.pairwise(merged):
-                counts[now] += frequency[w]
-                where[now].add(w)
-                changed.add(now)
-            spelled[w] = merged
-        for now in changed:
-            heapq.heappush(heap, (-counts[now], now))
-    return tokens
-
-
 # ----------------------------------------------------------------------------------------- corpora
 
 PIECE = 1 << 20  # bytes of text read and tokenized at a time
@@ -271,9 +213,8 @@ def find_files(sources: Iterable[str]) -> list[Path]:
         if source == "python" and not path.exists():
             files += _standard_library()
         elif path.is_dir():
-            found = sorted(
-                p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl", ".md", ".py")
-            )
+            kinds = (".txt", ".jsonl", ".md", ".py")
+            found = sorted(p for p in path.rglob("*") if p.suffix in kinds and p.is_file())
             if not found:
                 raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
             files += found
@@ -312,6 +253,8 @@ def read_pieces(files: list[Path], val_fraction: float = 0.05) -> Iterator[Piece
         with open(path, "rb") as file:
             if path.suffix == ".jsonl":
                 for number, line in enumerate(file, 1):
+                    if line.isspace():
+                        continue
                     split = "val" if _chance(f"{name}:{number}") < val_fraction else "train"
                     yield Piece(_text_field(line, path, number), True, split)
                 continue
@@ -351,7 +294,8 @@ def _text_field(line: bytes, path: Path, number: int) -> str:
         text = None
     if not isinstance(text, str):
         raise UserError(f'{path}, line {number}: expected {{"text": "..."}}, got {line[:60]!r}')
-    return text
+    # JSON can hold halves of characters (surrogates), which no UTF-8 and no tokenizer can.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # ------------------------------------------------------------------------------------------ shards
@@ -450,10 +394,14 @@ def tokenize(
         name = "tokenizer.model" if tokenizer.file else tokenizer.name
         if tokenizer.file:
             shutil.copyfile(tokenizer.file, unfinished / name)
-        about = {"tokenizer": name, "train_tokens": train.tokens, "val_tokens": val.tokens}
+        about = {"tokenizer": name, "tokenizer_hash": tokenizer.hash}
+        about |= {"train_tokens": train.tokens, "val_tokens": val.tokens}
         (unfinished / "data.json").write_text(json.dumps(about, indent=1))
-        if not out.exists():  # it does if another run was faster with the same corpus
+        try:
             os.rename(unfinished, out)
+        except OSError:
+            if not out.exists():  # it does if another run was faster with the same corpus
+                raise
 
 
 def _grouped(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
@@ -469,17 +417,19 @@ def _grouped(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
 
 
 def _show_progress(done: int, total: int, seconds: float) -> None:
-    """A line on the terminal; `done` and `total` in bytes."""
+    """A line on the terminal; `total` in bytes, `done` in characters, of which each takes one."""
     part = min(done / max(total, 1), 1)
     left = seconds / max(part, 1e-9) - seconds
     line = f"tokenizing {total / 1e6:,.1f} MB: {part:4.0%}, {done / seconds / 1e6:.1f} MB/s, "
     print(f"\r{line}{left:,.0f} s left ", end="", file=sys.stderr, flush=True)
 
 
+CUT = 1  # part of every cache key: count up when documents are cut or held out in another way
+
+
 def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
     """Directory of a raw corpus's shards, tokenized now if it or the tokenizer changed."""
-    key = hashlib.sha256(repr((tokenizer.name, tokenizer.vocab_size)).encode())
-    key.update(tokenizer.file.read_bytes() if tokenizer.file else b"")
+    key = hashlib.sha256(f"{CUT} {tokenizer.hash}".encode())
     for path in files:
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
@@ -563,15 +513,6 @@ class Windows:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
 
 
-def tokenizer_of(data: str) -> str | None:
-    """What `python data.py tokenize` made these shards with, as load_tokenizer takes it."""
-    about = Path(data) / "data.json"
-    if not about.is_file():
-        return None
-    name = json.loads(about.read_text())["tokenizer"]
-    return str(Path(data) / name) if name == "tokenizer.model" else name
-
-
 def find_shards(data: list[str]) -> list[Path]:
     """The `.bin` files that --data names or whose directories it names; none if it is raw text."""
     found = []
@@ -583,6 +524,28 @@ def find_shards(data: list[str]) -> list[Path]:
     return [shard for shards in found for shard in shards]
 
 
+def tokenizer_of(data: list[str]) -> str | None:
+    """What token shards were made with, as load_tokenizer takes it; None if --data is text."""
+    shards = find_shards(data)
+    if not shards:
+        return None
+    about = shards[0].parent / "data.json"
+    if not about.is_file():
+        raise UserError(f"{shards[0]} does not say what tokenizer made it: give --tokenizer")
+    name = json.loads(about.read_text())["tokenizer"]
+    return str(about.parent / name) if name == "tokenizer.model" else name
+
+
+def check_tokenizer(shards: list[Path], tokenizer: Tokenizer) -> None:
+    """Refuse shards that say they were made with another tokenizer."""
+    for about in sorted({shard.parent / "data.json" for shard in shards}):
+        if about.is_file() and json.loads(about.read_text())["tokenizer_hash"] != tokenizer.hash:
+            raise UserError(
+                f"the shards in {about.parent} were not made with tokenizer {tokenizer.name}: "
+                f"leave out --tokenizer, or tokenize the text anew"
+            )
+
+
 def open_windows(
     data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
 ) -> tuple[Windows, Windows]:
@@ -591,6 +554,7 @@ def open_windows(
     Shards with "val" in their name are for validation; without any, the end of the last shard is.
     """
     paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
+    check_tokenizer(paths, tokenizer)
     train = [open_shard(path) for path in paths if "val" not in path.name]
     val = [open_shard(path) for path in paths if "val" in path.name]
     if train and not val:
@@ -650,6 +614,80 @@ def read_ahead(
             yield coming.result().to(device)
 
 
+# --------------------------------------------------------------------------- training a tokenizer
+
+
+def train_tokenizer(sources: list[str], vocab_size: int, out: Path, sample: int = 8 << 20) -> None:
+    """Train a byte-pair encoding (Sennrich et al. 2016) and write it as a `tokenizer.model`.
+
+    Learns from `sample` bytes of text spread over the corpus. vocab_size counts special tokens.
+    """
+    n_ranks = vocab_size - N_SMALL_SPECIAL
+    if n_ranks < 256:
+        smallest = 256 + N_SMALL_SPECIAL
+        raise UserError(f"a tokenizer of {vocab_size} tokens is too small: at least {smallest}")
+    files = find_files(sources)
+    every = max(1, sum(path.stat().st_size for path in files) // sample)
+    words = Counter()
+    for piece in itertools.islice(read_pieces(files), 0, None, every):
+        if piece.split == "train":
+            words.update(regex.findall(SPLIT, piece.text))
+    tokens = merge_pairs(words, n_ranks)
+    text = b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=out.parent, delete=False) as temporary:
+        temporary.write(text)
+    os.replace(temporary.name, out)  # whole or not at all, though several runs may start at once
+
+
+def merge_pairs(words: Counter[str], n_tokens: int) -> list[bytes]:
+    """Byte-pair encoding: from 256 bytes on, merge the most frequent neighbours, again and again.
+
+    `words` counts the pieces of text within which pairs are merged; returns tokens by rank. Only
+    words in which a pair occurs are touched when it is merged, and the most frequent pair comes
+    from a heap whose entries may be out of date: they are checked when they are taken. Ties go to
+    the pair of older tokens, so the result does not depend on the order of words.
+    """
+    tokens = [bytes([i]) for i in range(256)]
+    spelled = [list(word.encode()) for word in words]  # each word as token ids
+    frequency = list(words.values())
+    counts, where = Counter(), defaultdict(set)  # of each pair: occurrences, words it is in
+    for w, ids in enumerate(spelled):
+        for pair in itertools.pairwise(ids):
+            counts[pair] += frequency[w]
+            where[pair].add(w)
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    while len(tokens) < n_tokens and heap:
+        negative, pair = heapq.heappop(heap)
+        if -negative != counts[pair]:
+            if counts[pair] > 0:
+                heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        new = len(tokens)
+        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+        changed = set()
+        for w in where.pop(pair):
+            ids, merged, i = spelled[w], [], 0
+            while i < len(ids):
+                if i + 1 < len(ids) and (ids[i], ids[i + 1]) == pair:
+                    merged.append(new)
+                    i += 2
+                else:
+                    merged.append(ids[i])
+                    i += 1
+            for old in itertools.pairwise(ids):
+                counts[old] -= frequency[w]
+            for now in itertools.pairwise(merged):
+                counts[now] += frequency[w]
+                where[now].add(w)
+                changed.add(now)
+            spelled[w] = merged
+        for now in changed:
+            heapq.heappush(heap, (-counts[now], now))
+    return tokens
+
+
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -676,8 +714,8 @@ def main() -> None:
             tokenizer = load_tokenizer(args.tokenizer)
             if args.out.exists():
                 raise UserError(f"{args.out} exists: remove it, or choose another --out")
-            if not 0 <= args.val_fraction < 1 or args.shard_tokens < 1:
-                raise UserError("--val-fraction must be in [0, 1) and --shard-tokens at least 1")
+            if not 0 <= args.val_fraction < 1 or not 0 < args.shard_tokens < 2**31:
+                raise UserError("--val-fraction must be in [0, 1), --shard-tokens in [1, 2^31)")
             tokenize(files, tokenizer, args.out, args.val_fraction, args.shard_tokens)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import find_checkpoint, load_pretrained, read_config
+from checkpoint import check_tokenizer, find_checkpoint, load_pretrained, read_config
 from data import load_tokenizer
 from model import UserError, stream
-from parallel import Parser, positive, run
+from parallel import Parser, amount, count, positive, run
 
 
 def parse_args() -> argparse.Namespace:
@@ -28,9 +28,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says")
     parser.add_argument("--tokenizer", help="in place of the checkpoint's own")
     parser.add_argument("--max-new-tokens", type=positive, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among so many, 0 for all")
-    parser.add_argument("--top-p", type=float, default=0.95, help="choose among this much")
+    parser.add_argument("--temperature", type=amount, default=0.8, help="0: always the likeliest")
+    parser.add_argument("--top-k", type=count, default=0, help="choose among so many, 0 for all")
+    parser.add_argument("--top-p", type=amount, default=0.95, help="choose among this much")
     parser.add_argument("--seed", type=int, default=0)
     # fmt: on
     return parser.parse_args()
@@ -38,27 +38,24 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    if args.temperature < 0 or not 0 < args.top_p <= 1 or args.top_k < 0:
-        raise UserError(
-            f"--temperature {args.temperature}, --top-k {args.top_k}, --top-p {args.top_p}: "
-            f"expected at least 0, at least 0, and above 0 up to 1"
-        )
     directory = find_checkpoint(args.checkpoint)
-    tokenizer = load_tokenizer(args.tokenizer or read_config(directory)["tokenizer"])
+    about = read_config(directory)
+    tokenizer, config = load_tokenizer(args.tokenizer or about["tokenizer"]), about["model"]
+    check_tokenizer(directory, about, tokenizer)
     texts = args.prompt or [""]
     if args.chat:
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
+    longest = max(map(len, prompts))
+    if longest + args.max_new_tokens > config.max_seq_len:
+        raise UserError(
+            f"a prompt of {longest} tokens and --max-new-tokens {args.max_new_tokens} are more "
+            f"than the {config.max_seq_len} tokens of this model"
+        )
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = load_pretrained(directory, dtype, "cuda" if on_gpu else "cpu")
-    longest, room = max(map(len, prompts)), model.config.max_seq_len
-    if longest + args.max_new_tokens > room:
-        raise UserError(
-            f"a prompt of {longest} tokens and --max-new-tokens {args.max_new_tokens} are more "
-            f"than the {room} tokens of this model"
-        )
 
     turns = stream(
         model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,

@@ -14,8 +14,10 @@ Letters in shape comments: B batch, T tokens, D model width, H query heads, K ke
 E head width (D / H), F feed-forward width, V vocabulary, S tokens that can be looked at, N = B * T.
 """
 
+import contextlib
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,7 +79,7 @@ def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
 
 PRESETS = {
     # For lessons. Training from scratch takes the vocabulary's size from the tokenizer.
-    "tiny": LlamaConfig(256, 4, 4, 2, 768, tie_embeddings=True),
+    "tiny": LlamaConfig(128, 4, 4, 2, 384, vocab_size=2048, tie_embeddings=True),
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),
@@ -185,6 +187,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, K, S, E]
+        if mask is not None:  # kernels that take a mask want a key head for each query head
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         # Without a mask the fastest kernels apply: they skip the upper half and never hold T x T.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -217,11 +221,14 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Parameters bear the names of Meta's files; call `init_weights` or load a checkpoint."""
+    """Parameters bear the names of Meta's files; call `init_weights` or load a checkpoint.
+
+    `compute_dtype`, where set, is what matrix products are computed in, by autocast."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
+        self.compute_dtype: torch.dtype | None = None
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -255,13 +262,15 @@ class Llama(nn.Module):
             mask = document_mask(seen, queries=tokens.shape[1])
         cos, sin = rope_angles(self.config, positions)
 
-        x = self.tok_embeddings(tokens)  # [B, T, D]
-        for block in self.layers.values():
-            x = block(x, cos, sin, mask, cache)
-        x = self.norm(x if cache is None else x[:, -1:])
-        if targets is None:
-            return self.output(x)
-        return cross_entropy_sum(x.flatten(0, 1), self.output.weight, targets.flatten())
+        device, dtype = tokens.device.type, self.compute_dtype
+        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+            x = self.tok_embeddings(tokens)  # [B, T, D]
+            for block in self.layers.values():
+                x = block(x, cos, sin, mask, cache)
+            x = self.norm(x if cache is None else x[:, -1:])
+            if targets is None:
+                return self.output(x)
+            return cross_entropy_sum(x.flatten(0, 1), self.output.weight, targets.flatten())
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -272,7 +281,7 @@ class Llama(nn.Module):
 def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> Tensor:
     """The first value of one parameter: a function of seed, name and full shape, of nothing else.
 
-    So a weight is the same however the model is split and in whatever order it is filled. Norms
+    So, on one kind of device, a weight is the same however the model is split or filled. Norms
     start at 1, matrices at normal(0, 0.02), and the two matrices of a block that write to the
     residual stream smaller by sqrt(2 * layers), so that the sum of all blocks starts at the scale
     of one (Radford et al. 2019). Drawn in float32, then cast: float64 starts from the same weights.
@@ -421,7 +430,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> int:
     return 3 * 2 * (weights + attention)
 
 
-# Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first name found in a device's wins.
+# Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first that a device's name has wins.
 PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -448,4 +457,7 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Peak of one device by its name; None where it is not known: MFU is then never guessed."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+    for name, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
+            return peak
+    return None

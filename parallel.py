@@ -11,6 +11,7 @@ One process is a world of one: it takes the same path, with collectives that hav
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -38,12 +39,17 @@ class World:
     device: torch.device
     mesh: DeviceMesh
 
-    def one_first(self, make: Callable):
-        """make(), on one process of each node before the others: it fills a cache, they read it."""
+    def one_first(self, name: str, make: Callable):
+        """make(), on one process of each node before the others: it fills a cache, they read it.
+
+        They wait at the store and not in a collective, which would give up after TIMEOUT."""
+        key = f"{name} made on node {os.environ.get('GROUP_RANK', 0)}"
         if self.local_rank == 0:
             made = make()
-        dist.barrier()
-        return made if self.local_rank == 0 else make()
+            _store().set(key, "")
+            return made
+        _store().wait([key], timedelta(days=7))
+        return make()
 
     def gather(self, values: list[float | torch.Tensor]) -> torch.Tensor:
         """Everybody's row of a few numbers, [size, len(values)] float64 on every rank."""
@@ -60,11 +66,9 @@ def set_up() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local_rank} of this node has no GPU: --nproc-per-node can be at most "
-                f"{torch.cuda.device_count()} here"
-            )
+        wanted, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if wanted > gpus:
+            raise UserError(f"--nproc-per-node {wanted} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
@@ -74,15 +78,8 @@ def set_up() -> World:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-        device_id=device if on_gpu else None,
-    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("replicate",))
     return World(rank, size, local_rank, device, mesh)
 
@@ -109,8 +106,14 @@ def run(main: Callable[[], None]) -> None:
 def _count_errors(new: int) -> int:
     """Errors of users that ranks have met so far, `new` ones of this rank included."""
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store().add("errors", new)
-    return new if os.environ.get("RANK", "0") == "0" else 2 * new  # all ranks meet the same ones
+        return _store().add("errors", new)
+    # Before they join, the ranks of a node meet the same: the first of them speaks.
+    return new if os.environ.get("LOCAL_RANK", "0") == "0" else 2 * new
+
+
+def _store() -> dist.Store:
+    """Where ranks leave each other small messages without meeting in a collective."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def parallelize(
@@ -131,20 +134,20 @@ def parallelize(
     model.tie_weights()  # to_empty makes two of a shared parameter
     fill(model)
     if dtype == torch.bfloat16:
-        mixed_precision(model, world.device)
+        mixed_precision(model)
     if compile_blocks:
         for block in model.layers.values():
             block.compile()  # one graph serves all blocks; parameters keep their names
     return data_parallel(model, world)
 
 
-def mixed_precision(model: Llama, device: torch.device) -> None:
+def mixed_precision(model: Llama) -> None:
     """Compute in bfloat16 what gains from it, chiefly matrix products; keep the rest in float32.
 
     Parameters, gradients and AdamW's moments stay float32: an update is often smaller than the
     step between two neighbouring bfloat16 numbers, and would be lost.
     """
-    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    model.compute_dtype = torch.bfloat16
 
 
 def data_parallel(model: Llama, world: World) -> nn.Module:
@@ -191,6 +194,22 @@ class Parser(argparse.ArgumentParser):
 
 def positive(text: str) -> int:
     """Type of a flag that counts something."""
-    if not text.isdigit() or int(text) == 0:
+    if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got '{text}'")
     return int(text)
+
+
+def count(text: str) -> int:
+    """Type of a flag that counts something, or has a meaning at 0."""
+    return 0 if text == "0" else positive(text)
+
+
+def amount(text: str) -> float:
+    """Type of a flag that measures something."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got '{text}'")
+    return number

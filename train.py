@@ -20,6 +20,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from data import (
     Batch,
     Tokenizer,
     Windows,
+    find_shards,
     load_tokenizer,
     open_windows,
     read_ahead,
@@ -50,9 +52,32 @@ from model import (
     generate,
     peak_flops,
 )
-from parallel import Parser, World, parallelize, positive, run, set_up, synchronize
+from parallel import (
+    Parser,
+    World,
+    amount,
+    count,
+    parallelize,
+    positive,
+    run,
+    set_up,
+    synchronize,
+)
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # that flags can replace
+EXPERIMENT = (
+    "data",
+    "seq_len",
+    "document_mask",
+    "batch",
+    "steps",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "clip",
+    "seed",
+    "dtype",
+)  # that resuming should not change
 
 
 def parse_args() -> argparse.Namespace:
@@ -63,7 +88,8 @@ def parse_args() -> argparse.Namespace:
     for name in SIZES:
         flag = f"--{name.replace('_', '-')}"
         model.add_argument(flag, type=positive, help="in place of the preset's")
-    model.add_argument("--init", metavar="DIR", help="start from this checkpoint's weights")
+    model.add_argument("--init", type=Path, metavar="DIR",
+                       help="start from this checkpoint's weights")
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=["python"],
@@ -75,14 +101,16 @@ def parse_args() -> argparse.Namespace:
                       help="no attention across the documents that share a sequence")
 
     step = parser.add_argument_group("optimizer step")
-    step.add_argument("--batch", type=positive, default=16, help="sequences a step, in all")
+    step.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     step.add_argument("--microbatch", type=positive,
                       help="sequences a process takes at a time (default: its whole share)")
-    step.add_argument("--steps", type=positive, default=1000)
-    step.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    step.add_argument("--warmup", type=int, default=50, help="steps until it is reached")
-    step.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
-    step.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    step.add_argument("--steps", type=positive, default=1250)
+    step.add_argument("--lr", type=amount, default=4e-3,
+                      help="at its peak; larger models want less, such as 3e-4")
+    step.add_argument("--warmup", type=count, default=50, help="steps until it is reached")
+    step.add_argument("--weight-decay", type=amount, default=0.1, help="of matrices")
+    step.add_argument("--clip", type=amount, default=1.0,
+                      help="largest norm of the gradient; 0 for any")
     step.add_argument("--seed", type=int, default=0, help="of weights and data order")
 
     speed = parser.add_argument_group("speed")
@@ -97,10 +125,10 @@ def parse_args() -> argparse.Namespace:
     files.add_argument("--out", type=Path, help="directory of the run (default: out/MODEL)")
     files.add_argument("--resume", action="store_true",
                        help="continue OUT's newest checkpoint, or start where there is none")
-    files.add_argument("--save-every", type=int, default=250,
+    files.add_argument("--save-every", type=count, default=250,
                        help="steps; 0 for the end alone")
-    files.add_argument("--keep", type=int, default=2, help="checkpoints to keep, 0 for all")
-    files.add_argument("--eval-every", type=int, default=250, help="steps; 0 for never")
+    files.add_argument("--keep", type=count, default=2, help="checkpoints to keep, 0 for all")
+    files.add_argument("--eval-every", type=count, default=250, help="steps; 0 for never")
     files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
     files.add_argument("--log-every", type=positive, default=10, help="steps")
     files.add_argument("--prompt", default="def ", help="start of the samples shown at evaluations")
@@ -110,53 +138,45 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def choose_tokenizer(args: argparse.Namespace) -> str:
-    """As the flag says, or else what the --init weights or the data were made with."""
-    if args.tokenizer:
-        return args.tokenizer
-    if args.init:
-        return checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["tokenizer"]
-    return tokenizer_of(args.data[0]) or DEFAULT_TOKENIZER
-
-
-def choose_config(args: argparse.Namespace, tokenizer: Tokenizer) -> LlamaConfig:
+def choose_config(args: argparse.Namespace) -> LlamaConfig:
     """The model's shape: the --init checkpoint's, or a preset's with what flags replace in it."""
+    if args.model and args.model not in PRESETS:
+        raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
-    if args.init:
-        config = checkpoint.read_config(checkpoint.find_checkpoint(Path(args.init)))["model"]
-        wanted = replace(preset(args.model) if args.model else config, **sizes)
-        wanted = replace(wanted, vocab_size=config.vocab_size)
-        if wanted != config:
-            differences = checkpoint.differences(config, wanted)
-            raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
-        return config
-    return replace(preset(args.model or "tiny"), vocab_size=tokenizer.vocab_size, **sizes)
+    if not args.init:
+        return replace(PRESETS[args.model or "tiny"], **sizes)
+    found = checkpoint.read_config(checkpoint.find_checkpoint(args.init))["model"]
+    wanted = PRESETS[args.model] if args.model else found
+    wanted = replace(wanted, vocab_size=found.vocab_size, **sizes)
+    if wanted != found:
+        differences = checkpoint.differences(found, wanted)
+        raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
+    return found
 
 
-def preset(name: str) -> LlamaConfig:
-    if name not in PRESETS:
-        raise UserError(f"no model '{name}': choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
-def check(
-    args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer, world: World
-) -> None:
+def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
     """Refuse what cannot work, and say what would, before any work is done."""
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
-            f"{args.init} {config.vocab_size}: give the --tokenizer it was trained with"
-        )
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
-    if args.batch % (args.microbatch * world.size):
+    share, rest = divmod(args.batch, world.size)
+    if rest:
+        raise UserError(f"--batch {args.batch} cannot be shared by {world.size} processes evenly")
+    if args.microbatch and share % args.microbatch:
         raise UserError(
-            f"--batch {args.batch} is no multiple of {args.microbatch} (--microbatch) x "
-            f"{world.size} (processes) = {args.microbatch * world.size}: change one of them"
+            f"--batch {args.batch} over {world.size} processes is {share} sequences each: no "
+            f"multiple of --microbatch {args.microbatch}"
         )
     if checkpoint.checkpoints(args.out) and not args.resume:
         raise UserError(f"{args.out} holds a run: --resume continues it, another --out keeps it")
+
+
+def choose_tokenizer(args: argparse.Namespace) -> str:
+    """As the flag says, or else what the data or the --init weights were made with."""
+    if args.tokenizer:
+        return args.tokenizer
+    if args.init and not find_shards(args.data):
+        return checkpoint.read_config(checkpoint.find_checkpoint(args.init))["tokenizer"]
+    return tokenizer_of(args.data) or DEFAULT_TOKENIZER
 
 
 # ------------------------------------------------------------------------------ one optimizer step
@@ -207,13 +227,14 @@ def train_step(
     clip: float,
     world: World,
     step: int,
-    stop: bool = False,
+    stop: Sequence[int] = (),
 ) -> Totals:
     """Gradient of the mean loss over the target tokens of the global batch, clipped, and an update.
 
     `batch` is this rank's share. Microbatches and ranks may hold different numbers of targets: sums
-    are accumulated, and divided once, by the count over all of them. Raises UserError, on all ranks
-    and before the update, if a loss or the gradient is not finite.
+    are accumulated, and divided once, by the count over all of them. `stop` is filled by signals,
+    and all ranks learn of it. Raises UserError, on all ranks and before the update, if a loss or
+    the gradient is not finite.
     """
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.split(microbatch)
@@ -224,7 +245,7 @@ def train_step(
         loss += part.detach()
 
     targets = (batch.targets != IGNORE).sum()
-    rows = world.gather([loss, targets, batch.text_bytes, stop])  # 32 bytes a rank
+    rows = world.gather([loss, targets, batch.text_bytes, bool(stop)])  # 32 bytes
     total = rows.sum(0)
 
     # Gradients hold the average over ranks of summed losses; what is wanted is sum / targets.
@@ -284,22 +305,29 @@ def open_run(args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer
 
     A run that continues from step `done` drops the lines that its last process wrote after it."""
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "config.json"
+    config_file, metrics_file = args.out / "config.json", args.out / "metrics.jsonl"
+    flags = {
+        name: str(value) if name in ("out", "init") else value for name, value in vars(args).items()
+    }
+    before = json.loads(config_file.read_text())["flags"] if done and config_file.exists() else {}
+    for name in EXPERIMENT:
+        if name in before and before[name] != flags[name]:
+            flag = name.replace("_", "-")
+            show(f"warning: --{flag} was {before[name]}, is {flags[name]}", file=sys.stderr)
     about = {"model": asdict(config), "tokenizer": tokenizer.name, "data": args.data}
-    about |= {"seed": args.seed, "flags": vars(args) | {"out": str(args.out)}}
-    before = json.loads(path.read_text())["flags"] if done else {}
-    for flag in ("data", "tokenizer", "seq_len", "document_mask", "batch", "lr", "steps", "seed"):
-        if flag in before and before[flag] != about["flags"][flag]:
-            name, now = flag.replace("_", "-"), about["flags"][flag]
-            show(f"warning: --{name} was {before[flag]}, is {now}", file=sys.stderr)
-    path.write_text(json.dumps(about, indent=1))
-    path = args.out / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    about |= {"seed": args.seed, "flags": flags}
+    write_whole(config_file, json.dumps(about, indent=1, default=str))
+    lines = metrics_file.read_text().splitlines(keepends=True) if metrics_file.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-    temporary = args.out / ".metrics.jsonl"
-    temporary.write_text("".join(kept))
+    write_whole(metrics_file, "".join(kept))
+    return open(metrics_file, "a", buffering=1)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file by a new one that is complete: a crash leaves the one or the other."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
     os.replace(temporary, path)
-    return open(path, "a", buffering=1)
 
 
 def progress(row: dict, steps: int, left: float) -> str:
@@ -338,30 +366,38 @@ def main() -> None:
     on_gpu = world.device.type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
-    args.microbatch = args.microbatch or max(1, args.batch // world.size)
 
-    # What to learn from, and the shape of what learns it.
-    tokenizer = world.one_first(partial(load_tokenizer, choose_tokenizer(args)))
+    # The shape of what learns, and what it learns from.
+    config = choose_config(args)
+    check(args, config, world)
+    share = args.batch // world.size  # sequences of a step that are this rank's
+    args.microbatch = args.microbatch or share
+    tokenizer = world.one_first("tokenizer", partial(load_tokenizer, choose_tokenizer(args)))
     train_windows, val_windows = world.one_first(
-        partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+        "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     )
-    config = choose_config(args, tokenizer)
-    check(args, config, tokenizer, world)
+    found = checkpoint.checkpoints(args.out)
 
-    # The model on this world, filled from a seed or a checkpoint.
+    # The model on this world, filled from a checkpoint or a seed.
     def fill(model: Llama) -> None:
-        if args.init:
-            checkpoint.load_weights(checkpoint.find_checkpoint(Path(args.init)), model)
-        else:
+        if args.init and not found:
+            directory = checkpoint.find_checkpoint(args.init)
+            about = checkpoint.read_config(directory)
+            checkpoint.check_tokenizer(directory, about, tokenizer)
+            checkpoint.load_weights(directory, model)
+        elif not found:
             model.init_weights(args.seed)
+
+    if not args.init:
+        config = replace(config, vocab_size=tokenizer.vocab_size)
 
     with torch.device("meta"):
         model = Llama(config)
     runner = parallelize(model, world, fill, getattr(torch, args.dtype), args.compile)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
-    if args.resume and (found := checkpoint.checkpoints(args.out)):
-        done = checkpoint.resume(found[-1], model, optimizer)
+    if found:
+        done = checkpoint.resume(found[-1], model, optimizer, tokenizer)
         show(f"resumed from {found[-1]}")
 
     # The run's record, on the first rank; its first line on the terminal.
@@ -376,7 +412,6 @@ def main() -> None:
 
     # A step's batch is a function of (seed, step), and this rank reads its share of it.
     def read(step: int) -> Batch:
-        share = args.batch // world.size
         first = (step - 1) * args.batch + world.rank * share
         n = len(train_windows)
         return train_windows.batch([window_of(first + i, n, args.seed) for i in range(share)])
@@ -393,9 +428,7 @@ def main() -> None:
         lr = learning_rate(step, args.lr, args.warmup, args.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        totals = train_step(
-            runner, optimizer, batch, args.microbatch, args.clip, world, step, bool(stop)
-        )
+        totals = train_step(runner, optimizer, batch, args.microbatch, args.clip, world, step, stop)
         if profiler:
             profiler.step()
 
@@ -417,7 +450,8 @@ def main() -> None:
         if last or step == steps[0] or step % args.log_every == 0:
             left = (now - began) / (step - done) * (args.steps - step)
             show(progress(row, args.steps, left), file=sys.stderr)
-        if args.eval_every and (step % args.eval_every == 0 or step == args.steps):
+        due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
+        if due and not totals.stop:
             val = evaluate(model, val_windows, args.eval_windows, args.microbatch, world)
             row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
             prompt = [tokenizer.encode(args.prompt, bos=True)]
@@ -438,6 +472,8 @@ def main() -> None:
             break
         clock = time.perf_counter()
 
+    if profiler:
+        profiler.stop()
     if done >= args.steps:
         show(f"{args.out} has done its {args.steps} steps; --steps N goes on")
         return

@@ -20,10 +20,10 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def trained(seed=0, steps=3):
+def trained(seed=0, steps=3, weight_decay=0.1):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    optimizer = make_optimizer(model, 1e-2, 0.1)
+    optimizer = make_optimizer(model, 1e-2, weight_decay)
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()
@@ -36,15 +36,14 @@ def test_weights_and_moments_come_back(tmp_path):
     model, optimizer = trained()
     saved = checkpoint.save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
     assert saved == tmp_path / "step-00000003"
-    again, its_optimizer = trained(seed=1, steps=1)
-    assert checkpoint.resume(saved, again, its_optimizer) == 3
+    again, its_optimizer = trained(seed=1, steps=1, weight_decay=0.2)
+    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == 3
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, value in optimizer.state[theirs].items():
             assert torch.equal(its_optimizer.state[ours][key], value), key
     assert again.output.weight is again.tok_embeddings.weight
-    for group, reference in zip(its_optimizer.param_groups, optimizer.param_groups):
-        assert group["weight_decay"] == reference["weight_decay"]
+    assert [group["weight_decay"] for group in its_optimizer.param_groups] == [0.2, 0.0]
 
 
 def test_a_checkpoint_is_complete_on_its_own(tmp_path, text):
@@ -70,6 +69,10 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-best")
+    checkpoint.save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
+    left = ["step-00000003-best", "step-00000005"]  # what others put there is not ours to remove
+    assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):

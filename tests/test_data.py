@@ -127,7 +127,7 @@ def test_unknown_tokenizer_lists_the_known():
 
 def documents(directory, split) -> str:
     """Everything in the shards of one split, as text with visible special tokens."""
-    tokenizer = load_tokenizer(data.tokenizer_of(str(directory)))
+    tokenizer = load_tokenizer(data.tokenizer_of([str(directory)]))
     names = {token: name for name, token in tokenizer.special.items()}
     tokens = np.concatenate([open_shard(p) for p in sorted(directory.glob(f"{split}_*.bin"))])
     return "".join(names.get(i) or chr(i) for i in tokens.tolist())
@@ -167,7 +167,7 @@ def test_shards_are_llm_c_format(tmp_path, small_bpe, text):
     header = np.frombuffer(raw[:1024], "<i4")
     body = np.frombuffer(raw[1024:], "<u2")
     assert header[:3].tolist() == [20240520, 1, len(body)] and not header[3:].any()
-    tokenizer = load_tokenizer(data.tokenizer_of(str(out)))
+    tokenizer = load_tokenizer(data.tokenizer_of([str(out)]))
     written = tokenizer.decode(body[1:].tolist())
     assert body[0] == tokenizer.bos and text.read_text().startswith(written)
 
@@ -269,6 +269,30 @@ def test_unusable_text_is_refused(tmp_path, name, content, message, monkeypatch)
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         open_windows([str(path)], load_tokenizer("bytes"), 64)
+
+
+def test_shards_of_another_tokenizer_are_refused(shards, tmp_path, small_bpe):
+    with pytest.raises(UserError, match="were not made with tokenizer"):
+        open_windows([str(shards)], load_tokenizer(str(small_bpe)), 8)
+    open_windows([str(shards)], load_tokenizer("bytes"), 8)
+    writer = data.ShardWriter(tmp_path, "train", 267, size=10**6)
+    writer.write(np.zeros(5000, dtype=np.uint32))
+    writer.close()
+    with pytest.raises(UserError, match="give --tokenizer"):
+        data.tokenizer_of([str(tmp_path)])
+    with pytest.raises(UserError, match="mixes token shards and text"):
+        data.find_shards([str(shards), str(small_bpe.parent)])
+
+
+def test_half_characters_and_blank_lines_in_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
+    assert [piece.text for piece in data.read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
+
+
+def test_ids_that_stand_for_nothing_are_left_out(small_bpe):
+    tokenizer = load_tokenizer(str(small_bpe))
+    assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
 
 
 def test_missing_data_and_existing_out(tmp_path, text):

@@ -51,7 +51,8 @@ def test_seeds_repeat(run):
     [
         (["/no/such/run"], "no checkpoint in '/no/such/run'"),
         (["RUN", "--max-new-tokens", 3000], "more than the 2048 tokens"),
-        (["RUN", "--temperature", "-1"], "--temperature -1.0"),
+        (["RUN", "--temperature=-1"], "--temperature: expected a number of at least 0"),
+        (["RUN", "--tokenizer", "python-300"], "trained with another tokenizer than python-300"),
         (["RUN", "--tokenizer", "nonsense"], "no tokenizer 'nonsense'"),
     ],
 )

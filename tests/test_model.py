@@ -463,4 +463,6 @@ def test_peak_flops_of_known_and_unknown_devices():
     assert flat.peak_flops("NVIDIA H100 PCIe") == 756e12
     assert flat.peak_flops("NVIDIA L40S") == 362e12
     assert flat.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert flat.peak_flops("NVIDIA GeForce GTX 1080") is None
+    assert flat.peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12
+    for unknown in ("GeForce GTX 1080", "GeForce RTX 4090 Laptop GPU", "RTX A1000"):
+        assert flat.peak_flops(f"NVIDIA {unknown}") is None

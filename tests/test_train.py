@@ -25,8 +25,8 @@ CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 def flags(shards, out, steps=5, **more) -> list[str]:
     given = dict(data=shards, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, warmup=2,
                  eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
-    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
-    return [*SIZES, *(text for pair in pairs for text in pair if text != "True")]
+    flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
+    return [*SIZES, *(flag.removesuffix("=True") for flag in flags)]
 
 
 def metrics(out: Path) -> list[dict]:
@@ -239,8 +239,9 @@ def test_a_run_learns_and_says_so(shards, tmp_path):
 
 
 def test_compiled_blocks_train_alike(shards, tmp_path):
-    for name, option in [("eager", "--no-compile"), ("compiled", "--compile")]:
-        succeed("train.py", *flags(shards, tmp_path / name, steps=3), option, timeout=240)
+    for name, option, nproc in [("eager", "--no-compile", 0), ("compiled", "--compile", 2)]:
+        arguments = flags(shards, tmp_path / name, steps=3, eval_every=3, document_mask=True)
+        succeed("train.py", *arguments, option, nproc=nproc, timeout=240)
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-12)
@@ -277,14 +278,16 @@ def refused(result, *parts: str) -> None:
         (dict(model="gpt5"), ["no model 'gpt5'", "llama3.1-8b"]),
         (dict(tokenizer="nonsense"), ["no tokenizer 'nonsense'", "bytes"]),
         (dict(data="/no/such/place"), ["no data at '/no/such/place'"]),
-        (dict(batch=8, microbatch=3), ["--batch 8", "3 (--microbatch)"]),
+        (dict(batch=8, microbatch=3), ["--batch 8", "--microbatch 3"]),
+        (dict(lr=-1), ["--lr", "at least 0"]),
+        (dict(keep=-1), ["--keep", "above 0"]),
+        (dict(clip="nan"), ["--clip", "at least 0"]),
         (dict(n_heads=3), ["dim 32 over 3 heads"]),
         (dict(n_heads=8, n_kv_heads=3), ["8 heads cannot share 3"]),
         (dict(seq_len=2500, model="tiny"), ["--seq-len 2500", "beyond the model's 2048"]),
         (dict(steps=0), ["--steps", "above 0"]),
         (dict(batch="many"), ["--batch", "'many'"]),
         (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
-        (dict(seq_len=5000), ["validation part", "--seq-len 5000 needs 5001 tokens"]),
     ],
 )
 def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
@@ -326,6 +329,12 @@ def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     result = launch("train.py", *flags(bad, tmp_path / "b", tokenizer="bytes"))
     refused(result, "is damaged", "says 5000 tokens, it holds 4950")
+
+
+def test_nothing_is_updated_when_a_rank_is_not_finite():
+    out = succeed("tests/workers/not_finite.py", nproc=2).out
+    for rank in (0, 1):
+        assert f"rank {rank} kept True: step 2: the loss on rank [1] is not finite" in out
 
 
 def test_a_mistake_that_one_rank_meets_is_told_once(tmp_path):
