@@ -117,18 +117,20 @@ def resume(
             f"{directory} holds another model ({differences(about['model'], model.config)}): "
             f"give the flags it was trained with, or another --out"
         )
-    check_tokenizer(directory, about, tokenizer)
-    settings = [group | {"params": None} for group in optimizer.param_groups]
+    check_tokenizer(directory, tokenizer)
+    groups = optimizer.param_groups
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    for group, setting in zip(optimizer.param_groups, settings):
-        group |= setting | {"params": group["params"]}
+    for group, setting in zip(groups, settings):
+        group.update(setting)
     return about["step"]
 
 
-def check_tokenizer(directory: Path, about: dict, tokenizer: Tokenizer) -> None:
+def check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that gives the same ids another meaning."""
+    about = read_config(directory)
     if about["tokenizer_hash"] != tokenizer.hash:
         raise UserError(
             f"{directory} was trained with another tokenizer than {tokenizer.name}: "

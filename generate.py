@@ -41,7 +41,7 @@ def main() -> None:
     directory = find_checkpoint(args.checkpoint)
     about = read_config(directory)
     tokenizer, config = load_tokenizer(args.tokenizer or about["tokenizer"]), about["model"]
-    check_tokenizer(directory, about, tokenizer)
+    check_tokenizer(directory, tokenizer)
     texts = args.prompt or [""]
     if args.chat:
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

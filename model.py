@@ -79,7 +79,7 @@ def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
 
 PRESETS = {
     # For lessons. Training from scratch takes the vocabulary's size from the tokenizer.
-    "tiny": LlamaConfig(128, 4, 4, 2, 384, vocab_size=2048, tie_embeddings=True),
+    "tiny": LlamaConfig(96, 4, 4, 2, 288, vocab_size=2048, tie_embeddings=True),
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),

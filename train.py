@@ -104,8 +104,8 @@ def parse_args() -> argparse.Namespace:
     step.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     step.add_argument("--microbatch", type=positive,
                       help="sequences a process takes at a time (default: its whole share)")
-    step.add_argument("--steps", type=positive, default=1250)
-    step.add_argument("--lr", type=amount, default=4e-3,
+    step.add_argument("--steps", type=positive, default=2000)
+    step.add_argument("--lr", type=amount, default=5e-3,
                       help="at its peak; larger models want less, such as 3e-4")
     step.add_argument("--warmup", type=count, default=50, help="steps until it is reached")
     step.add_argument("--weight-decay", type=amount, default=0.1, help="of matrices")
@@ -125,10 +125,10 @@ def parse_args() -> argparse.Namespace:
     files.add_argument("--out", type=Path, help="directory of the run (default: out/MODEL)")
     files.add_argument("--resume", action="store_true",
                        help="continue OUT's newest checkpoint, or start where there is none")
-    files.add_argument("--save-every", type=count, default=250,
+    files.add_argument("--save-every", type=count, default=500,
                        help="steps; 0 for the end alone")
     files.add_argument("--keep", type=count, default=2, help="checkpoints to keep, 0 for all")
-    files.add_argument("--eval-every", type=count, default=250, help="steps; 0 for never")
+    files.add_argument("--eval-every", type=count, default=500, help="steps; 0 for never")
     files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
     files.add_argument("--log-every", type=positive, default=10, help="steps")
     files.add_argument("--prompt", default="def ", help="start of the samples shown at evaluations")
@@ -306,9 +306,7 @@ def open_run(args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer
     A run that continues from step `done` drops the lines that its last process wrote after it."""
     args.out.mkdir(parents=True, exist_ok=True)
     config_file, metrics_file = args.out / "config.json", args.out / "metrics.jsonl"
-    flags = {
-        name: str(value) if name in ("out", "init") else value for name, value in vars(args).items()
-    }
+    flags = vars(args)
     before = json.loads(config_file.read_text())["flags"] if done and config_file.exists() else {}
     for name in EXPERIMENT:
         if name in before and before[name] != flags[name]:
@@ -367,7 +365,7 @@ def main() -> None:
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
 
-    # The shape of what learns, and what it learns from.
+    # The shape of what learns, what it learns from, and where it begins.
     config = choose_config(args)
     check(args, config, world)
     share = args.batch // world.size  # sequences of a step that are this rank's
@@ -376,27 +374,21 @@ def main() -> None:
     train_windows, val_windows = world.one_first(
         "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     )
-    found = checkpoint.checkpoints(args.out)
-
-    # The model on this world, filled from a checkpoint or a seed.
-    def fill(model: Llama) -> None:
-        if args.init and not found:
-            directory = checkpoint.find_checkpoint(args.init)
-            about = checkpoint.read_config(directory)
-            checkpoint.check_tokenizer(directory, about, tokenizer)
-            checkpoint.load_weights(directory, model)
-        elif not found:
-            model.init_weights(args.seed)
-
-    if not args.init:
+    if args.init:
+        initial = checkpoint.find_checkpoint(args.init)
+        checkpoint.check_tokenizer(initial, tokenizer)
+        fill = partial(checkpoint.load_weights, initial)
+    else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
+        fill = partial(Llama.init_weights, seed=args.seed)
 
+    # The model on this world, and what optimizes it; both as they were, if the run goes on.
     with torch.device("meta"):
         model = Llama(config)
     runner = parallelize(model, world, fill, getattr(torch, args.dtype), args.compile)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
-    if found:
+    if found := checkpoint.checkpoints(args.out):
         done = checkpoint.resume(found[-1], model, optimizer, tokenizer)
         show(f"resumed from {found[-1]}")
 

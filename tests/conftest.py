@@ -1,6 +1,4 @@
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +33,7 @@ def start(script: str, *args, nproc: int = 0) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a process group of its own: nothing outlives its test
+        start_new_session=True,  # signals for it do not reach the tests
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
 
@@ -43,10 +41,10 @@ def start(script: str, *args, nproc: int = 0) -> subprocess.Popen:
 def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
     try:
         out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its workers, which it alone can reach
+        out, err = process.communicate(timeout=60)
+        pytest.fail(f"{process.args} took more than {timeout} s\n{out}\n{err}")
     return Result(process.returncode, out, err)
 
 
