@@ -104,7 +104,7 @@ def parse_args() -> argparse.Namespace:
     step.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     step.add_argument("--microbatch", type=positive,
                       help="sequences a process takes at a time (default: its whole share)")
-    step.add_argument("--steps", type=positive, default=1500)
+    step.add_argument("--steps", type=positive, default=1700)
     step.add_argument("--lr", type=amount, default=5e-3,
                       help="at its peak; larger models want less, such as 3e-4")
     step.add_argument("--warmup", type=count, default=50, help="steps until it is reached")
