@@ -1,6 +1,6 @@
 """Continue a text with any checkpoint.
 
-    python generate.py out/tiny --prompt "def "
+    python generate.py out/tiny --prompt "def"
     python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
     python generate.py DIR --chat --prompt "What is a tensor?"      in Llama 3's chat format
 

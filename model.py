@@ -204,7 +204,22 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # [B, T, D] -> [B, T, F] -> [B, T, D]
+        return self.w2(SwiGLU.apply(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, [B, T, F] each, keeping these two for backward. Plain autograd would keep
+    silu(gate) as well; on the widest activations of the model, computing it again costs less."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class Block(nn.Module):

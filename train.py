@@ -131,7 +131,7 @@ def parse_args() -> argparse.Namespace:
     files.add_argument("--eval-every", type=count, default=500, help="steps; 0 for never")
     files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
     files.add_argument("--log-every", type=positive, default=10, help="steps")
-    files.add_argument("--prompt", default="def ", help="start of the samples shown at evaluations")
+    files.add_argument("--prompt", default="def", help="start of the samples shown at evaluations")
     # fmt: on
     args = parser.parse_args()
     args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))

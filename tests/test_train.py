@@ -225,14 +225,14 @@ def test_a_run_learns_and_says_so(shards, tmp_path):
     assert rows[0]["mfu"] is None and "mfu unknown" in result.err
     assert rows[-1]["tokens"] == 60 * 8 * 24
     assert "step    60/60" in result.err and "0:00 left" in result.err
-    assert "bits/byte" in result.out and "--- def " in result.out
+    assert "bits/byte" in result.out and "--- def" in result.out
     assert [path.name for path in out.glob("step-*")] == ["step-00000060"]
     assert (out / "trace-0.json").stat().st_size > 0
     about = json.loads((out / "config.json").read_text())
     assert about["model"]["dim"] == 32 and about["seed"] == 0 and about["flags"]["steps"] == 60
 
     command = result.out.strip().splitlines()[-1].split("python generate.py ")[1]
-    assert command == f"{out} --prompt 'def '"
+    assert command == f"{out} --prompt def"
     more = succeed("train.py", *flags(shards, tmp_path / "more", steps=1, init=out, lr=1e-9))
     assert "checkpoint" in more.out
     assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]
