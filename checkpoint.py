@@ -118,12 +118,14 @@ def resume(
             f"give the flags it was trained with, or another --out"
         )
     check_tokenizer(directory, tokenizer)
-    groups = optimizer.param_groups
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    for group, setting in zip(groups, settings):
+    for group, setting in zip(optimizer.param_groups, settings):
         group.update(setting)
     return about["step"]
 
