@@ -57,7 +57,7 @@ def table(seconds: dict[str, list[float]], tokens: int) -> str:
     """Markdown: each contestant's median time, and its ratio to the first's in the same round."""
     first = next(iter(seconds.values()))
     lines = [
-        "| step | seconds | tokens/s | time over the first's (quartiles) |",
+        "| step | seconds | tokens/s | ratio to the first (quartiles) |",
         "|---|--:|--:|--:|",
     ]
     for name, times in seconds.items():
