@@ -12,14 +12,18 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from data import Batch
 from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
-from parallel import Parser, World, parallelize, positive, run, set_up
+from parallel import Parser, World, arrange, parallelize, positive, run, set_up
 from train import make_optimizer, memory_bytes, train_step
 
 
@@ -69,6 +73,49 @@ def table(seconds: dict[str, list[float]], tokens: int) -> str:
     return "\n".join(lines)
 
 
+class Counted(TorchDispatchMode):
+    """Counts what a rank sends while it is entered, and how often attention runs forward.
+
+    `sent` is as parallel.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
+    the world of all ranks, where it is no dimension of the mesh, is called so.
+    """
+
+    NAMES = {
+        "allreduce_": "all-reduce",
+        "all_reduce": "all-reduce",
+        "allgather_": "all-gather",
+        "_allgather_base_": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "broadcast_": "broadcast",
+    }
+
+    def __init__(self, world: World):
+        super().__init__()
+        self.dims = {dist.group.WORLD.group_name: "world"}
+        for dim in world.mesh.mesh_dim_names:
+            group = world.mesh.get_group(dim)
+            self.dims[group.group_name] = dim if group.size() > 1 else "nobody"
+        self.sent: dict[tuple[str, str], tuple[int, int]] = {}
+        self.attentions = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        name = op._opname
+        if op.namespace in ("c10d", "_c10d_functional") and name in self.NAMES:
+            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
+            given = {slot.name: arg for slot, arg in zip(op._schema.arguments, args)}
+            group = given.get("group_name") or dist.ProcessGroup.unbox(
+                given["process_group"]
+            ).group_name
+            key = self.dims[group], self.NAMES[name]
+            calls, nbytes = self.sent.get(key, (0, 0))
+            self.sent[key] = calls + 1, nbytes + max(t.nbytes for t in tensors)
+        self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
+        return out
+
+
 # ------------------------------------------------------------------------------------------- limit
 
 
@@ -109,7 +156,8 @@ def our_step(config: LlamaConfig, batch: Batch, world: World, compiled: bool) ->
     """train.py's own step: forward, backward, clipping, fused AdamW."""
     with torch.device("meta"):
         model = Llama(config)
-    runner = parallelize(model, world, Llama.init_weights, compile_blocks=compiled)
+    world = arrange(world, replace(world.split, compile=compiled))
+    runner = parallelize(model, world, Llama.init_weights)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
     return lambda: train_step(runner, optimizer, batch, len(batch.tokens), 1.0, world, step=0)
 

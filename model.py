@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -238,12 +238,15 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Parameters bear the names of Meta's files; call `init_weights` or load a checkpoint.
 
-    `compute_dtype`, where set, is what matrix products are computed in, by autocast."""
+    `compute_dtype`, where set, is what matrix products are computed in, by autocast. `loss` is what
+    forward makes of the last hidden states and targets; a split over the vocabulary brings its own.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -285,12 +288,13 @@ class Llama(nn.Module):
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)
-            return cross_entropy_sum(x.flatten(0, 1), self.output.weight, targets.flatten())
+            return self.loss(x, self.output.weight, targets)
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
+    def init_weights(self, seed: int = 0, put: Callable = Tensor.copy_) -> None:
+        """Fill every parameter by put(parameter, its first value in full)."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weight(name, parameter, self.config, seed))
+            put(parameter, initial_weight(name, parameter, self.config, seed))
 
 
 def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> Tensor:
@@ -302,7 +306,7 @@ def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> T
     of one (Radford et al. 2019). Drawn in float32, then cast: float64 starts from the same weights.
     """
     if "norm" in name:
-        return torch.ones_like(like)
+        return torch.ones(like.shape, device=like.device, dtype=like.dtype)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:8], "little"))
     writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
@@ -314,18 +318,29 @@ def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> T
 # -------------------------------------------------------------------------------------- the loss
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    first: int = 0,
+    log_share: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Sum over targets of -log softmax(hidden @ weight.T)[target], LOSS_CHUNK tokens at a time.
 
     All logits of 4,096 tokens of Llama 3 take 2.1 GB in float32, and a plain cross entropy holds
     them three times. Here one chunk's worth exists at any time.
-    hidden [N, D], weight [V, D], targets [N] -> scalar.
+    hidden [..., D], weight [V, D], targets [...] -> scalar.
+
+    `weight` may be a part of the vocabulary, its rows from `first` on. Then `log_share` must make
+    of the part's logits [n, V] the log of the part's probability in the whole [n, 1]; and the
+    result, like the gradient of `hidden`, is a part of a sum, to be added up over the vocabulary.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         compute = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    return _ChunkedCrossEntropy.apply(hidden, weight, targets)
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()  # [N, D], [N]
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, first, log_share)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -333,21 +348,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     computes all gradients while it holds them, and backward has only to scale the results."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets):
+    def forward(ctx, hidden, weight, targets, first, log_share):
         wide = torch.promote_types(hidden.dtype, torch.float32)  # sums are kept in float32 at least
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         for start in range(0, len(targets), LOSS_CHUNK):
             rows = slice(start, start + LOSS_CHUNK)
-            h, counted = hidden[rows], (targets[rows] != IGNORE)[:, None]  # [n, D], [n, 1]
-            target = torch.where(counted, targets[rows, None], 0)  # [n, 1]
-            log_p = F.log_softmax(h @ weight.T, dim=-1, dtype=wide)  # [n, V]
-            loss -= torch.where(counted, log_p.gather(1, target), 0).sum()
+            h, t = hidden[rows], targets[rows, None]  # [n, D], [n, 1]
+            counted, row = t != IGNORE, t - first  # a target's row in this weight...
+            here = counted & (row >= 0) & (row < len(weight))  # ...if it has one
+            row = torch.where(here, row, 0)
+            logits = h @ weight.T  # [n, V]
+            log_p = F.log_softmax(logits, dim=-1, dtype=wide)
+            if log_share:
+                log_p += log_share(logits)
+            loss -= torch.where(here, log_p.gather(1, row), 0).sum()
             if wants_hidden or wants_weight:
-                one = torch.ones((), dtype=wide, device=h.device).expand_as(target)
-                grad = log_p.exp_().scatter_add_(1, target, -one).to(h.dtype)  # softmax - onehot
+                one = here.to(wide)
+                grad = log_p.exp_().scatter_add_(1, row, -one).to(h.dtype)  # softmax - onehot
                 if wants_hidden:
                     hidden_grad[rows] = (grad @ weight) * counted
                 if wants_weight:
@@ -359,7 +379,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         gradients = [None if g is None else (g * scale).to(ctx.dtype) for g in ctx.saved_tensors]
-        return *gradients, None
+        return *gradients, None, None, None
 
 
 # ------------------------------------------------------------------------------------ generation

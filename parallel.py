@@ -7,37 +7,123 @@
 
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
 One process is a world of one: it takes the same path, with collectives that have nobody to talk to.
+
+Ranks stand in a mesh of three dimensions, and every technique below works along some of them:
+
+    replicate    ranks that hold the same weights and see different sequences     (DDP, HSDP)
+    shard        ranks that share one copy and see different sequences            (FSDP, HSDP)
+    tp           ranks that share one copy and see the same sequences             (tensor parallel)
+
+The last dimension counts fastest: 8 processes as 2 x 2 x 2 are ((0 1) (2 3)) ((4 5) (6 7)). What
+talks most is nearest: tp and shard lie within a node, replicate goes across.
+
+Letters: P parameters of the model, L its layers, D its width, V its vocabulary; B x T tokens in a
+microbatch; g bytes of a gradient (4, or 8 in float64), w bytes of a weight as it is computed
+with (g, or 2 in bfloat16). Bytes are a rank's payload: what an all-gather puts out, what a
+reduce-scatter or an all-reduce takes in.
 """
 
 import argparse
 import contextlib
+import hashlib
+import json
 import math
 import os
+import socket
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from model import Llama, UserError
+from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entropy_sum
 
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
+SILENCE = 20  # seconds without a sign of life after which a rank counts as dead
+
+
+# ------------------------------------------------------------------------------------ the processes
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is split over processes, and how it is computed there: what flags ask for."""
+
+    dp: str = "ddp"  # ddp, fsdp or hsdp
+    replicate: int = 1  # ranks along each dimension of the mesh
+    shard: int = 1
+    tp: int = 1
+    reshard: str = "weights"  # what is not kept whole between uses: none, weights or all
+    checkpointing: str = "none"  # what backward computes again: none, selective or full
+    compile: bool = False
+    offload: bool = False
+    dtype: torch.dtype = torch.float32  # of computation
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters are FSDP's: always but for plain DDP, whose parameters are tensors."""
+        return self.dp != "ddp" or self.tp > 1
+
+    @property
+    def grad_bytes(self) -> int:
+        return 8 if self.dtype == torch.float64 else 4
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among `size` processes, and the device it computes on."""
+    """Who this process is among `size` processes, the device it computes on, and the mesh."""
 
     rank: int
     size: int
     local_rank: int
+    per_node: int  # processes of a node
     device: torch.device
+    split: Split
     mesh: DeviceMesh
+
+    @property
+    def data_size(self) -> int:
+        """How many parts a batch has: ranks along tp share theirs."""
+        return self.split.replicate * self.split.shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts is this rank's."""
+        mesh = self.mesh
+        return mesh.get_local_rank("replicate") * self.split.shard + mesh.get_local_rank("shard")
 
     def one_first(self, name: str, make: Callable):
         """make(), on one process of each node before the others: it fills a cache, they read it.
@@ -51,7 +137,7 @@ class World:
         _store().wait([key], timedelta(days=7))
         return make()
 
-    def gather(self, values: list[float | torch.Tensor]) -> torch.Tensor:
+    def gather(self, values: list[float | Tensor]) -> Tensor:
         """Everybody's row of a few numbers, [size, len(values)] float64 on every rank."""
         row = torch.zeros(len(values), dtype=torch.float64, device=self.device)
         for slot, value in zip(row, values):
@@ -60,15 +146,38 @@ class World:
         dist.all_gather(rows, row)  # 8 bytes a number and rank, over the whole world
         return torch.stack(rows)
 
+    def agree(self, flags: dict) -> None:
+        """Refuse to start where ranks were given different flags, as happens over several nodes."""
+        text = json.dumps(flags, default=str, sort_keys=True)
+        _store().set(f"flags of rank {self.rank}", text)
+        digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)  # 48 bits fit a float64
+        digests = self.gather([digest])[:, 0].tolist()
+        if odd := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+            first, other = (
+                json.loads(_store().get(f"flags of rank {rank}")) for rank in (0, odd[0])
+            )
+            differences = ", ".join(
+                f"--{name.replace('_', '-')} {other[name]}, not {first[name]}"
+                for name in first
+                if other[name] != first[name]
+            )
+            raise UserError(
+                f"rank {odd[0]} was started with {differences} as rank 0: give the same command "
+                f"on every node"
+            )
+
 
 def set_up() -> World:
-    """Join the other processes that torchrun started; without torchrun, be a world of one."""
+    """Join the other processes that torchrun started; without torchrun, be a world of one.
+
+    The world begins as replicas alone; `arrange` gives it another mesh."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        wanted, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if wanted > gpus:
-            raise UserError(f"--nproc-per-node {wanted} on a node of {gpus} GPUs: at most {gpus}")
+        gpus = torch.cuda.device_count()
+        if per_node > gpus:
+            raise UserError(f"--nproc-per-node {per_node} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
@@ -80,27 +189,81 @@ def set_up() -> World:
         store, rank, size = dist.HashStore(), 0, 1
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("replicate",))
-    return World(rank, size, local_rank, device, mesh)
+    if size > 1:
+        watching = threading.Thread(target=_watch, args=(store.clone(), rank, size), daemon=True)
+        watching.start()
+    split = Split(replicate=size)
+    return World(rank, size, local_rank, per_node, device, split, _mesh(device, split))
+
+
+def arrange(world: World, split: Split) -> World:
+    """The same processes in the mesh of a split."""
+    return replace(world, split=split, mesh=_mesh(world.device, split))
+
+
+def _mesh(device: torch.device, split: Split) -> DeviceMesh:
+    shape = (split.replicate, split.shard, split.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
 
 
 def run(main: Callable[[], None]) -> None:
     """Run a script. A user's mistake ends it with one line and exit code 2, on all ranks.
 
     Most mistakes are met by every rank alike, some by one: whoever comes first speaks, and ranks
-    that lose it in the middle of a collective know by the store that all is said."""
+    that lose it in the middle of a collective know by the store that all is said. A rank that
+    fails otherwise, or dies, is named in one line and ends the others within half a minute."""
     try:
         main()
     except UserError as error:
         if _count_errors(1) == 1:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except Exception:
+    except Exception as error:
         if _count_errors(0) > 0:
             sys.exit(2)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+                _store().set("lost", "")  # a peer has gone: the watch finds out who, and exits
+                time.sleep(2 * SILENCE)
+            _fail(_store(), f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
         raise
     if dist.is_initialized():
+        _store().set(f"rank {dist.get_rank()} is done", "")
         dist.destroy_process_group()
+
+
+def _watch(store: dist.Store, rank: int, size: int) -> None:
+    """A thread's work: give a sign of life every second, listen for the next rank's, and end this
+    process when somebody has failed, which a process that waits in a collective would not notice.
+
+    The store has 5 small requests a second from each rank; the training thread is not disturbed."""
+    other, host = (rank + 1) % size, socket.gethostname()
+    heard, when = b"", time.monotonic()
+    for beat in range(sys.maxsize):
+        time.sleep(1)
+        try:
+            store.set(f"sign of rank {rank}", f"on {host}, {beat}")
+            failed, mistaken = store.check(["failed"]), store.add("errors", 0) > 0
+            lost, done = store.check(["lost"]), store.check([f"rank {other} is done"])
+            sign = store.get(f"sign of rank {other}")
+        except dist.DistError:
+            return  # the store was torchrun's, which has ended and takes this process along
+        if failed or mistaken:
+            time.sleep(5)  # for this rank to end by itself
+            os._exit(2 if mistaken else 1)
+        if sign != heard or done:
+            heard, when = sign, time.monotonic()
+        elif time.monotonic() - when > (5 if lost else SILENCE):
+            host = sign.decode().split(",")[0]
+            _fail(store, f"rank {other} {host} has died or hangs; --resume continues the run")
+            os._exit(1)
+
+
+def _fail(store: dist.Store, what: str) -> None:
+    """Tell the user and all ranks that one has failed, unless that is told already."""
+    if store.add("failures", 1) == 1:
+        print(f"error: {what}", file=sys.stderr, flush=True)
+    store.set("failed", what)
 
 
 def _count_errors(new: int) -> int:
@@ -116,28 +279,120 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def parallelize(
-    model: Llama,
-    world: World,
-    fill: Callable[[Llama], None],
-    dtype: torch.dtype = torch.float32,
-    compile_blocks: bool = False,
-) -> nn.Module:
+# ------------------------------------------------------------------------------ choosing the split
+
+
+def check_split(
+    dp: str, shard: int | None, tp: int, offload: bool, config: LlamaConfig, world: World
+) -> None:
+    """Refuse a split that these processes or this model cannot have."""
+    shared = {"key/value heads": config.n_kv_heads, "numbers in the feed-forward": config.ffn_dim}
+    for what, n in shared.items():
+        if n % tp:
+            raise UserError(f"--tp {tp} cannot share {n} {what} evenly: it must divide {n}")
+    data, rest = divmod(world.size, tp)
+    if rest:
+        raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
+    if offload and dp not in ("fsdp", "hsdp"):
+        raise UserError("--offload is for --dp fsdp and --dp hsdp")
+    if shard and dp != "hsdp":
+        raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")
+    if shard and data % shard:
+        raise UserError(
+            f"{world.size} processes with --tp {tp} hold {data} parts of the batch, no multiple of "
+            f"--shard {shard}"
+        )
+
+
+def choose_split(
+    split: Split, shard: int | None, model: Llama, world: World, tokens: int
+) -> tuple[Split, str]:
+    """The split with its sizes, and in words why; `split.dp` may be auto.
+
+    What every rank must hold decides: DDP where a whole copy fits on a device; else FSDP within a
+    node; over nodes HSDP, where a copy fits in one, and FSDP over all where it does not.
+    `tokens` are those of a microbatch. Each case is in tests/test_parallel.py.
+    """
+    data = world.size // split.tp
+    node = math.gcd(data, max(1, world.per_node // split.tp))  # data parts within a node
+    state = state_bytes(model, split) / split.tp
+    work = activation_bytes(model.config, split, tokens)
+    room = memory_bytes(world.device, world.per_node)
+    dp = split.dp
+    if dp == "auto":
+        if state + work < room:
+            dp = "ddp"
+        else:
+            dp = "hsdp" if node < data and state / node + work < room else "fsdp"
+    wide = {"ddp": 1, "fsdp": data, "hsdp": shard or node}[dp]
+    why = (
+        f"a copy's weights, gradients and AdamW take {state / 1e9:.3g} GB a process, activations "
+        f"{work / 1e9:.3g}; a process has {room / 1e9:.3g} GB, a node {world.per_node} of "
+        f"{world.size} processes"
+    )
+    return replace(split, dp=dp, replicate=data // wide, shard=wide), why
+
+
+def state_bytes(model: Llama, split: Split) -> int:
+    """Bytes of a whole copy while it trains: weight, gradient and AdamW's two moments of each
+    parameter, and the copy to compute with, where that has another type."""
+    copy = split.weight_bytes if split.weight_bytes < split.grad_bytes else 0
+    return sum(p.numel() for p in model.parameters()) * (4 * split.grad_bytes + copy)
+
+
+def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
+    """Bytes that forward keeps for backward on one rank, and the largest chunk of logits.
+
+    A block keeps, of width D: its input, and that of the feed-forward (these two lie in sequence
+    shards under tensor parallelism), what the two norms put out (whole there), q, and attention's
+    output; of the key/value width: k and v; of width F: gate, up and their product. Selective
+    checkpointing keeps the input, attention's output and half of the products, full checkpointing
+    the input; both hold one block's worth while backward computes it again.
+    """
+    D, F, KV = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    whole = 2 * D + (4 * D + 2 * KV + 3 * F) / split.tp
+    kept = {
+        "none": whole,
+        "selective": (3 * D + KV + F) / split.tp,
+        "full": D / split.tp,
+    }[split.checkpointing]
+    numbers = config.n_layers * kept + (0 if split.checkpointing == "none" else whole) + 3 * D
+    chunk = min(LOSS_CHUNK, tokens) * config.vocab_size / split.tp
+    return int(tokens * numbers * split.weight_bytes + chunk * (split.weight_bytes + 4 + 4))
+
+
+def memory_bytes(device: torch.device, processes: int) -> int:
+    """What a process may fill: nine tenths of its GPU, or of its part of the machine's memory."""
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
+    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
+
+
+# ----------------------------------------------------------------------------- splitting the model
+
+
+def parallelize(model: Llama, world: World, fill: Callable[[Llama], None]) -> nn.Module:
     """Put a model that was built on `meta` to work on this world: the one place that composes.
 
     `fill` gives the parameters their values. Returns what a training step calls; `model` itself
-    stays the plain Llama, for its parameters' names, for evaluation and for generation.
+    stays the Llama it was, for its parameters' names, for evaluation and for generation.
     """
-    if dtype == torch.float64:
+    split = world.split
+    if split.dtype == torch.float64:
         model.double()
-    model.to_empty(device=world.device)
+    if split.dtype == torch.bfloat16:
+        mixed_precision(model)
+    if split.tp > 1:
+        tensor_parallel(model, world.mesh["tp"])
+    recompute_and_compile(model, split.checkpointing, split.compile)
+    if split.fully_sharded:
+        dims = ("replicate", "shard") if split.replicate > 1 else ("shard",)
+        shard_data_parallel(model, world.mesh[dims], split)
+    model.to_empty(device="cpu" if split.offload else world.device)
     model.tie_weights()  # to_empty makes two of a shared parameter
     fill(model)
-    if dtype == torch.bfloat16:
-        mixed_precision(model)
-    if compile_blocks:
-        for block in model.layers.values():
-            block.compile()  # one graph serves all blocks; parameters keep their names
+    if split.fully_sharded or world.size == 1:
+        return model
     return data_parallel(model, world)
 
 
@@ -145,7 +400,8 @@ def mixed_precision(model: Llama) -> None:
     """Compute in bfloat16 what gains from it, chiefly matrix products; keep the rest in float32.
 
     Parameters, gradients and AdamW's moments stay float32: an update is often smaller than the
-    step between two neighbouring bfloat16 numbers, and would be lost.
+    step between two neighbouring bfloat16 numbers, and would be lost. Plain DDP casts a weight
+    where it is used; FSDP casts its shard, and so gathers half the bytes.
     """
     model.compute_dtype = torch.bfloat16
 
@@ -156,14 +412,14 @@ def data_parallel(model: Llama, world: World) -> nn.Module:
         rank 0  [ weights ] [ gradients ] [ AdamW ]      sequences 0..b-1
         rank 1  [ weights ] [ gradients ] [ AdamW ]      sequences b..2b-1
 
-    Backward all-reduces gradients in buckets while it still computes: 4 bytes a parameter, once a
-    step, over the replicate dimension. Nothing else is sent. It is the fastest split wherever a
-    whole copy (16 bytes a parameter in float32: weight, gradient, two moments) fits on a device.
+    Sends, over replicate: an all-reduce of every gradient, P g bytes once a step, in buckets of
+    25 MB (the first of 1 MB) while backward still computes. Nothing else.
+    Pays wherever a whole copy (16 P bytes in float32: weight, gradient, two moments) fits on a
+    device: no split sends less. Hurts where it does not fit, and where P g bytes a step are too
+    much for a slow link: then make steps longer, by a larger batch.
 
     DDP averages over ranks where a step needs a sum; the step multiplies by their number.
     """
-    if world.size == 1:
-        return model
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -173,13 +429,333 @@ def data_parallel(model: Llama, world: World) -> nn.Module:
     )
 
 
-def synchronize(runner: nn.Module, wanted: bool) -> contextlib.AbstractContextManager:
-    """Context for a microbatch's forward and backward: whether its backward sends gradients.
+def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
+    """FSDP and HSDP: ranks along shard hold a slice of every parameter each, and lend it out.
 
-    Only a step's last microbatch has to: until then they add up where they are."""
-    if wanted or not isinstance(runner, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return runner.no_sync()
+        FSDP, 4 ranks                          HSDP, 2 replicas of 2 shards
+        rank 0  [ 1st quarter ]                rank 0  [ 1st half ]     node 0
+        rank 1  [ 2nd quarter ]                rank 1  [ 2nd half ]
+        rank 2  [ 3rd quarter ]                rank 2  [ 1st half ]     node 1
+        rank 3  [ 4th quarter ]                rank 3  [ 2nd half ]
+
+    A slice is of weights, gradients and AdamW alike, so all of them take 1 / shard of DDP's memory.
+    A block's weights are gathered just before it computes and dropped after: in forward, and again
+    in backward. Its gradients are summed and cut in one reduce-scatter.
+    Sends, over shard, a microbatch: all-gather of 2 P w bytes, in one call for each block and pass;
+    embedding, last norm and output go together and are gathered once. A step: reduce-scatter of P g
+    bytes, in L + 1 calls. HSDP also, over replicate, a step: all-reduce of P g / shard bytes. (Each
+    dimension that is cut is rounded up to a multiple of shard: `predict_traffic` counts it all.)
+
+    With several microbatches in a step, `reshard` says what is not kept whole between uses:
+        none      weights are gathered once a step, and gradients cut once: the least sent,
+                  but 2 copies (w + g bytes a parameter) stay whole on every rank
+        weights   gathered for every use, gradients cut once: g bytes a parameter stay whole
+        all       gathered for every use, gradients cut in every microbatch: nothing stays
+    Pays where a copy does not fit on a device. Hurts over a slow link, which all the gathering has
+    to cross: there HSDP keeps it within nodes and sends the slices of gradients alone. A mesh that
+    is laid out the wrong way round gathers across nodes, and is slower than either.
+
+    Plain DDP with tensor parallelism is the same with shard = 1: it gathers nothing.
+    """
+    low = split.dtype == torch.bfloat16
+    options = dict(
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low else None,
+            reduce_dtype=torch.float32 if low else None,
+            cast_forward_inputs=False,  # cosines and sines stay float32
+        ),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if split.offload
+            else OffloadPolicy()
+        ),
+    )
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=split.reshard != "none", **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # backward needs it at once
+
+
+def synchronize(runner: nn.Module, split: Split, last: bool) -> contextlib.AbstractContextManager:
+    """Context of a microbatch's forward and backward: only a step's `last` sends gradients.
+
+    Until then they add up where they are, but for FSDP's slices with reshard = all."""
+    if isinstance(runner, FSDPModule):
+        runner.set_requires_gradient_sync(last or split.reshard == "all")
+        runner.set_requires_all_reduce(last)
+        runner.set_reshard_after_backward(last or split.reshard != "none")
+    elif isinstance(runner, DistributedDataParallel) and not last:
+        return runner.no_sync()
+    return contextlib.nullcontext()
+
+
+def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor, sequence and loss parallelism: ranks along tp work on the same tokens, each with a
+    part of every matrix; between matrices, each has a part of the sequence.
+
+                       x: T/tp tokens, all of D
+        norm                 |                    each rank its tokens
+        all-gather           v                    x: all T tokens
+        wq wk wv, w1 w3   [ columns ]             results: heads, or numbers of F, of this rank
+        attention, SwiGLU    |                    each rank its heads, or its numbers
+        wo, w2            [ rows ]                results: a part of a sum, all T tokens
+        reduce-scatter       v                    sums: T/tp tokens
+        residual             |
+
+    Columns first and rows second: so a pair of products needs one collective before and one after.
+    The vocabulary is split too: the embedding gives the sum of what ranks find in their part, and
+    the logits never leave the rank that computes them (`loss_parallel`).
+    Sends, over tp, with a = B T D w bytes: in forward and again in backward 2 L + 1 all-gathers and
+    2 L + 1 reduce-scatters of a, and for each chunk of the loss an all-gather of tp numbers a token;
+    and an all-reduce of each norm's gradient, D g bytes.
+    Pays within a node, where links are fast: it cuts activations too, and lets more ranks than
+    sequences work. Hurts elsewhere: it waits for a collective 4 times a block and pass, whatever
+    the batch, and its smaller products use a GPU less well.
+    """
+    whole, tokens = Replicate(), Shard(1)
+    rows = RowwiseParallel(output_layouts=tokens, use_local_output=False)
+    norm = SequenceParallel(use_local_output=False)
+    columns = ColwiseParallel()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(
+                input_layouts=whole, output_layouts=tokens, use_local_output=False
+            ),
+            "norm": norm,
+            "output": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+        },
+    )
+    for block in model.layers.values():
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": norm,
+                "attention": PrepareModuleInput(
+                    input_layouts=(tokens, None, None, None, None),  # x, cos, sin, mask, cache
+                    desired_input_layouts=(whole, None, None, None, None),
+                ),
+                "attention.wq": columns,
+                "attention.wk": columns,
+                "attention.wv": columns,
+                "attention.wo": rows,
+                "ffn_norm": norm,
+                "feed_forward": PrepareModuleInput(
+                    input_layouts=(tokens,), desired_input_layouts=(whole,)
+                ),
+                "feed_forward.w1": columns,
+                "feed_forward.w3": columns,
+                "feed_forward.w2": rows,
+            },
+        )
+    model.tie_weights()  # each got a DTensor of its own
+    model.loss = partial(loss_parallel, mesh)
+    # The embedding hands on sums that are still on their way, as a tensor of a type of its own. A
+    # copy has arrived: block 0 then sees what all see, and one compiled graph serves them all.
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
+
+
+def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """cross_entropy_sum with the vocabulary split over `mesh`: no rank holds [tokens, V].
+
+    Each rank takes the logits of its own words. The probability that they have together follows
+    from one number a token and rank, the log of the sum of their exponentials.
+    hidden [B, T, D] in sequence shards, weight [V, D] in vocabulary shards, targets [B, T].
+    """
+
+    def log_share(logits: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        own = logits.to(wide).logsumexp(-1)  # [n]
+        of_all = DTensor.from_local(own[None], mesh, [Shard(0)]).full_tensor()  # [tp, n] all-gather
+        return (own - of_all.logsumexp(0))[:, None]
+
+    hidden = hidden.redistribute(placements=[Replicate()])  # all-gather; backward: reduce-scatter
+    first = math.ceil(weight.shape[0] / mesh.size()) * mesh.get_local_rank()
+    part = cross_entropy_sum(
+        hidden.to_local(grad_placements=[Partial()]), weight.to_local(), targets, first, log_share
+    )
+    loss = DTensor.from_local(part, mesh, [Partial()]).full_tensor()  # all-reduce of one number
+    return loss.clone()  # FSDP wants no view
+
+
+def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
+    """Activation checkpointing and torch.compile, of each block, by a forward that wraps its own.
+
+    So parameters keep their names, and FSDP's gathering stays outside. Full checkpointing calls the
+    compiled block a second time; selective goes inside, where the compiler sees what to keep. One
+    graph serves all blocks, and one more each shape of the input (`dynamic` would confuse DTensor).
+    Compiling pays on a GPU, where it joins what lies between the matrix products; it takes a minute
+    at the start.
+    """
+    for name, block in model.layers.items():
+        if type(block) is not Block or "forward" in vars(block):
+            raise UserError(
+                f"block {name} is wrapped already: a second checkpoint around the first would "
+                f"compute attention three times; pass parallelize a model as it was built"
+            )
+        wrappers = []
+        if checkpointing != "none":
+            wrappers.append(partial(recompute, selective=checkpointing == "selective"))
+        if compile:
+            wrappers.append(partial(torch.compile, dynamic=False))
+        for wrap in wrappers[::-1] if checkpointing == "full" else wrappers:
+            block.forward = wrap(block.forward)
+
+
+def recompute(forward: Callable, selective: bool) -> Callable:
+    """Activation checkpointing: backward computes again what forward then need not keep.
+
+        none         keeps all of a block: 6 D + 2 KV + 3 F numbers a token      attention runs once
+        selective    keeps attention's output and every second matrix product             once
+        full         keeps the block's input: D numbers                                   twice
+
+    Full costs another forward, a third more FLOPs, and with FSDP nothing more to send, as backward
+    gathers the weights anyway; under tensor parallelism forward's all-gathers and the first
+    reduce-scatter run again. Selective costs half of the products and cheap passes over numbers.
+    Pays when activations are what does not fit; a larger microbatch alone rarely repays it.
+    """
+    context = {"context_fn": _selection} if selective else {}
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+def _selection():
+    """What one run of a block keeps: attention, and of the matrix products wk, wo and w3. The last,
+    w2, is for backward to skip: nothing behind it needs its result."""
+    products = Counter()
+
+    def policy(context, op, *args, **kwargs):
+        if "scaled_dot_product" in op.__name__:
+            return CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+# --------------------------------------------------------------------- tensors that lie in shards
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def put_shard(parameter: Tensor, full: Tensor) -> None:
+    """Give a parameter its value, of which every rank has the whole and keeps its part.
+
+    tp cuts first and shard cuts what tp left: so the mesh's dimensions go from last to first."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, placement in reversed(list(enumerate(parameter.placements))):
+            if not placement.is_replicate():
+                chunks = full.chunk(mesh.size(dim), placement.dim)
+                own = mesh.get_local_rank(dim)
+                none = full.narrow(placement.dim, 0, 0)  # small sizes may not reach the last rank
+                full = chunks[own] if own < len(chunks) else none
+    local(parameter).copy_(full)
+
+
+def squared_norm(gradients: list[Tensor], world: World) -> Tensor:
+    """This rank's part of the squared norm of a gradient, so that the sum over all ranks is it.
+
+    Where several ranks hold the same numbers, each counts for as many times less."""
+    by_copies = {}
+    for gradient in gradients:
+        copies = world.size
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            sizes = [mesh.size(i) for i, p in enumerate(placements) if p.is_replicate()]
+            copies = math.prod(sizes)
+        by_copies.setdefault(copies, []).append(local(gradient))
+    norms = ((n, torch.nn.utils.get_total_norm(some)) for n, some in by_copies.items())
+    return sum(norm.double() ** 2 / n for n, norm in norms)
+
+
+# ------------------------------------------------------------------------------------ what is sent
+
+
+def predict_traffic(
+    model: Llama, split: Split, microbatches: int, batch: int, seq_len: int
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Collectives of one training step: (mesh dimension, collective) -> (calls, bytes in all).
+
+    The sums of the docstrings above, with what is cut rounded up; microbatches of `batch` rows a
+    rank. `model` is whole, as it is before it is split. bench.py counts what really happens.
+    """
+    config, g, w = model.config, split.grad_bytes, split.weight_bytes
+    L, m = config.n_layers, microbatches
+    calls, size = Counter(), Counter()
+
+    def send(dim: str, collective: str, n: int, nbytes: int) -> None:
+        calls[dim, collective] += n
+        size[dim, collective] += n * nbytes
+
+    def up(n: int, parts: int) -> int:
+        return math.ceil(n / parts) * parts
+
+    def numbers(name: str, parameter: Tensor) -> int:
+        """Of a parameter as tensor parallelism leaves it, the first dimension rounded up."""
+        rows, rest = parameter.shape[0], parameter[0].numel()
+        if "norm" not in name:
+            by_rows = not name.endswith(("wo.weight", "w2.weight"))
+            rows, rest = (math.ceil(rows / split.tp), rest) if by_rows else (rows, rest // split.tp)
+        return up(rows, split.shard) * rest
+
+    units = {"root": 0} | dict.fromkeys(model.layers, 0)
+    for name, parameter in model.named_parameters():
+        layer = name.split(".")[1] if name.startswith("layers.") else "root"
+        units[layer] += numbers(name, parameter)
+
+    if not split.fully_sharded:
+        if split.replicate > 1:
+            sizes = [p.numel() * g for p in model.parameters()]
+            send("replicate", "all-reduce", 1, sum(sizes))
+            calls["replicate", "all-reduce"] = _buckets(sizes[::-1])
+    for layer, n in units.items() if split.fully_sharded else ():
+        uses = 1 if layer == "root" else 2
+        if split.shard > 1:
+            send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, n * w)
+            send("shard", "reduce-scatter", m if split.reshard == "all" else 1, n * g)
+        if split.replicate > 1:
+            send("replicate", "all-reduce", 1, n // split.shard * g)
+
+    if split.tp > 1:
+        a = batch * up(seq_len, split.tp) * config.dim * w
+        again = 1 if split.checkpointing == "full" else 0
+        send("tp", "all-gather", m * (4 * L + 2), a)
+        send("tp", "reduce-scatter", m * (4 * L + 2), a)
+        tokens = batch * seq_len
+        for start in range(0, tokens, LOSS_CHUNK):
+            send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
+        send("tp", "all-reduce", m, g)
+        send("tp", "all-reduce", (2 * L + 1), config.dim * g)
+        send("tp", "all-gather", again * m * 2 * L, a)
+        send("tp", "reduce-scatter", again * m * L, a)
+    return {key: (calls[key], size[key]) for key in calls if calls[key]}
+
+
+def describe(traffic: dict[tuple[str, str], tuple[int, int]]) -> str:
+    """Traffic in words, with the most bytes first."""
+    parts = sorted(traffic.items(), key=lambda item: -item[1][1])
+    return ", ".join(
+        f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"
+        for (dim, collective), (calls, nbytes) in parts
+    )
+
+
+def _buckets(sizes: list[int]) -> int:
+    """How many buckets DDP makes of gradients of these bytes, in the order they become ready."""
+    n, filled = 0, math.inf
+    for nbytes in sizes:
+        if filled >= (1 << 20 if n <= 1 else 25 << 20):
+            n, filled = n + 1, 0
+        filled += nbytes
+    return n
 
 
 # ----------------------------------------------------------------------------------- command line

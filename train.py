@@ -54,13 +54,22 @@ from model import (
 )
 from parallel import (
     Parser,
+    Split,
     World,
     amount,
+    arrange,
+    check_split,
+    choose_split,
     count,
+    describe,
+    local,
     parallelize,
     positive,
+    predict_traffic,
+    put_shard,
     run,
     set_up,
+    squared_norm,
     synchronize,
 )
 
@@ -113,6 +122,20 @@ def parse_args() -> argparse.Namespace:
                       help="largest norm of the gradient; 0 for any")
     step.add_argument("--seed", type=int, default=0, help="of weights and data order")
 
+    split = parser.add_argument_group("split over processes")
+    split.add_argument("--dp", choices=["auto", "ddp", "fsdp", "hsdp"], default="auto",
+                       help="how ranks with different sequences share the model (default: by size)")
+    split.add_argument("--shard", type=positive,
+                       help="ranks that share one copy in hsdp (default: those of a node)")
+    split.add_argument("--tp", type=positive, default=1,
+                       help="ranks that share every matrix product and the same sequences")
+    split.add_argument("--reshard", choices=["none", "weights", "all"], default="weights",
+                       help="what fsdp and hsdp do not keep whole between uses; all: gradients too")
+    split.add_argument("--offload", action="store_true",
+                       help="fsdp, hsdp: keep weights and AdamW in the memory of the CPU")
+    split.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
+                       help="what of the activations backward computes again")
+
     speed = parser.add_argument_group("speed")
     speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
                        help="of computation (default: bfloat16 on a GPU, float32 elsewhere)")
@@ -158,12 +181,17 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
     """Refuse what cannot work, and say what would, before any work is done."""
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
-    share, rest = divmod(args.batch, world.size)
+    check_split(args.dp, args.shard, args.tp, args.offload, config, world)
+    parts = world.size // args.tp
+    share, rest = divmod(args.batch, parts)
     if rest:
-        raise UserError(f"--batch {args.batch} cannot be shared by {world.size} processes evenly")
+        raise UserError(
+            f"--batch {args.batch} cannot be shared by {parts} processes evenly: "
+            f"--batch {math.ceil(args.batch / parts) * parts} can"
+        )
     if args.microbatch and share % args.microbatch:
         raise UserError(
-            f"--batch {args.batch} over {world.size} processes is {share} sequences each: no "
+            f"--batch {args.batch} over {parts} processes is {share} sequences each: no "
             f"multiple of --microbatch {args.microbatch}"
         )
     if checkpoint.checkpoints(args.out) and not args.resume:
@@ -239,24 +267,28 @@ def train_step(
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.split(microbatch)
     for i, (tokens, targets, positions) in enumerate(microbatches):
-        with synchronize(runner, wanted=i == len(microbatches) - 1):
+        with synchronize(runner, world.split, last=i == len(microbatches) - 1):
             part = runner(tokens, targets, positions)
-            part.backward()  # DDP: all-reduces the gradients, in the last microbatch
+            part.backward()  # the last microbatch's sends gradients, as parallel.py describes
         loss += part.detach()
 
     targets = (batch.targets != IGNORE).sum()
-    rows = world.gather([loss, targets, batch.text_bytes, bool(stop)])  # 32 bytes
-    total = rows.sum(0)
-
-    # Gradients hold the average over ranks of summed losses; what is wanted is sum / targets.
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    scale = world.size / total[1]
-    norm = torch.nn.utils.get_total_norm(gradients) * scale
+    squares = squared_norm(gradients, world)
+    rows = world.gather([loss, targets, batch.text_bytes, bool(stop), squares])  # 40 bytes a rank
+    loss, targets, text_bytes, stops, squares = rows.sum(0)
+
+    # Gradients hold the average over parts of the batch of summed losses; wanted is sum / targets.
+    # Ranks along tp see the same sequences, and count them as often in `targets` as in world.size.
+    scale = world.size / targets
+    norm = squares.sqrt() * scale
     scale = scale * ((clip or math.inf) / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    mine = [local(gradient) for gradient in gradients]
+    torch._foreach_mul_(mine, scale.to(mine[0]))
 
     # The step's one wait for the device: nothing may be updated before these numbers are known.
-    loss, tokens, text_bytes, stops, norm = [*total.tolist(), norm.item()]
+    numbers = torch.stack([loss, targets, text_bytes, stops, norm]).tolist()
+    loss, targets, text_bytes, stops, norm = numbers
     if not math.isfinite(loss + norm):
         ranks = [rank for rank, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
         culprit = f"loss on rank {ranks}" if ranks else "norm of the gradient"
@@ -266,7 +298,8 @@ def train_step(
         )
     optimizer.step()
     optimizer.zero_grad()
-    return Totals(loss, int(tokens), int(text_bytes), norm, stops > 0)
+    tp = world.split.tp
+    return Totals(loss / tp, round(targets / tp), round(text_bytes / tp), norm, stops > 0)
 
 
 # ------------------------------------------------------------------------ evaluation and the record
@@ -279,8 +312,8 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
     Every rank runs equally many batches, as a split model demands: rows that are too many are
     filled up without targets."""
     n = min(limit, len(windows))
-    chosen = [i * len(windows) // n for i in range(n)] + [None] * (-n % world.size)
-    mine = chosen[world.rank :: world.size]
+    chosen = [i * len(windows) // n for i in range(n)] + [None] * (-n % world.data_size)
+    mine = chosen[world.data_rank :: world.data_size]
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
@@ -288,8 +321,9 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
         loss += model(batch.tokens, batch.targets, batch.positions)
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
-    loss, tokens, text_bytes = world.gather([loss, tokens, text_bytes]).sum(0).tolist()
-    return Totals(loss, int(tokens), int(text_bytes))
+    total = world.gather([loss, tokens, text_bytes]).sum(0) / world.split.tp
+    loss, tokens, text_bytes = total.tolist()
+    return Totals(loss, round(tokens), round(text_bytes))
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -361,6 +395,7 @@ def show(text: str, **where) -> None:
 def main() -> None:
     args = parse_args()
     world = set_up()
+    world.agree(vars(args))
     on_gpu = world.device.type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
@@ -368,7 +403,7 @@ def main() -> None:
     # The shape of what learns, what it learns from, and where it begins.
     config = choose_config(args)
     check(args, config, world)
-    share = args.batch // world.size  # sequences of a step that are this rank's
+    share = args.batch * args.tp // world.size  # sequences of a step that are this rank's
     args.microbatch = args.microbatch or share
     tokenizer = world.one_first("tokenizer", partial(load_tokenizer, choose_tokenizer(args)))
     train_windows, val_windows = world.one_first(
@@ -380,12 +415,31 @@ def main() -> None:
         fill = partial(checkpoint.load_weights, initial)
     else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
-        fill = partial(Llama.init_weights, seed=args.seed)
+        fill = partial(Llama.init_weights, seed=args.seed, put=put_shard)
 
-    # The model on this world, and what optimizes it; both as they were, if the run goes on.
+    # The model, split over this world, and what optimizes it; both as they were, if the run goes on.
     with torch.device("meta"):
         model = Llama(config)
-    runner = parallelize(model, world, fill, getattr(torch, args.dtype), args.compile)
+    split, why = choose_split(
+        Split(
+            dp=args.dp,
+            tp=args.tp,
+            reshard=args.reshard,
+            checkpointing=args.checkpointing,
+            compile=args.compile,
+            offload=args.offload,
+            dtype=getattr(torch, args.dtype),
+        ),
+        args.shard,
+        model,
+        world,
+        tokens=args.microbatch * args.seq_len,
+    )
+    if args.dp == "auto" and world.size > 1:
+        show(f"--dp auto takes {split.dp}: {why}")
+    sent = predict_traffic(model, split, share // args.microbatch, args.microbatch, args.seq_len)
+    world = arrange(world, split)
+    runner = parallelize(model, world, fill)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
     if found := checkpoint.checkpoints(args.out):
@@ -401,10 +455,12 @@ def main() -> None:
         f"tokens a step, {len(train_windows):,} sequences an epoch; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
     )
+    if sent:
+        show(f"a step sends {describe(sent)}")
 
     # A step's batch is a function of (seed, step), and this rank reads its share of it.
     def read(step: int) -> Batch:
-        first = (step - 1) * args.batch + world.rank * share
+        first = (step - 1) * args.batch + world.data_rank * share
         n = len(train_windows)
         return train_windows.batch([window_of(first + i, n, args.seed) for i in range(share)])
 

@@ -1,0 +1,110 @@
+"""Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
+
+A case: {"split": fields of Split, "config": of LlamaConfig, "microbatch", "packed", "float": dtype}.
+Saves to the file of the second argument what the tests compare: losses, norms, the first step's
+gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from bench import Counted
+from data import Batch
+from model import IGNORE, Llama, LlamaConfig
+from parallel import Split, arrange, parallelize, predict_traffic, put_shard, run, set_up
+from train import make_optimizer, train_step
+
+BATCH, SEQ, VOCAB = 8, 13, 101
+
+
+def batch_of(packed: bool) -> Batch:
+    """Rows with 1 to 13 targets; packed, with documents of 4 and 9 tokens."""
+    tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    targets = tokens[:, 1:].clone()
+    for row in range(BATCH):
+        targets[row, 1 + 12 * row // 7 :] = IGNORE
+    positions = torch.tensor([[*range(4), *range(9)]] * BATCH) if packed else None
+    return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(world, case: dict) -> dict:
+    split = dict(case["split"], dtype=getattr(torch, case.get("float", "float64")))
+    world = arrange(world, Split(**split))
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**case["config"]))
+    parts = world.data_size
+    microbatch = case.get("microbatch", BATCH // parts)
+    predicted = predict_traffic(
+        model, world.split, BATCH // parts // microbatch, microbatch, SEQ
+    )
+    runner = parallelize(model, world, partial(Llama.init_weights, seed=3, put=put_shard))
+    first = {name: whole(p) for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, 1e-2, 0.1)
+    gradients = {}
+
+    def keep(optimizer, args, kwargs):
+        gradients.update({name: whole(p.grad) for name, p in model.named_parameters()})
+
+    batch = batch_of(case.get("packed", False))
+    share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
+    positions = None if batch.positions is None else batch.positions[share]
+    mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
+    rows = []
+    for step in range(1, 6):
+        hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
+        counted = Counted(world)
+        if case["split"].get("compile"):
+            with torch.profiler.profile() as profile:
+                totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
+            attentions = sum(
+                event.count
+                for event in profile.key_averages()
+                if "scaled_dot_product" in event.key and not event.key.endswith("backward")
+            )
+        else:
+            with counted:
+                totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
+            attentions = counted.attentions
+        if hook:
+            hook.remove()
+        rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+    return {
+        "rows": rows,
+        "gradients": gradients,
+        "first": first,
+        "last": {name: whole(p) for name, p in model.named_parameters()},
+        "types": {p.dtype for p in model.parameters()},
+        "sent": counted.sent,
+        "predicted": predicted,
+        "attentions": attentions,
+        "graphs": dict(torch._dynamo.utils.counters["stats"]),
+        "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
+    }
+
+
+def main():
+    world = set_up()
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results = []
+    for case in cases:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results.append(train(world, case))
+        if world.rank == 0:
+            print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
+    if world.rank == 0:
+        torch.save(results, sys.argv[2])
+
+
+if __name__ == "__main__":
+    run(main)
