@@ -93,10 +93,10 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, world: World):
         super().__init__()
-        self.dims = {dist.group.WORLD.group_name: "world"}
+        self.dims = {tuple(range(world.size)): "world"}  # ranks that talk -> what they are
         for dim in world.mesh.mesh_dim_names:
-            group = world.mesh.get_group(dim)
-            self.dims[group.group_name] = dim if group.size() > 1 else "nobody"
+            ranks = tuple(dist.get_process_group_ranks(world.mesh.get_group(dim)))
+            self.dims[ranks] = dim if len(ranks) > 1 else "nobody"
         self.sent: dict[tuple[str, str], tuple[int, int]] = {}
         self.attentions = 0
 
@@ -104,14 +104,15 @@ class Counted(TorchDispatchMode):
         out = op(*args, **(kwargs or {}))
         name = op._opname
         if op.namespace in ("c10d", "_c10d_functional") and name in self.NAMES:
-            tensors = [t for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
             given = {slot.name: arg for slot, arg in zip(op._schema.arguments, args)}
-            group = given.get("group_name") or dist.ProcessGroup.unbox(
-                given["process_group"]
-            ).group_name
-            key = self.dims[group], self.NAMES[name]
+            if "group_name" in given:
+                group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+            else:
+                group = dist.ProcessGroup.unbox(given["process_group"])
+            key = self.dims[tuple(dist.get_process_group_ranks(group))], self.NAMES[name]
             calls, nbytes = self.sent.get(key, (0, 0))
-            self.sent[key] = calls + 1, nbytes + max(t.nbytes for t in tensors)
+            sides = [sum(getattr(t, "nbytes", 0) for t in tree_leaves(s)) for s in (*args, out)]
+            self.sent[key] = calls + 1, nbytes + max(sides)
         self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
         return out
 

@@ -353,7 +353,7 @@ def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
     whole = 2 * D + (4 * D + 2 * KV + 3 * F) / split.tp
     kept = {
         "none": whole,
-        "selective": (3 * D + KV + F) / split.tp,
+        "selective": D + (2 * D + KV + F) / split.tp,
         "full": D / split.tp,
     }[split.checkpointing]
     numbers = config.n_layers * kept + (0 if split.checkpointing == "none" else whole) + 3 * D
@@ -612,8 +612,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
         full         keeps the block's input: D numbers                                   twice
 
     Full costs another forward, a third more FLOPs, and with FSDP nothing more to send, as backward
-    gathers the weights anyway; under tensor parallelism forward's all-gathers and the first
-    reduce-scatter run again. Selective costs half of the products and cheap passes over numbers.
+    gathers the weights anyway; under tensor parallelism 2 L all-gathers and L reduce-scatters of
+    forward run again. Selective costs half of the products, cheap passes, and the 2 L all-gathers.
     Pays when activations are what does not fit; a larger microbatch alone rarely repays it.
     """
     context = {"context_fn": _selection} if selective else {}
@@ -622,11 +622,12 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 def _selection():
     """What one run of a block keeps: attention, and of the matrix products wk, wo and w3. The last,
-    w2, is for backward to skip: nothing behind it needs its result."""
+    w2, is for backward to skip: nothing behind it needs its result. Under tensor parallelism also
+    what a reduce-scatter took time to bring."""
     products = Counter()
 
     def policy(context, op, *args, **kwargs):
-        if "scaled_dot_product" in op.__name__:
+        if "scaled_dot_product" in op.__name__ or "reduce_scatter" in op.__name__:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             products[context.is_recompute] += 1
@@ -726,7 +727,6 @@ def predict_traffic(
 
     if split.tp > 1:
         a = batch * up(seq_len, split.tp) * config.dim * w
-        again = 1 if split.checkpointing == "full" else 0
         send("tp", "all-gather", m * (4 * L + 2), a)
         send("tp", "reduce-scatter", m * (4 * L + 2), a)
         tokens = batch * seq_len
@@ -734,8 +734,10 @@ def predict_traffic(
             send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
         send("tp", "all-reduce", m, g)
         send("tp", "all-reduce", (2 * L + 1), config.dim * g)
-        send("tp", "all-gather", again * m * 2 * L, a)
-        send("tp", "reduce-scatter", again * m * L, a)
+        if split.checkpointing != "none":
+            send("tp", "all-gather", m * 2 * L, a)
+        if split.checkpointing == "full":
+            send("tp", "reduce-scatter", m * L, a)
     return {key: (calls[key], size[key]) for key in calls if calls[key]}
 
 

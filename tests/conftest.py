@@ -58,6 +58,15 @@ def succeed(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
     return result
 
 
+def refused(result, *parts: str) -> None:
+    """One line that says it, exit code 2, no traceback."""
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.err
+    assert all(part in lines[0] for part in parts), lines[0]
+    assert "Traceback" not in result.err
+    assert result.code == 2
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
     """A small text whose next line can be learnt from the last."""

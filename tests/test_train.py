@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import finish, launch, start, succeed
+from conftest import finish, launch, refused, start, succeed
 
 from checkpoint import load_pretrained
 from data import load_tokenizer, open_windows, window_of
@@ -261,15 +261,6 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_pat
 
 
 # ---------------------------------------------------------------------------------- wrong input
-
-
-def refused(result, *parts: str) -> None:
-    """One line that says it, exit code 2, no traceback."""
-    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.err
-    assert all(part in lines[0] for part in parts), lines[0]
-    assert "Traceback" not in result.err
-    assert result.code == 2
 
 
 @pytest.mark.parametrize(

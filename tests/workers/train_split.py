@@ -6,6 +6,7 @@ gradients, first and last weights, what was sent and what was predicted, and att
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def profiled_attentions(profile: torch.profiler.profile) -> int:
+    return sum(
+        event.count
+        for event in profile.key_averages()
+        if "scaled_dot_product" in event.key and not event.key.endswith("backward")
+    )
+
+
 def train(world, case: dict) -> dict:
     split = dict(case["split"], dtype=getattr(torch, case.get("float", "float64")))
     world = arrange(world, Split(**split))
@@ -60,21 +69,13 @@ def train(world, case: dict) -> dict:
     positions = None if batch.positions is None else batch.positions[share]
     mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
     rows = []
+    # A mode would make compiled blocks run eagerly; the profiler sees what eager code only asks for.
+    compiled = world.split.compile
+    measure = torch.profiler.profile() if compiled else Counted(world)
     for step in range(1, 6):
         hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
-        counted = Counted(world)
-        if case["split"].get("compile"):
-            with torch.profiler.profile() as profile:
-                totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
-            attentions = sum(
-                event.count
-                for event in profile.key_averages()
-                if "scaled_dot_product" in event.key and not event.key.endswith("backward")
-            )
-        else:
-            with counted:
-                totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
-            attentions = counted.attentions
+        with measure if step == 5 else nullcontext():
+            totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
         if hook:
             hook.remove()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
@@ -84,9 +85,9 @@ def train(world, case: dict) -> dict:
         "first": first,
         "last": {name: whole(p) for name, p in model.named_parameters()},
         "types": {p.dtype for p in model.parameters()},
-        "sent": counted.sent,
+        "sent": None if compiled else measure.sent,
         "predicted": predicted,
-        "attentions": attentions,
+        "attentions": profiled_attentions(measure) if compiled else measure.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
     }
