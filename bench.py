@@ -2,6 +2,8 @@
 
     python bench.py limit       a training step beside the bare matrix products it cannot do without
     python bench.py loss        memory of the chunked loss beside the plain one
+    torchrun --nproc-per-node 4 bench.py compare ddp fsdp hsdp
+                                the same step, split in different ways
 
 Timings on a shared machine wander. So what is compared runs interleaved in one process, and what is
 reported is the median of the ratios of neighbours, with the quartiles.
@@ -13,22 +15,36 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data import Batch
 from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
-from parallel import Parser, World, arrange, parallelize, positive, run, set_up
+from parallel import (
+    Parser,
+    Split,
+    World,
+    arrange,
+    describe,
+    parallelize,
+    positive,
+    put_shard,
+    run,
+    set_up,
+)
 from train import make_optimizer, memory_bytes, train_step
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Measure.")
+    # fmt: off
     commands = parser.add_subparsers(dest="command", required=True)
     limit = commands.add_parser("limit", help="a training step beside its bare matrix products")
     limit.add_argument("--model", default="medium", choices=PRESETS, help="preset")
@@ -36,10 +52,20 @@ def parse_args() -> argparse.Namespace:
     limit.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
     limit.add_argument("--repeats", type=positive, default=11, help="rounds of all contestants")
     limit.add_argument("--compile", action="store_true", help="also with compiled blocks")
+    compare = commands.add_parser("compare", help="the same step, split in different ways")
+    compare.add_argument("strategies", nargs="+", choices=["ddp", "fsdp", "hsdp", "wrong"],
+                         metavar="ddp|fsdp|hsdp|wrong",
+                         help="wrong is hsdp whose shards lie across nodes")
+    compare.add_argument("--model", default="tiny", choices=PRESETS, help="preset")
+    compare.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
+    compare.add_argument("--microbatch", type=positive, default=1)
+    compare.add_argument("--seq-len", type=positive, default=128, help="tokens in a sequence")
+    compare.add_argument("--repeats", type=positive, default=5, help="rounds of all contestants")
     loss = commands.add_parser("loss", help="memory of the chunked loss beside the plain one")
     loss.add_argument("--tokens", type=positive, default=4096)
     loss.add_argument("--dim", type=positive, default=512)
     loss.add_argument("--vocab-size", type=positive, default=128_256)
+    # fmt: on
     return parser.parse_args()
 
 
@@ -73,23 +99,24 @@ def table(seconds: dict[str, list[float]], tokens: int) -> str:
     return "\n".join(lines)
 
 
+COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast_": "broadcast",
+}  # what torch calls them -> what everybody does
+
+
 class Counted(TorchDispatchMode):
     """Counts what a rank sends while it is entered, and how often attention runs forward.
 
     `sent` is as parallel.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
     the world of all ranks, where it is no dimension of the mesh, is called so.
     """
-
-    NAMES = {
-        "allreduce_": "all-reduce",
-        "all_reduce": "all-reduce",
-        "allgather_": "all-gather",
-        "_allgather_base_": "all-gather",
-        "all_gather_into_tensor": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "reduce_scatter_tensor": "reduce-scatter",
-        "broadcast_": "broadcast",
-    }
 
     def __init__(self, world: World):
         super().__init__()
@@ -103,13 +130,13 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
         name = op._opname
-        if op.namespace in ("c10d", "_c10d_functional") and name in self.NAMES:
+        if op.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             given = {slot.name: arg for slot, arg in zip(op._schema.arguments, args)}
             if "group_name" in given:
                 group = dist.distributed_c10d._resolve_process_group(given["group_name"])
             else:
                 group = dist.ProcessGroup.unbox(given["process_group"])
-            key = self.dims[tuple(dist.get_process_group_ranks(group))], self.NAMES[name]
+            key = self.dims[tuple(dist.get_process_group_ranks(group))], COLLECTIVES[name]
             calls, nbytes = self.sent.get(key, (0, 0))
             sides = [sum(getattr(t, "nbytes", 0) for t in tree_leaves(s)) for s in (*args, out)]
             self.sent[key] = calls + 1, nbytes + max(sides)
@@ -212,6 +239,50 @@ def measure_limit(args: argparse.Namespace) -> str:
     return table(interleaved(contestants, args.repeats), args.batch * args.seq_len)
 
 
+# ----------------------------------------------------------------------------------------- compare
+
+
+def measure_compare(args: argparse.Namespace) -> str:
+    """Seconds a step of each strategy in turn, and the payload of a rank as it is counted."""
+    base, config = set_up(), PRESETS[args.model]
+    contestants, sent = {}, {}
+    for name in args.strategies:
+        world = lay_out(name, base)
+        step = data_parallel_step(config, args, world)
+        for _ in range(3):  # DDP settles its buckets in the first two
+            with Counted(world) as counted:
+                step()
+        contestants[name], sent[name] = step, counted.sent
+    seconds = interleaved(contestants, args.repeats)
+    lines = [f"{name} sends {describe(sent[name])}" for name in args.strategies]
+    return "\n".join([table(seconds, args.batch * args.seq_len), "", *lines])
+
+
+def lay_out(name: str, base: World) -> World:
+    size, node = base.size, base.per_node
+    if name == "ddp":
+        return arrange(base, Split(dp="ddp", replicate=size))
+    if name == "fsdp":
+        return arrange(base, Split(dp="fsdp", shard=size))
+    world = arrange(base, Split(dp="hsdp", replicate=size // node, shard=node))
+    if name == "wrong":  # neighbours are replicas, and shards are gathered from all nodes
+        ranks = torch.arange(size).view(node, size // node, 1).transpose(0, 1)
+        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=world.mesh.mesh_dim_names)
+        world = replace(world, mesh=mesh)
+    return world
+
+
+def data_parallel_step(config: LlamaConfig, args: argparse.Namespace, world: World) -> Callable:
+    with torch.device("meta"):
+        model = Llama(config)
+    runner = parallelize(model, world, partial(Llama.init_weights, put=put_shard))
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    share = (args.batch // world.data_size, args.seq_len)
+    tokens = torch.randint(config.vocab_size, share, device=world.device)
+    batch = Batch(tokens, tokens, None, text_bytes=1)
+    return lambda: train_step(runner, optimizer, batch, args.microbatch, 1.0, world, step=0)
+
+
 # -------------------------------------------------------------------------------------------- loss
 
 
@@ -242,7 +313,10 @@ def loss_peak(name: str, tokens: int, dim: int, vocab_size: int) -> int:
 
 def main() -> None:
     args = parse_args()
-    print(measure_limit(args) if args.command == "limit" else measure_loss(args))
+    measure = {"limit": measure_limit, "compare": measure_compare, "loss": measure_loss}
+    result = measure[args.command](args)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(result)
 
 
 if __name__ == "__main__":

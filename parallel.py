@@ -29,6 +29,7 @@ import hashlib
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -69,6 +70,7 @@ from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entrop
 
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 SILENCE = 20  # seconds without a sign of life after which a rank counts as dead
+HASTE = 4  # the same once a connection has been lost
 
 
 # ------------------------------------------------------------------------------------ the processes
@@ -190,8 +192,9 @@ def set_up() -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     if size > 1:
-        watching = threading.Thread(target=_watch, args=(store.clone(), rank, size), daemon=True)
+        watching = threading.Thread(target=_watch, args=(_store().clone(), rank, size), daemon=True)
         watching.start()
+        signal.signal(signal.SIGTERM, _leave)
     split = Split(replicate=size)
     return World(rank, size, local_rank, per_node, device, split, _mesh(device, split))
 
@@ -253,10 +256,17 @@ def _watch(store: dist.Store, rank: int, size: int) -> None:
             os._exit(2 if mistaken else 1)
         if sign != heard or done:
             heard, when = sign, time.monotonic()
-        elif time.monotonic() - when > (5 if lost else SILENCE):
+        elif time.monotonic() - when > (HASTE if lost else SILENCE):
             host = sign.decode().split(",")[0]
             _fail(store, f"rank {other} {host} has died or hangs; --resume continues the run")
             os._exit(1)
+
+
+def _leave(number: int, frame) -> None:
+    """torchrun stops all ranks as soon as it misses one: stay until the watch has said which."""
+    _store().set("lost", "")
+    time.sleep(HASTE + 2)
+    os._exit(128 + number)
 
 
 def _fail(store: dist.Store, what: str) -> None:
@@ -343,14 +353,14 @@ def state_bytes(model: Llama, split: Split) -> int:
 def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
     """Bytes that forward keeps for backward on one rank, and the largest chunk of logits.
 
-    A block keeps, of width D: its input, and that of the feed-forward (these two lie in sequence
-    shards under tensor parallelism), what the two norms put out (whole there), q, and attention's
-    output; of the key/value width: k and v; of width F: gate, up and their product. Selective
-    checkpointing keeps the input, attention's output and half of the products, full checkpointing
-    the input; both hold one block's worth while backward computes it again.
+    A block keeps, of width D: q, attention's output, and for each of two norms what goes in, that
+    in its normalized form (which a fused kernel would not keep), and what comes out, under tensor
+    parallelism after it is gathered; of the key/value width: k and v; of width F: gate, up and
+    their product. Selective checkpointing keeps the input, attention's output and half of the
+    products, full the input; both hold one block's worth while backward computes it again.
     """
     D, F, KV = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
-    whole = 2 * D + (4 * D + 2 * KV + 3 * F) / split.tp
+    whole = 2 * D + (6 * D + 2 * KV + 3 * F) / split.tp
     kept = {
         "none": whole,
         "selective": D + (2 * D + KV + F) / split.tp,
@@ -506,7 +516,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     The vocabulary is split too: the embedding gives the sum of what ranks find in their part, and
     the logits never leave the rank that computes them (`loss_parallel`).
     Sends, over tp, with a = B T D w bytes: in forward and again in backward 2 L + 1 all-gathers and
-    2 L + 1 reduce-scatters of a, and for each chunk of the loss an all-gather of tp numbers a token;
+    2 L + 1 reduce-scatters of a, for each chunk of the loss an all-gather of tp numbers a token,
     and an all-reduce of each norm's gradient, D g bytes.
     Pays within a node, where links are fast: it cuts activations too, and lets more ranks than
     sequences work. Hurts elsewhere: it waits for a collective 4 times a block and pass, whatever
@@ -607,9 +617,10 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 def recompute(forward: Callable, selective: bool) -> Callable:
     """Activation checkpointing: backward computes again what forward then need not keep.
 
-        none         keeps all of a block: 6 D + 2 KV + 3 F numbers a token      attention runs once
-        selective    keeps attention's output and every second matrix product             once
-        full         keeps the block's input: D numbers                                   twice
+        none         keeps 8 D + 2 KV + 3 F numbers a token         attention runs forward once
+        selective    keeps 3 D + KV + F: the block's input, attention's output,           once
+                     and every second matrix product
+        full         keeps D: the block's input                                          twice
 
     Full costs another forward, a third more FLOPs, and with FSDP nothing more to send, as backward
     gathers the weights anyway; under tensor parallelism 2 L all-gathers and L reduce-scatters of

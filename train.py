@@ -417,7 +417,7 @@ def main() -> None:
         config = replace(config, vocab_size=tokenizer.vocab_size)
         fill = partial(Llama.init_weights, seed=args.seed, put=put_shard)
 
-    # The model, split over this world, and what optimizes it; both as they were, if the run goes on.
+    # The model, split over this world, and its optimizer; both as they were, if the run goes on.
     with torch.device("meta"):
         model = Llama(config)
     split, why = choose_split(

@@ -1,18 +1,22 @@
 """parallel.py: every split computes the single-process gradient, and sends what it says."""
 
 import json
-import math
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, refused, succeed
-from workers.train_split import BATCH, SEQ, batch_of
+from conftest import succeed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from workers.train_split import BATCH, batch_of
 
-from model import IGNORE, Llama, LlamaConfig, UserError
+from model import IGNORE, PRESETS, Llama, LlamaConfig, UserError
 from parallel import (
     Split,
-    World,
     activation_bytes,
     check_split,
     choose_split,
@@ -33,6 +37,7 @@ def case(config: dict, microbatch: int = 0, packed: bool = False, **split) -> di
 
 
 TWO = {
+    "ddp in buckets": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2),
     "ddp": case(ODD, dp="ddp", replicate=2),
     "ddp accumulating": case(ODD | TIED, 1, dp="ddp", replicate=2),
     "ddp selective": case(ODD, packed=True, dp="ddp", replicate=2, checkpointing="selective"),
@@ -49,10 +54,14 @@ TWO = {
     "tp tied": case(GROUPED | TIED, 2, packed=True, dp="ddp", tp=2),
     "tp selective": case(GROUPED, 4, dp="ddp", tp=2, checkpointing="selective"),
     "tp full": case(GROUPED, packed=True, dp="fsdp", tp=2, checkpointing="full"),
-    "fsdp compiled": case(
-        ODD, 2, dp="fsdp", shard=2, checkpointing="selective", compile=True
-    ),
+    "fsdp compiled": case(ODD, 2, dp="fsdp", shard=2, checkpointing="selective", compile=True),
     "tp compiled": case(GROUPED, dp="ddp", tp=2, checkpointing="full", compile=True),
+}
+ONE = {
+    "plain": case(ODD, 1, packed=True),
+    "selective": case(ODD | TIED, 2, checkpointing="selective"),
+    "full": case(ODD, checkpointing="full"),
+    "fsdp": case(ODD, 4, dp="fsdp", offload=True),
 }
 FOURFOLD = {
     "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
@@ -66,46 +75,47 @@ FOURFOLD = {
     "fsdp tp tied": case(GROUPED | TIED, 1, dp="fsdp", shard=2, tp=2, checkpointing="selective"),
     "tp": case(FOUR | TIED, 2, packed=True, dp="fsdp", tp=4),
 }
-# Every combination that the tests above leave out, at the price of many compilations.
+# Every combination, of which the tests above are a choice; compiling makes them slow.
 DATA = {
     "ddp": lambda n: dict(dp="ddp", replicate=n),
     "fsdp": lambda n: dict(dp="fsdp", shard=n),
     "hsdp": lambda n: dict(dp="hsdp", replicate=max(n // 2, 1), shard=min(n, 2)),
 }
-ALL = {
-    f"{dp} tp {tp} {mode} {'compiled' if compiled else 'eager'} microbatch {microbatch}": case(
-        FOUR if tp == 4 else GROUPED,
-        microbatch,
-        packed=compiled,
-        tp=tp,
-        checkpointing=mode,
-        compile=compiled,
-        **DATA[dp](4 // tp),
-    )
-    for compiled in (False, True)
-    for dp in DATA
-    for tp in (1, 2, 4)
-    for mode in ("none", "selective", "full")
-    for microbatch in (1, 2)
-}
+
+
+def combinations(dp: str, tp: int, compiled: bool) -> dict:
+    config = FOUR if tp == 4 else GROUPED
+    options = dict(tp=tp, compile=compiled, **DATA[dp](4 // tp))
+    return {
+        f"{dp} tp={tp} {mode} {microbatch}": case(
+            config, microbatch, packed=microbatch == 2, checkpointing=mode, **options
+        )
+        for mode in ("none", "selective", "full")
+        for microbatch in (1, 2)
+    }
+
+
+def train(directory: Path, nproc: int, cases: dict, timeout: float = 300) -> dict:
+    """What the cases come to on so many processes: one launch for all of them."""
+    given, results = directory / "cases.json", directory / "results.pt"
+    given.write_text(json.dumps(list(cases.values())))
+    succeed("tests/workers/train_split.py", given, results, nproc=nproc, timeout=timeout)
+    return dict(zip(cases, torch.load(results, weights_only=False), strict=True))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Results of all cases on so many processes: one launch for all of them."""
-    done = {}
+def one(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), 0, ONE)
 
-    def run(nproc: int, cases: dict, timeout: float = 400) -> dict:
-        key = nproc, len(cases)
-        if key not in done:
-            directory = tmp_path_factory.mktemp("split")
-            (directory / "cases.json").write_text(json.dumps(list(cases.values())))
-            arguments = directory / "cases.json", directory / "results.pt"
-            succeed("tests/workers/train_split.py", *arguments, nproc=nproc, timeout=timeout)
-            done[key] = dict(zip(cases, torch.load(arguments[1], weights_only=False)))
-        return done[key]
 
-    return run
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("two"), 2, TWO)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("four"), 4, FOURFOLD)
 
 
 def plain(config: dict, packed: bool) -> dict:
@@ -148,7 +158,8 @@ def equals_plain(result: dict, case: dict) -> None:
 def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
     split = Split(**case["split"])
     sizes = {"replicate": split.replicate, "shard": split.shard, "tp": split.tp}
-    sums = next((dim for dim, size in sizes.items() if size == nproc), "world"), "all-gather"
+    whole = next((dim for dim, size in sizes.items() if size == nproc), "world")
+    sums = whole if nproc > 1 else "nobody", "all-gather"
     calls, nbytes = result["predicted"].get(sums, (0, 0))
     expected = result["predicted"] | {sums: (calls + 1, nbytes + nproc * 40)}  # World.gather
     assert result["sent"] == expected
@@ -167,32 +178,165 @@ def compiles_once(result: dict) -> None:
     assert result["graphs"]["unique_graphs"] == 1 and not result["breaks"]
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes_equal_one(trained, name):
-    result = trained(2, TWO)[name]
-    equals_plain(result, TWO[name])
-    computes_once(result, TWO[name])
-    if TWO[name]["split"].get("compile"):
+def holds(result: dict, case: dict, nproc: int) -> None:
+    equals_plain(result, case)
+    computes_once(result, case)
+    if case["split"].get("compile"):
         compiles_once(result)
     else:
-        sends_as_predicted(result, TWO[name], 2)
+        sends_as_predicted(result, case, nproc)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_process(one, name):
+    holds(one[name], ONE[name], 1)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_equal_one(two, name):
+    holds(two[name], TWO[name], 2)
 
 
 @pytest.mark.parametrize("name", FOURFOLD)
-def test_four_processes_equal_one(trained, name):
-    result = trained(4, FOURFOLD)[name]
-    equals_plain(result, FOURFOLD[name])
-    computes_once(result, FOURFOLD[name])
-    sends_as_predicted(result, FOURFOLD[name], 4)
+def test_four_processes_equal_one(four, name):
+    holds(four[name], FOURFOLD[name], 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_every_combination_equals_one_process(trained, name):
-    result = trained(4, ALL, timeout=3600)[name]
-    equals_plain(result, ALL[name])
-    computes_once(result, ALL[name])
-    if ALL[name]["split"]["compile"]:
-        compiles_once(result)
-    else:
-        sends_as_predicted(result, ALL[name], 4)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("dp", DATA)
+def test_every_combination_equals_one_process(tmp_path, dp, tp, compiled):
+    cases = combinations(dp, tp, compiled)
+    for name, result in train(tmp_path, 4, cases, timeout=600).items():
+        holds(result, cases[name], 4)
+
+
+# ------------------------------------------------------------------------------- what stays small
+
+
+def test_no_rank_holds_the_logits_of_all_tokens_or_of_all_words():
+    out = succeed("tests/workers/largest_tensor.py", nproc=2).out
+    assert out.split() == [str(52 * 499), str(52 * 498)]  # tokens in a chunk x words of the rank
+
+
+def test_what_checkpointing_keeps_is_as_predicted():
+    """Bytes that forward saves for backward, counted, beside activation_bytes."""
+    config = LlamaConfig(64, 3, 4, 2, 160, vocab_size=32)
+    tokens = torch.randint(32, (2, 512))
+    for mode in ("none", "selective", "full"):
+        split = Split(checkpointing=mode)
+        model = Llama(config)
+        recompute_and_compile(model, mode, compile=False)
+        with LiveBytes(model) as live:
+            loss = model(tokens, targets=tokens)
+        forward = live.now
+        del loss
+        block = 0 if mode == "none" else 1024 * 4 * (8 * 64 + 2 * 32 + 3 * 160)
+        predicted = activation_bytes(config, split, 1024) - block - 512 * 32 * 12
+        assert forward == pytest.approx(predicted, rel=0.05), mode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made under it that are still alive."""
+
+    def __init__(self, model: Llama):
+        super().__init__()
+        self.now, self.known = 0, {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
+        return out
+
+    def forget(self, key: int, nbytes: int) -> None:
+        self.known.remove(key)
+        self.now -= nbytes
+
+
+def test_a_wrapped_block_is_not_wrapped_again():
+    for compiled in (False, True):
+        model = Llama(LlamaConfig(**ODD))
+        recompute_and_compile(model, "full", compiled)
+        with pytest.raises(UserError, match="block 0 is wrapped already"):
+            recompute_and_compile(model, "selective", False)
+    wrapped = Llama(LlamaConfig(**ODD))
+    wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
+    with pytest.raises(UserError, match="block 1 is wrapped already"):
+        recompute_and_compile(wrapped, "none", False)
+
+
+# ------------------------------------------------------------------------------ choosing the split
+
+
+def world_of(nodes: int, per_node: int):
+    return SimpleNamespace(size=nodes * per_node, per_node=per_node, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "preset, nodes, per_node, tp, room, expected",
+    [
+        ("llama3.2-1b", 1, 8, 1, 80e9, ("ddp", 8, 1)),  # 16 bytes x 1.2 G fit
+        ("llama3.2-1b", 4, 8, 1, 80e9, ("ddp", 32, 1)),
+        ("llama3.1-8b", 1, 8, 1, 80e9, ("fsdp", 1, 8)),  # 128 GB do not; an eighth does
+        ("llama3.1-8b", 4, 8, 1, 80e9, ("hsdp", 4, 8)),
+        ("llama3.1-8b", 4, 8, 1, 16e9, ("fsdp", 1, 32)),  # not even in a node
+        ("llama3.1-70b", 8, 8, 1, 80e9, ("fsdp", 1, 64)),
+        ("llama3.1-8b", 4, 8, 8, 80e9, ("ddp", 4, 1)),  # an eighth of a copy on each rank of tp
+        ("llama3.1-70b", 4, 8, 8, 80e9, ("fsdp", 1, 4)),  # tp fills a node: all else goes across
+    ],
+)
+def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, expected):
+    monkeypatch.setattr("parallel.memory_bytes", lambda device, processes: room)
+    with torch.device("meta"):
+        model = Llama(PRESETS[preset])
+    asked = Split(dp="auto", tp=tp)
+    split, why = choose_split(asked, None, model, world_of(nodes, per_node), tokens=2048)
+    assert (split.dp, split.replicate, split.shard) == expected
+    assert f"{state_bytes(model, split) / tp / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
+
+
+def test_sizes_of_a_split():
+    config, choose = LlamaConfig(**GROUPED), choose_split
+    with torch.device("meta"):
+        model = Llama(config)
+    world = world_of(nodes=2, per_node=4)
+    for dp, shard, tp, expected in [
+        ("ddp", None, 1, (8, 1)),
+        ("fsdp", None, 2, (1, 4)),
+        ("hsdp", None, 1, (2, 4)),  # shards lie within a node
+        ("hsdp", None, 2, (2, 2)),
+        ("hsdp", 2, 1, (4, 2)),
+    ]:
+        split, _ = choose(Split(dp=dp, tp=tp), shard, model, world, tokens=8)
+        assert (split.replicate, split.shard) == expected
+
+
+@pytest.mark.parametrize(
+    "dp, shard, tp, offload, parts",
+    [
+        ("auto", None, 4, False, ["--tp 4", "2 key/value heads"]),
+        ("auto", None, 3, False, ["--tp 3", "2 key/value heads"]),
+        ("fsdp", 2, 1, False, ["--shard 2", "--dp hsdp"]),
+        ("hsdp", 3, 1, False, ["8 processes", "--shard 3"]),
+        ("auto", None, 1, True, ["--offload", "--dp fsdp"]),
+    ],
+)
+def test_impossible_splits_are_refused(dp, shard, tp, offload, parts):
+    with pytest.raises(UserError) as refusal:
+        check_split(dp, shard, tp, offload, LlamaConfig(**GROUPED), world_of(2, 4))
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+
+
+def test_tensor_parallel_must_divide_the_world():
+    with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
+        check_split("auto", None, 2, False, LlamaConfig(**GROUPED), world_of(1, 3))
+    narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
+    with pytest.raises(UserError, match="45 numbers in the feed-forward"):
+        check_split("auto", None, 2, False, narrow, world_of(2, 2))

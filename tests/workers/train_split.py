@@ -1,6 +1,6 @@
 """Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
 
-A case: {"split": fields of Split, "config": of LlamaConfig, "microbatch", "packed", "float": dtype}.
+A case: {"split": fields of Split, "config": fields of LlamaConfig, "microbatch", "packed"}.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
 
@@ -47,15 +47,12 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
 
 
 def train(world, case: dict) -> dict:
-    split = dict(case["split"], dtype=getattr(torch, case.get("float", "float64")))
-    world = arrange(world, Split(**split))
+    world = arrange(world, Split(**case["split"], dtype=torch.float64))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**case["config"]))
     parts = world.data_size
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = predict_traffic(
-        model, world.split, BATCH // parts // microbatch, microbatch, SEQ
-    )
+    predicted = predict_traffic(model, world.split, BATCH // parts // microbatch, microbatch, SEQ)
     runner = parallelize(model, world, partial(Llama.init_weights, seed=3, put=put_shard))
     first = {name: whole(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, 1e-2, 0.1)
@@ -69,7 +66,7 @@ def train(world, case: dict) -> dict:
     positions = None if batch.positions is None else batch.positions[share]
     mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
     rows = []
-    # A mode would make compiled blocks run eagerly; the profiler sees what eager code only asks for.
+    # A mode would make compiled blocks run eagerly; the profiler counts what is merely asked for.
     compiled = world.split.compile
     measure = torch.profiler.profile() if compiled else Counted(world)
     for step in range(1, 6):
@@ -84,7 +81,6 @@ def train(world, case: dict) -> dict:
         "gradients": gradients,
         "first": first,
         "last": {name: whole(p) for name, p in model.named_parameters()},
-        "types": {p.dtype for p in model.parameters()},
         "sent": None if compiled else measure.sent,
         "predicted": predicted,
         "attentions": profiled_attentions(measure) if compiled else measure.attentions,
