@@ -23,11 +23,11 @@ class Result:
         self.code, self.out, self.err = code, out, err
 
 
-def start(script: str, *args, nproc: int = 0) -> subprocess.Popen:
+def start(script: str, *args, nproc: int = 0, torchrun=("--standalone",)) -> subprocess.Popen:
     """A script of the project, by torchrun on a free port or, with nproc 0, by python alone."""
     command = [sys.executable]
     if nproc:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        command += ["-m", "torch.distributed.run", *torchrun, f"--nproc-per-node={nproc}"]
     return subprocess.Popen(
         [*command, str(ROOT / script), *map(str, args)],
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from conftest import finish, launch, refused, start, succeed
 
 from checkpoint import load_pretrained
 from data import load_tokenizer, open_windows, window_of
-from model import IGNORE, Llama, LlamaConfig
+from model import Llama, LlamaConfig
 from train import learning_rate, make_optimizer
 
 SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--ffn-dim", "48"]
@@ -89,29 +90,48 @@ def test_training_equals_the_plain_loop(shards, reference, tmp_path, nproc, micr
         assert error < 1e-12, name
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_uneven_numbers_of_targets_weigh_by_token(tmp_path, nproc):
-    from workers.uneven_targets import CONFIG, TARGETS, TOKENS
+@pytest.mark.parametrize(
+    "nproc, split",
+    [
+        (4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
+        (4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1", "--reshard", "none"]),
+        (2, ["--tp", "2", "--checkpointing", "full"]),
+        (2, ["--dp", "fsdp", "--offload", "--checkpointing", "selective"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
+)
+def test_a_run_split_in_any_way_is_the_same_run(shards, one_run, tmp_path, nproc, split):
+    """Training, evaluation, samples, checkpoints; then it is resumed, and generates elsewhere."""
+    out = tmp_path / "run"
+    arguments = [*flags(shards, out, **WHOLE_RUN), *split]
+    result = succeed("train.py", *arguments, nproc=nproc)
+    assert "a step sends " in result.out
+    same_run(out, one_run[0])
+    samples = [line for line in result.out.splitlines() if line.startswith("--- ")]
+    assert samples == one_run[1] and len(samples) == 2
+    shutil.rmtree(out / "step-00000004")
+    resumed = succeed("train.py", *arguments, "--resume", nproc=nproc)
+    assert f"resumed from {out / 'step-00000002'}" in resumed.out
+    same_run(out, one_run[0])
 
-    model = Llama(CONFIG).double()
-    model.init_weights()
-    optimizer = make_optimizer(model, 1e-2, 0.1)
-    expected = []
-    for _ in range(3):
-        logits = model(TOKENS[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), ignore_index=IGNORE)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append((loss.item(), norm.item()))
 
-    succeed("tests/workers/uneven_targets.py", tmp_path / "out.pt", nproc=nproc)
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    for ours, theirs in zip(found["results"], expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-12)
-    for name, weight in model.state_dict().items():
-        assert (found["weights"][name] - weight).norm() < 1e-12 * weight.norm(), name
+WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, document_mask=True)
+
+
+@pytest.fixture(scope="module")
+def one_run(shards, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    result = succeed("train.py", *flags(shards, out, **WHOLE_RUN))
+    return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
+
+
+def same_run(out: Path, expected: Path) -> None:
+    for ours, theirs in zip(metrics(out), metrics(expected), strict=True):
+        for key in {"loss", "grad_norm", "tokens", "val_loss", "val_bits_per_byte"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
+    ours = weights(out)
+    for name, weight in weights(expected).items():
+        assert (ours[name] - weight).norm() < 1e-12 * weight.norm(), name
 
 
 def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
@@ -248,9 +268,13 @@ def test_compiled_blocks_train_alike(shards, tmp_path):
     assert weights(tmp_path / "eager").keys() == weights(tmp_path / "compiled").keys()
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_path):
-    for dtype in ("float32", "bfloat16"):
-        succeed("train.py", *flags(shards, tmp_path / dtype, steps=3, dtype=dtype))
+@pytest.mark.parametrize(
+    "nproc, split", [(0, []), (2, ["--dp", "fsdp"]), (2, ["--tp", "2"])], ids=["one", "fsdp", "tp"]
+)
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_path, nproc, split):
+    succeed("train.py", *flags(shards, tmp_path / "float32", steps=3, dtype="float32"))
+    arguments = [*flags(shards, tmp_path / "bfloat16", steps=3, dtype="bfloat16"), *split]
+    succeed("train.py", *arguments, nproc=nproc)
     for a, b in zip(metrics(tmp_path / "float32"), metrics(tmp_path / "bfloat16"), strict=True):
         assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=5e-3)
     from torch.distributed.checkpoint import FileSystemReader
@@ -287,7 +311,7 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
 
 
 def test_wrong_flags_are_refused_once_by_many(shards, tmp_path):
-    for options in (dict(batch=7), dict(dtype="int3")):
+    for options in (dict(batch=7), dict(dtype="int3"), dict(tp=4), dict(dp="hsdp", shard=3)):
         result = launch("train.py", *flags(shards, tmp_path / "run", **options), nproc=2)
         lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, result.err
@@ -353,3 +377,68 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, npr
     (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert "error: step 4: the " in line and "Nothing was updated" in line
     assert all(torch.equal(weight, before[name]) for name, weight in weights(out).items())
+
+
+# ------------------------------------------------------------------------- ranks that die or differ
+
+
+def test_ranks_started_with_different_flags_are_told(shards, tmp_path):
+    """Two nodes, as two launches that meet at a port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for rank in (0, 1):
+        options = flags(shards, tmp_path / "run", lr=(1e-2, 2e-2)[rank])
+        node = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
+        nodes.append(
+            start("train.py", *options, nproc=1, torchrun=[*node, f"--master-port={port}"])
+        )
+    told = "".join(finish(node).err for node in nodes)
+    lines = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, told
+    assert "rank 1 was started with --lr 0.02, not 0.01 as rank 0" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("split", [[], ["--dp", "fsdp"], ["--tp", "2"]], ids=str)
+def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, split):
+    out = tmp_path / "run"
+    process = start("train.py", *flags(shards, out, steps=10**6), *split, nproc=2)
+    began = _kill_rank_1_after(out / "metrics.jsonl", 5)
+    result = finish(process)
+    assert time.monotonic() - began < 30
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: rank 1 on "), result.err
+    assert result.code != 0
+
+
+def test_torchrun_restarts_a_run_whose_rank_died(shards, one_run, tmp_path):
+    out = tmp_path / "run"
+    arguments = [*flags(shards, out, **WHOLE_RUN | dict(steps=400, save_every=20)), "--resume"]
+    process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
+    _kill_rank_1_after(out / "metrics.jsonl", 50)
+    result = finish(process)
+    assert result.code == 0, result.err
+    assert f"resumed from {out / 'step-0'}" in result.out
+    whole = tmp_path / "whole"
+    succeed("train.py", *flags(shards, whole, **WHOLE_RUN | dict(steps=400, save_every=0)), nproc=2)
+    for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
+        assert [ours[k] for k in ("step", "loss")] == [theirs[k] for k in ("step", "loss")]
+
+
+def _kill_rank_1_after(file: Path, lines: int) -> float:
+    """Wait until a run has written so much; the moment when its second rank was killed."""
+    deadline = time.monotonic() + 60
+    while not _has_lines(file, lines):
+        assert time.monotonic() < deadline, f"nothing in {file}"
+        time.sleep(0.05)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text()
+            variables = (process / "environ").read_text()
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+        if str(file.parent) in command and "\0RANK=1\0" in variables:
+            os.kill(int(process.name), signal.SIGKILL)
+    return time.monotonic()
