@@ -41,6 +41,8 @@ from parallel import (
 )
 from train import make_optimizer, memory_bytes, train_step
 
+STRATEGIES = ("ddp", "fsdp", "hsdp", "wrong", "tp", "selective", "full", "compiled")
+
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Measure.")
@@ -53,9 +55,8 @@ def parse_args() -> argparse.Namespace:
     limit.add_argument("--repeats", type=positive, default=11, help="rounds of all contestants")
     limit.add_argument("--compile", action="store_true", help="also with compiled blocks")
     compare = commands.add_parser("compare", help="the same step, split in different ways")
-    compare.add_argument("strategies", nargs="+", choices=["ddp", "fsdp", "hsdp", "wrong"],
-                         metavar="ddp|fsdp|hsdp|wrong",
-                         help="wrong is hsdp whose shards lie across nodes")
+    compare.add_argument("strategies", nargs="+", metavar="STRATEGY", choices=STRATEGIES,
+                         help=f"of {', '.join(STRATEGIES)}; selective, full and compiled are ddp")
     compare.add_argument("--model", default="tiny", choices=PRESETS, help="preset")
     compare.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     compare.add_argument("--microbatch", type=positive, default=1)
@@ -243,12 +244,14 @@ def measure_limit(args: argparse.Namespace) -> str:
 
 
 def measure_compare(args: argparse.Namespace) -> str:
-    """Seconds a step of each strategy in turn, and the payload of a rank as it is counted."""
+    """Seconds a step of each strategy in turn, and the payload of a rank as it is counted.
+
+    `wrong` is HSDP in a mesh whose shards lie across nodes and whose replicas within."""
     base, config = set_up(), PRESETS[args.model]
     contestants, sent = {}, {}
     for name in args.strategies:
         world = lay_out(name, base)
-        step = data_parallel_step(config, args, world)
+        step = split_step(config, args, world)
         for _ in range(3):  # DDP settles its buckets in the first two
             with Counted(world) as counted:
                 step()
@@ -259,12 +262,18 @@ def measure_compare(args: argparse.Namespace) -> str:
 
 
 def lay_out(name: str, base: World) -> World:
+    """The world of one of STRATEGIES."""
     size, node = base.size, base.per_node
-    if name == "ddp":
-        return arrange(base, Split(dp="ddp", replicate=size))
-    if name == "fsdp":
-        return arrange(base, Split(dp="fsdp", shard=size))
-    world = arrange(base, Split(dp="hsdp", replicate=size // node, shard=node))
+    if name in ("hsdp", "wrong"):
+        split = Split(dp="hsdp", replicate=size // node, shard=node)
+    elif name == "fsdp":
+        split = Split(dp="fsdp", shard=size)
+    elif name == "tp":
+        split = Split(tp=size)
+    else:
+        checkpointing = name if name in ("selective", "full") else "none"
+        split = Split(replicate=size, checkpointing=checkpointing, compile=name == "compiled")
+    world = arrange(base, split)
     if name == "wrong":  # neighbours are replicas, and shards are gathered from all nodes
         ranks = torch.arange(size).view(node, size // node, 1).transpose(0, 1)
         mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=world.mesh.mesh_dim_names)
@@ -272,13 +281,14 @@ def lay_out(name: str, base: World) -> World:
     return world
 
 
-def data_parallel_step(config: LlamaConfig, args: argparse.Namespace, world: World) -> Callable:
+def split_step(config: LlamaConfig, args: argparse.Namespace, world: World) -> Callable:
     with torch.device("meta"):
         model = Llama(config)
     runner = parallelize(model, world, partial(Llama.init_weights, put=put_shard))
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
     share = (args.batch // world.data_size, args.seq_len)
-    tokens = torch.randint(config.vocab_size, share, device=world.device)
+    same_along_tp = torch.Generator().manual_seed(world.data_rank)
+    tokens = torch.randint(config.vocab_size, share, generator=same_along_tp).to(world.device)
     batch = Batch(tokens, tokens, None, text_bytes=1)
     return lambda: train_step(runner, optimizer, batch, args.microbatch, 1.0, world, step=0)
 
