@@ -291,13 +291,15 @@ class Llama(nn.Module):
             return self.loss(x, self.output.weight, targets)
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0, put: Callable = Tensor.copy_) -> None:
-        """Fill every parameter by put(parameter, its first value in full)."""
+    def init_weights(self, seed: int = 0, put: Callable = Tensor.copy_, device=None) -> None:
+        """Fill every parameter by put(parameter, its first value in full), drawn on `device`."""
         for name, parameter in self.named_parameters():
-            put(parameter, initial_weight(name, parameter, self.config, seed))
+            put(parameter, initial_weight(name, parameter, self.config, seed, device))
 
 
-def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> Tensor:
+def initial_weight(
+    name: str, like: Tensor, config: LlamaConfig, seed: int, device: torch.device | None = None
+) -> Tensor:
     """The first value of one parameter: a function of seed, name and full shape, of nothing else.
 
     So, on one kind of device, a weight is the same however the model is split or filled. Norms
@@ -305,14 +307,15 @@ def initial_weight(name: str, like: Tensor, config: LlamaConfig, seed: int) -> T
     residual stream smaller by sqrt(2 * layers), so that the sum of all blocks starts at the scale
     of one (Radford et al. 2019). Drawn in float32, then cast: float64 starts from the same weights.
     """
-    if "norm" in name:
-        return torch.ones(like.shape, device=like.device, dtype=like.dtype)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest[:8], "little"))
-    writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-    std = 0.02 / math.sqrt(2 * config.n_layers) if writes_to_stream else 0.02
-    weight = torch.empty(like.shape, device=like.device, dtype=torch.float32)
-    return weight.normal_(0, std, generator=generator).to(like.dtype)
+    weight = torch.ones(like.shape, device=device or like.device)
+    if "norm" not in name:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(weight.device)
+        generator.manual_seed(int.from_bytes(digest[:8], "little"))
+        writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        std = 0.02 / math.sqrt(2 * config.n_layers) if writes_to_stream else 0.02
+        weight.normal_(0, std, generator=generator)
+    return weight.to(like.dtype)
 
 
 # -------------------------------------------------------------------------------------- the loss
@@ -431,7 +434,7 @@ def stream(
     )  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, cache=cache)[:, -1]  # [B, V]
+        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()

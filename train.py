@@ -415,7 +415,7 @@ def main() -> None:
         fill = partial(checkpoint.load_weights, initial)
     else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
-        fill = partial(Llama.init_weights, seed=args.seed, put=put_shard)
+        fill = partial(Llama.init_weights, seed=args.seed, put=put_shard, device=world.device)
 
     # The model, split over this world, and its optimizer; both as they were, if the run goes on.
     with torch.device("meta"):

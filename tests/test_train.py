@@ -405,24 +405,25 @@ def test_ranks_started_with_different_flags_are_told(shards, tmp_path):
 def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, split):
     out = tmp_path / "run"
     process = start("train.py", *flags(shards, out, steps=10**6), *split, nproc=2)
-    began = _kill_rank_1_after(out / "metrics.jsonl", 5)
+    killed = _kill_rank_1_after(out / "metrics.jsonl", 5)
     result = finish(process)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - killed < 30, result.err
     lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and lines[0].startswith("error: rank 1 on "), result.err
     assert result.code != 0
 
 
-def test_torchrun_restarts_a_run_whose_rank_died(shards, one_run, tmp_path):
+def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
     out = tmp_path / "run"
-    arguments = [*flags(shards, out, **WHOLE_RUN | dict(steps=400, save_every=20)), "--resume"]
+    options = dict(steps=300, dtype="float32")
+    arguments = [*flags(shards, out, save_every=20, **options), "--resume"]
     process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
     _kill_rank_1_after(out / "metrics.jsonl", 50)
     result = finish(process)
     assert result.code == 0, result.err
     assert f"resumed from {out / 'step-0'}" in result.out
     whole = tmp_path / "whole"
-    succeed("train.py", *flags(shards, whole, **WHOLE_RUN | dict(steps=400, save_every=0)), nproc=2)
+    succeed("train.py", *flags(shards, whole, **options), nproc=2)
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
         assert [ours[k] for k in ("step", "loss")] == [theirs[k] for k in ("step", "loss")]
 
