@@ -10,6 +10,7 @@ reported is the median of the ratios of neighbours, with the quartiles.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -32,6 +33,7 @@ from parallel import (
     Split,
     World,
     arrange,
+    check_split,
     describe,
     parallelize,
     positive,
@@ -251,13 +253,22 @@ def measure_compare(args: argparse.Namespace) -> str:
     contestants, sent = {}, {}
     for name in args.strategies:
         world = lay_out(name, base)
+        check_split(world.split, None, config, world)
+        if args.batch % (world.data_size * args.microbatch) or args.seq_len > config.max_seq_len:
+            raise UserError(
+                f"{name}: {world.data_size} parts of a batch, and --microbatch {args.microbatch}, "
+                f"must divide --batch {args.batch}; --seq-len goes to {config.max_seq_len}"
+            )
         step = split_step(config, args, world)
         for _ in range(3):  # DDP settles its buckets in the first two
-            with Counted(world) as counted:
+            # Not compiled blocks: what a mode sees first is never compiled.
+            counted = contextlib.nullcontext() if world.split.compile else Counted(world)
+            with counted:
                 step()
-        contestants[name], sent[name] = step, counted.sent
+        contestants[name] = step
+        sent[name] = "as ddp" if world.split.compile else describe(counted.sent)
     seconds = interleaved(contestants, args.repeats)
-    lines = [f"{name} sends {describe(sent[name])}" for name in args.strategies]
+    lines = [f"{name} sends {sent[name]}" for name in args.strategies]
     return "\n".join([table(seconds, args.batch * args.seq_len), "", *lines])
 
 

@@ -24,8 +24,8 @@ reduce-scatter or an all-reduce takes in.
 """
 
 import argparse
+import atexit
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -84,7 +84,7 @@ class Split:
     replicate: int = 1  # ranks along each dimension of the mesh
     shard: int = 1
     tp: int = 1
-    reshard: str = "weights"  # what is not kept whole between uses: none, weights or all
+    reshard: str = "weights"  # what FSDP does not keep whole between uses: none, weights or all
     checkpointing: str = "none"  # what backward computes again: none, selective or full
     compile: bool = False
     offload: bool = False
@@ -150,22 +150,18 @@ class World:
 
     def agree(self, flags: dict) -> None:
         """Refuse to start where ranks were given different flags, as happens over several nodes."""
-        text = json.dumps(flags, default=str, sort_keys=True)
-        _store().set(f"flags of rank {self.rank}", text)
-        digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)  # 48 bits fit a float64
-        digests = self.gather([digest])[:, 0].tolist()
-        if odd := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            first, other = (
-                json.loads(_store().get(f"flags of rank {rank}")) for rank in (0, odd[0])
-            )
-            differences = ", ".join(
-                f"--{name.replace('_', '-')} {other[name]}, not {first[name]}"
-                for name in first
-                if other[name] != first[name]
+        mine = {name: str(value) for name, value in flags.items()}
+        if self.rank == 0:
+            _store().set("flags", json.dumps(mine))
+        first = json.loads(_store().get("flags"))  # waits for rank 0
+        if odd := [name for name in mine if mine[name] != first.get(name)]:
+            ours, theirs = (
+                " ".join(f"--{name.replace('_', '-')} {given.get(name)}" for name in odd)
+                for given in (mine, first)
             )
             raise UserError(
-                f"rank {odd[0]} was started with {differences} as rank 0: give the same command "
-                f"on every node"
+                f"rank {self.rank} was started with {ours}, rank 0 with {theirs}: give the same "
+                f"command on every node"
             )
 
 
@@ -194,6 +190,7 @@ def set_up() -> World:
     if size > 1:
         watching = threading.Thread(target=_watch, args=(_store().clone(), rank, size), daemon=True)
         watching.start()
+        atexit.register(_stop_watching, watching)
         signal.signal(signal.SIGTERM, _leave)
     split = Split(replicate=size)
     return World(rank, size, local_rank, per_node, device, split, _mesh(device, split))
@@ -219,20 +216,29 @@ def run(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         if _count_errors(1) == 1:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+            print(f"error: {error}", file=sys.stderr)
+        _exit(2)
     except Exception as error:
-        if _count_errors(0) > 0:
-            sys.exit(2)
         if dist.is_initialized() and dist.get_world_size() > 1:
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
                 _store().set("lost", "")  # a peer has gone: the watch finds out who, and exits
-                time.sleep(2 * SILENCE)
+                time.sleep(3 * HASTE)
+            if _count_errors(0) > 0:
+                _exit(2)
             _fail(_store(), f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
         raise
     if dist.is_initialized():
         _store().set(f"rank {dist.get_rank()} is done", "")
         dist.destroy_process_group()
+
+
+def _exit(code: int) -> None:
+    """Leave at once: peers may be stuck in a collective, which the usual way out would wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 def _watch(store: dist.Store, rank: int, size: int) -> None:
@@ -249,10 +255,13 @@ def _watch(store: dist.Store, rank: int, size: int) -> None:
             failed, mistaken = store.check(["failed"]), store.add("errors", 0) > 0
             lost, done = store.check(["lost"]), store.check([f"rank {other} is done"])
             sign = store.get(its_sign) if store.check([its_sign]) else b""  # get would wait
-        except dist.DistError:
-            return  # the store was torchrun's, which has ended and takes this process along
+        except dist.DistError:  # the store was torchrun's, on the first node
+            if not _ended.wait(HASTE):
+                print(f"error: rank {rank} has lost the first node", file=sys.stderr, flush=True)
+                os._exit(1)
+            return
         if failed or mistaken:
-            time.sleep(5)  # for this rank to end by itself
+            _ended.wait(HASTE)  # for this rank to end by itself
             os._exit(2 if mistaken else 1)
         if sign != heard or done:
             heard, when = sign, time.monotonic()
@@ -260,7 +269,16 @@ def _watch(store: dist.Store, rank: int, size: int) -> None:
             where = sign.decode().split(",")[0]
             _fail(store, f"rank {other} {where} has died or hangs; --resume continues the run")
             os._exit(1)
-        time.sleep(1)
+        if _ended.wait(1):
+            return
+
+
+_ended = threading.Event()  # the script is over, and with it the watch
+
+
+def _stop_watching(thread: threading.Thread) -> None:
+    _ended.set()
+    thread.join()  # a thread in the middle of a request would abort Python's end
 
 
 def _leave(number: int, frame) -> None:
@@ -293,10 +311,9 @@ def _store() -> dist.Store:
 # ------------------------------------------------------------------------------ choosing the split
 
 
-def check_split(
-    dp: str, shard: int | None, tp: int, offload: bool, config: LlamaConfig, world: World
-) -> None:
+def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: World) -> None:
     """Refuse a split that these processes or this model cannot have."""
+    dp, tp = asked.dp, asked.tp
     shared = {"key/value heads": config.n_kv_heads, "numbers in the feed-forward": config.ffn_dim}
     for what, n in shared.items():
         if n % tp:
@@ -304,8 +321,10 @@ def check_split(
     data, rest = divmod(world.size, tp)
     if rest:
         raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
-    if offload and dp not in ("fsdp", "hsdp"):
+    if asked.offload and dp not in ("fsdp", "hsdp"):
         raise UserError("--offload is for --dp fsdp and --dp hsdp")
+    if asked.reshard in ("none", "all") and not asked.fully_sharded:
+        raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
     if shard and dp != "hsdp":
         raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")
     if shard and data % shard:
@@ -316,32 +335,38 @@ def check_split(
 
 
 def choose_split(
-    split: Split, shard: int | None, model: Llama, world: World, tokens: int
+    asked: Split, shard: int | None, model: Llama, world: World, tokens: int, microbatches: int
 ) -> tuple[Split, str]:
-    """The split with its sizes, and in words why; `split.dp` may be auto.
+    """The split with its sizes, and in words why; its `dp` and `reshard` may be asked as auto.
 
     What every rank must hold decides: DDP where a whole copy fits on a device; else FSDP within a
-    node; over nodes HSDP, where a copy fits in one, and FSDP over all where it does not.
+    node; over nodes HSDP, where a copy fits in one, and FSDP over all where it does not. Gradients
+    of several microbatches are added up whole where there is room, and in slices where not.
     `tokens` are those of a microbatch. Each case is in tests/test_parallel.py.
     """
-    data = world.size // split.tp
-    node = math.gcd(data, max(1, world.per_node // split.tp))  # data parts within a node
-    state = state_bytes(model, split) / split.tp
-    work = activation_bytes(model.config, split, tokens)
-    room = memory_bytes(world.device, world.per_node)
-    dp = split.dp
+    data = world.size // asked.tp
+    node = math.gcd(data, max(1, world.per_node // asked.tp))  # data parts within a node
+    state = state_bytes(model, asked) / asked.tp
+    work = activation_bytes(model.config, asked, tokens)
+    room = device_room(world.device, world.per_node)
+    dp = asked.dp
     if dp == "auto":
         if state + work < room:
             dp = "ddp"
         else:
             dp = "hsdp" if node < data and state / node + work < room else "fsdp"
     wide = {"ddp": 1, "fsdp": data, "hsdp": shard or node}[dp]
+    reshard = asked.reshard
+    if reshard == "auto":
+        whole = sum(p.numel() for p in model.parameters()) * asked.grad_bytes / asked.tp
+        fits = microbatches == 1 or state / wide + whole + work < room
+        reshard = "weights" if fits else "all"
     why = (
         f"a copy's weights, gradients and AdamW take {state / 1e9:.3g} GB a process, activations "
         f"{work / 1e9:.3g}; a process has {room / 1e9:.3g} GB, a node {world.per_node} of "
         f"{world.size} processes"
     )
-    return replace(split, dp=dp, replicate=data // wide, shard=wide), why
+    return replace(asked, dp=dp, reshard=reshard, replicate=data // wide, shard=wide), why
 
 
 def state_bytes(model: Llama, split: Split) -> int:
@@ -359,6 +384,8 @@ def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
     parallelism after it is gathered; of the key/value width: k and v; of width F: gate, up and
     their product. Selective checkpointing keeps the input, attention's output and half of the
     products, full the input; both hold one block's worth while backward computes it again.
+    Counted in float32, to a few percent; in bfloat16 some of these stay float32, and it is less
+    than what is kept: by half with autocast on a CPU.
     """
     D, F, KV = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
     whole = 2 * D + (6 * D + 2 * KV + 3 * F) / split.tp
@@ -372,7 +399,7 @@ def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
     return int(tokens * numbers * split.weight_bytes + chunk * (split.weight_bytes + 4 + 4))
 
 
-def memory_bytes(device: torch.device, processes: int) -> int:
+def device_room(device: torch.device, processes: int) -> int:
     """What a process may fill: nine tenths of its GPU, or of its part of the machine's memory."""
     if device.type == "cuda":
         return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
@@ -391,7 +418,7 @@ def parallelize(model: Llama, world: World, fill: Callable[[Llama], None]) -> nn
     split = world.split
     if split.dtype == torch.float64:
         model.double()
-    if split.dtype == torch.bfloat16:
+    if split.dtype == torch.bfloat16 and not split.fully_sharded:
         mixed_precision(model)
     if split.tp > 1:
         tensor_parallel(model, world.mesh["tp"])
@@ -408,11 +435,13 @@ def parallelize(model: Llama, world: World, fill: Callable[[Llama], None]) -> nn
 
 
 def mixed_precision(model: Llama) -> None:
-    """Compute in bfloat16 what gains from it, chiefly matrix products; keep the rest in float32.
+    """Compute in bfloat16 what gains from it, chiefly matrix products, by autocast.
 
-    Parameters, gradients and AdamW's moments stay float32: an update is often smaller than the
-    step between two neighbouring bfloat16 numbers, and would be lost. Plain DDP casts a weight
-    where it is used; FSDP casts its shard, and so gathers half the bytes.
+    Parameters, gradients and AdamW's moments stay float32 in every split: an update is often
+    smaller than the step between two neighbouring bfloat16 numbers, and would be lost. Here, with
+    plain tensors, a weight is cast where it is used, and the residual stream stays float32. FSDP
+    casts its slices before it gathers them, for half the bytes; all a block does is then bfloat16,
+    but for the sums within norms, the angles of RoPE and the loss.
     """
     model.compute_dtype = torch.bfloat16
 
@@ -487,7 +516,7 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
     fully_shard(model, reshard_after_forward=False, **options)  # backward needs it at once
 
 
-def synchronize(runner: nn.Module, split: Split, last: bool) -> contextlib.AbstractContextManager:
+def gradient_sync(runner: nn.Module, split: Split, last: bool) -> contextlib.AbstractContextManager:
     """Context of a microbatch's forward and backward: only a step's `last` sends gradients.
 
     Until then they add up where they are, but for FSDP's slices with reshard = all."""
@@ -610,6 +639,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing != "none":
             wrappers.append(partial(recompute, selective=checkpointing == "selective"))
         if compile:
+            torch._dynamo.config.optimize_ddp = False  # which would cut a block at DDP's buckets
             wrappers.append(partial(torch.compile, dynamic=False))
         for wrap in wrappers[::-1] if checkpointing == "full" else wrappers:
             block.forward = wrap(block.forward)
@@ -745,7 +775,9 @@ def predict_traffic(
         for start in range(0, tokens, LOSS_CHUNK):
             send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
         send("tp", "all-reduce", m, g)
-        send("tp", "all-reduce", (2 * L + 1), config.dim * g)
+        early = m == 1 or split.reshard == "all"  # gradients sent as they are, not as sums in g
+        times = m if split.reshard == "all" else 1
+        send("tp", "all-reduce", times * (2 * L + 1), config.dim * (w if early else g))
         if split.checkpointing != "none":
             send("tp", "all-gather", m * 2 * L, a)
         if split.checkpointing == "full":

@@ -62,6 +62,7 @@ from parallel import (
     choose_split,
     count,
     describe,
+    gradient_sync,
     local,
     parallelize,
     positive,
@@ -70,7 +71,6 @@ from parallel import (
     run,
     set_up,
     squared_norm,
-    synchronize,
 )
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # that flags can replace
@@ -129,8 +129,9 @@ def parse_args() -> argparse.Namespace:
                        help="ranks that share one copy in hsdp (default: those of a node)")
     split.add_argument("--tp", type=positive, default=1,
                        help="ranks that share every matrix product and the same sequences")
-    split.add_argument("--reshard", choices=["none", "weights", "all"], default="weights",
-                       help="what fsdp and hsdp do not keep whole between uses; all: gradients too")
+    split.add_argument("--reshard", choices=["auto", "none", "weights", "all"], default="auto",
+                       help="what fsdp and hsdp do not keep whole between uses; all: gradients too "
+                            "(default: weights, or all where memory is short)")
     split.add_argument("--offload", action="store_true",
                        help="fsdp, hsdp: keep weights and AdamW in the memory of the CPU")
     split.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
@@ -181,7 +182,7 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
     """Refuse what cannot work, and say what would, before any work is done."""
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
-    check_split(args.dp, args.shard, args.tp, args.offload, config, world)
+    check_split(asked_split(args), args.shard, config, world)
     parts = world.size // args.tp
     share, rest = divmod(args.batch, parts)
     if rest:
@@ -196,6 +197,19 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
         )
     if checkpoint.checkpoints(args.out) and not args.resume:
         raise UserError(f"{args.out} holds a run: --resume continues it, another --out keeps it")
+
+
+def asked_split(args: argparse.Namespace) -> Split:
+    """The split as flags ask for it, before its sizes are known."""
+    return Split(
+        dp=args.dp,
+        tp=args.tp,
+        reshard=args.reshard,
+        checkpointing=args.checkpointing,
+        compile=args.compile,
+        offload=args.offload,
+        dtype=getattr(torch, args.dtype),
+    )
 
 
 def choose_tokenizer(args: argparse.Namespace) -> str:
@@ -267,7 +281,7 @@ def train_step(
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.split(microbatch)
     for i, (tokens, targets, positions) in enumerate(microbatches):
-        with synchronize(runner, world.split, last=i == len(microbatches) - 1):
+        with gradient_sync(runner, world.split, last=i == len(microbatches) - 1):
             part = runner(tokens, targets, positions)
             part.backward()  # the last microbatch's sends gradients, as parallel.py describes
         loss += part.detach()
@@ -420,24 +434,13 @@ def main() -> None:
     # The model, split over this world, and its optimizer; both as they were, if the run goes on.
     with torch.device("meta"):
         model = Llama(config)
-    split, why = choose_split(
-        Split(
-            dp=args.dp,
-            tp=args.tp,
-            reshard=args.reshard,
-            checkpointing=args.checkpointing,
-            compile=args.compile,
-            offload=args.offload,
-            dtype=getattr(torch, args.dtype),
-        ),
-        args.shard,
-        model,
-        world,
-        tokens=args.microbatch * args.seq_len,
-    )
+    microbatches = share // args.microbatch
+    tokens = args.microbatch * args.seq_len
+    asked = asked_split(args)
+    split, why = choose_split(asked, args.shard, model, world, tokens, microbatches)
     if args.dp == "auto" and world.size > 1:
         show(f"--dp auto takes {split.dp}: {why}")
-    sent = predict_traffic(model, split, share // args.microbatch, args.microbatch, args.seq_len)
+    sent = predict_traffic(model, split, microbatches, args.microbatch, args.seq_len)
     world = arrange(world, split)
     runner = parallelize(model, world, fill)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)

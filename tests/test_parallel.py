@@ -54,6 +54,8 @@ TWO = {
     "tp tied": case(GROUPED | TIED, 2, packed=True, dp="ddp", tp=2),
     "tp selective": case(GROUPED, 4, dp="ddp", tp=2, checkpointing="selective"),
     "tp full": case(GROUPED, packed=True, dp="fsdp", tp=2, checkpointing="full"),
+    "tp reshard all": case(GROUPED, 2, dp="fsdp", tp=2, reshard="all"),
+    "ddp compiled": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2, compile=True),
     "fsdp compiled": case(ODD, 2, dp="fsdp", shard=2, checkpointing="selective", compile=True),
     "tp compiled": case(GROUPED, dp="ddp", tp=2, checkpointing="full", compile=True),
 }
@@ -293,19 +295,34 @@ def world_of(nodes: int, per_node: int):
     ],
 )
 def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, expected):
-    monkeypatch.setattr("parallel.memory_bytes", lambda device, processes: room)
+    monkeypatch.setattr("parallel.device_room", lambda device, processes: room)
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
     asked = Split(dp="auto", tp=tp)
-    split, why = choose_split(asked, None, model, world_of(nodes, per_node), tokens=2048)
+    split, why = choose_split(asked, None, model, world_of(nodes, per_node), 2048, 1)
     assert (split.dp, split.replicate, split.shard) == expected
     assert f"{state_bytes(model, split) / tp / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
 
 
-def test_sizes_of_a_split():
-    config, choose = LlamaConfig(**GROUPED), choose_split
+def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
+    """8 G parameters: an eighth of a copy takes 16 GB, whole gradients 32 GB."""
     with torch.device("meta"):
-        model = Llama(config)
+        model = Llama(PRESETS["llama3.1-8b"])
+    for room, microbatches, expected in [
+        (60e9, 1, "weights"),
+        (60e9, 4, "weights"),
+        (40e9, 1, "weights"),  # one microbatch has nothing to add up
+        (40e9, 4, "all"),
+    ]:
+        monkeypatch.setattr("parallel.device_room", lambda device, processes, room=room: room)
+        asked = Split(dp="fsdp", reshard="auto", checkpointing="full")
+        split, _ = choose_split(asked, None, model, world_of(1, 8), 2048, microbatches)
+        assert split.reshard == expected
+
+
+def test_sizes_of_a_split():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**GROUPED))
     world = world_of(nodes=2, per_node=4)
     for dp, shard, tp, expected in [
         ("ddp", None, 1, (8, 1)),
@@ -314,29 +331,44 @@ def test_sizes_of_a_split():
         ("hsdp", None, 2, (2, 2)),
         ("hsdp", 2, 1, (4, 2)),
     ]:
-        split, _ = choose(Split(dp=dp, tp=tp), shard, model, world, tokens=8)
+        split, _ = choose_split(Split(dp=dp, tp=tp), shard, model, world, 8, 1)
         assert (split.replicate, split.shard) == expected
 
 
 @pytest.mark.parametrize(
-    "dp, shard, tp, offload, parts",
+    "asked, shard, parts",
     [
-        ("auto", None, 4, False, ["--tp 4", "2 key/value heads"]),
-        ("auto", None, 3, False, ["--tp 3", "2 key/value heads"]),
-        ("fsdp", 2, 1, False, ["--shard 2", "--dp hsdp"]),
-        ("hsdp", 3, 1, False, ["8 processes", "--shard 3"]),
-        ("auto", None, 1, True, ["--offload", "--dp fsdp"]),
+        (dict(dp="auto", tp=4), None, ["--tp 4", "2 key/value heads"]),
+        (dict(dp="auto", tp=3), None, ["--tp 3", "2 key/value heads"]),
+        (dict(dp="fsdp"), 2, ["--shard 2", "--dp hsdp"]),
+        (dict(dp="hsdp"), 3, ["8 processes", "--shard 3"]),
+        (dict(dp="auto", offload=True), None, ["--offload", "--dp fsdp"]),
+        (dict(dp="ddp", reshard="none"), None, ["--reshard none", "ddp keeps all whole"]),
     ],
 )
-def test_impossible_splits_are_refused(dp, shard, tp, offload, parts):
+def test_impossible_splits_are_refused(asked, shard, parts):
     with pytest.raises(UserError) as refusal:
-        check_split(dp, shard, tp, offload, LlamaConfig(**GROUPED), world_of(2, 4))
+        check_split(Split(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
     assert all(part in str(refusal.value) for part in parts), refusal.value
 
 
-def test_tensor_parallel_must_divide_the_world():
+def test_tensor_parallel_must_divide_the_world_and_the_model():
     with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
-        check_split("auto", None, 2, False, LlamaConfig(**GROUPED), world_of(1, 3))
+        check_split(Split(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
     narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
     with pytest.raises(UserError, match="45 numbers in the feed-forward"):
-        check_split("auto", None, 2, False, narrow, world_of(2, 2))
+        check_split(Split(tp=2), None, narrow, world_of(2, 2))
+
+
+def test_traffic_in_bfloat16_is_as_predicted(tmp_path):
+    """FSDP gathers half the bytes, tensor parallelism sends half; sums of gradients are float32."""
+    cases = {
+        "fsdp": case(ODD, 1, dp="fsdp", shard=2),
+        "tp": case(GROUPED, dp="fsdp", tp=2),
+        "tp accumulating": case(GROUPED, 2, dp="fsdp", tp=2),
+    }
+    for options in cases.values():
+        options["dtype"] = "bfloat16"
+    for name, result in train(tmp_path, 2, cases).items():
+        sends_as_predicted(result, cases[name], 2)
+        assert result["last"]["norm.weight"].dtype == torch.float32

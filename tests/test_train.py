@@ -397,7 +397,7 @@ def test_ranks_started_with_different_flags_are_told(shards, tmp_path):
     told = "".join(finish(node).err for node in nodes)
     lines = [line for line in told.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, told
-    assert "rank 1 was started with --lr 0.02, not 0.01 as rank 0" in lines[0]
+    assert "rank 1 was started with --lr 0.02, rank 0 with --lr 0.01" in lines[0]
     assert not (tmp_path / "run").exists()
 
 

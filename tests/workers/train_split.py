@@ -1,6 +1,6 @@
 """Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
 
-A case: {"split": fields of Split, "config": fields of LlamaConfig, "microbatch", "packed"}.
+A case has "split" (fields of Split), "config" (of LlamaConfig), "microbatch", "packed", "dtype".
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
 
@@ -47,7 +47,8 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
 
 
 def train(world, case: dict) -> dict:
-    world = arrange(world, Split(**case["split"], dtype=torch.float64))
+    dtype = getattr(torch, case.get("dtype", "float64"))
+    world = arrange(world, Split(**case["split"], dtype=dtype))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**case["config"]))
     parts = world.data_size
