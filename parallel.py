@@ -455,7 +455,7 @@ def data_parallel(model: Llama, world: World) -> nn.Module:
     Sends, over replicate: an all-reduce of every gradient, P g bytes once a step, in buckets of
     25 MB (the first of 1 MB) while backward still computes. Nothing else.
     Pays wherever a whole copy (16 P bytes in float32: weight, gradient, two moments) fits on a
-    device: no split sends less. Hurts where it does not fit, and where P g bytes a step are too
+    device: no other split of the batch sends less in all. Hurts where it does not fit, and where P g bytes a step are too
     much for a slow link: then make steps longer, by a larger batch.
 
     DDP averages over ranks where a step needs a sum; the step multiplies by their number.
