@@ -455,8 +455,8 @@ def data_parallel(model: Llama, world: World) -> nn.Module:
     Sends, over replicate: an all-reduce of every gradient, P g bytes once a step, in buckets of
     25 MB (the first of 1 MB) while backward still computes. Nothing else.
     Pays wherever a whole copy (16 P bytes in float32: weight, gradient, two moments) fits on a
-    device: no other split of the batch sends less in all. Hurts where it does not fit, and where P g bytes a step are too
-    much for a slow link: then make steps longer, by a larger batch.
+    device: no other split of the batch sends less in all. Hurts where it does not fit, and where
+    P g bytes a step are too much for a slow link: then make steps longer, by a larger batch.
 
     DDP averages over ranks where a step needs a sum; the step multiplies by their number.
     """
@@ -625,9 +625,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
     So parameters keep their names, and FSDP's gathering stays outside. Full checkpointing calls the
     compiled block a second time; selective goes inside, where the compiler sees what to keep. One
-    graph serves all blocks, and one more each shape of the input (`dynamic` would confuse DTensor).
-    Compiling pays on a GPU, where it joins what lies between the matrix products; it takes a minute
-    at the start.
+    graph serves all blocks; every shape of the input has its own (`dynamic` would confuse DTensor).
+    Compiling joins what lies between the matrix products, and takes a while at the start.
     """
     for name, block in model.layers.items():
         if type(block) is not Block or "forward" in vars(block):
