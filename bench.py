@@ -102,6 +102,9 @@ def table(seconds: dict[str, list[float]], tokens: int) -> str:
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------ what is sent
+
+# What torch calls them -> what everybody does.
 COLLECTIVES = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
@@ -111,7 +114,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast",
-}  # what torch calls them -> what everybody does
+}
 
 
 class Counted(TorchDispatchMode):

@@ -211,7 +211,8 @@ def run(main: Callable[[], None]) -> None:
 
     Most mistakes are met by every rank alike, some by one: whoever comes first speaks, and ranks
     that lose it in the middle of a collective know by the store that all is said. A rank that
-    fails otherwise, or dies, is named in one line and ends the others within half a minute."""
+    fails otherwise, or dies, is named in one line and ends the others within half a minute: so the
+    tests find with gloo, where a lost peer is noticed at once; otherwise after SILENCE."""
     try:
         main()
     except UserError as error:
@@ -219,12 +220,12 @@ def run(main: Callable[[], None]) -> None:
             print(f"error: {error}", file=sys.stderr)
         _exit(2)
     except Exception as error:
+        if _count_errors(0) > 0:
+            _exit(2)
         if dist.is_initialized() and dist.get_world_size() > 1:
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
                 _store().set("lost", "")  # a peer has gone: the watch finds out who, and exits
                 time.sleep(3 * HASTE)
-            if _count_errors(0) > 0:
-                _exit(2)
             _fail(_store(), f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
         raise
     if dist.is_initialized():
@@ -737,29 +738,13 @@ def predict_traffic(
         calls[dim, collective] += n
         size[dim, collective] += n * nbytes
 
-    def up(n: int, parts: int) -> int:
-        return math.ceil(n / parts) * parts
-
-    def numbers(name: str, parameter: Tensor) -> int:
-        """Of a parameter as tensor parallelism leaves it, the first dimension rounded up."""
-        rows, rest = parameter.shape[0], parameter[0].numel()
-        if "norm" not in name:
-            by_rows = not name.endswith(("wo.weight", "w2.weight"))
-            rows, rest = (math.ceil(rows / split.tp), rest) if by_rows else (rows, rest // split.tp)
-        return up(rows, split.shard) * rest
-
-    units = {"root": 0} | dict.fromkeys(model.layers, 0)
-    for name, parameter in model.named_parameters():
-        layer = name.split(".")[1] if name.startswith("layers.") else "root"
-        units[layer] += numbers(name, parameter)
-
     if not split.fully_sharded:
         if split.replicate > 1:
             sizes = [p.numel() * g for p in model.parameters()]
             send("replicate", "all-reduce", 1, sum(sizes))
             calls["replicate", "all-reduce"] = _buckets(sizes[::-1])
-    for layer, n in units.items() if split.fully_sharded else ():
-        uses = 1 if layer == "root" else 2
+    for unit, n in _units(model, split).items() if split.fully_sharded else ():
+        uses = 1 if unit == "root" else 2
         if split.shard > 1:
             send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, n * w)
             send("shard", "reduce-scatter", m if split.reshard == "all" else 1, n * g)
@@ -767,7 +752,7 @@ def predict_traffic(
             send("replicate", "all-reduce", 1, n // split.shard * g)
 
     if split.tp > 1:
-        a = batch * up(seq_len, split.tp) * config.dim * w
+        a = batch * _round_up(seq_len, split.tp) * config.dim * w
         send("tp", "all-gather", m * (4 * L + 2), a)
         send("tp", "reduce-scatter", m * (4 * L + 2), a)
         tokens = batch * seq_len
@@ -782,6 +767,26 @@ def predict_traffic(
         if split.checkpointing == "full":
             send("tp", "reduce-scatter", m * L, a)
     return {key: (calls[key], size[key]) for key in calls if calls[key]}
+
+
+def _units(model: Llama, split: Split) -> dict[str, int]:
+    """Numbers that FSDP gathers in one call: of each block, and of the root, which holds the rest.
+
+    As they are on the first rank of tp, and with the first dimension rounded up for shard."""
+    numbers = {"root": 0} | dict.fromkeys(model.layers, 0)
+    for name, parameter in model.named_parameters():
+        rows, rest = parameter.shape[0], parameter[0].numel()
+        if name.endswith(("wo.weight", "w2.weight")):
+            rest //= split.tp
+        elif "norm" not in name:
+            rows = math.ceil(rows / split.tp)
+        unit = name.split(".")[1] if name.startswith("layers.") else "root"
+        numbers[unit] += _round_up(rows, split.shard) * rest
+    return numbers
+
+
+def _round_up(n: int, parts: int) -> int:
+    return math.ceil(n / parts) * parts
 
 
 def describe(traffic: dict[tuple[str, str], tuple[int, int]]) -> str:

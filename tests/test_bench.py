@@ -1,6 +1,6 @@
 """bench.py: its commands run and print their tables; what they measure is no test's matter."""
 
-from conftest import launch, succeed
+from conftest import launch, refused, succeed
 
 
 def test_limit():
@@ -16,6 +16,17 @@ def test_loss():
     assert chunked < plain
 
 
+def test_compare():
+    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "full", "--batch=2", "--seq-len=16",
+                  "--repeats=2", nproc=2).out  # fmt: skip
+    rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
+    assert rows[2:] == ["ddp", "wrong", "tp", "full"]
+    assert "ddp sends 2.56 MB by 2 all-reduce over replicate" in out  # 0.64 M parameters
+    assert "full sends 2.56 MB" in out and "all-gather over tp" in out
+
+
 def test_wrong_input():
     result = launch("bench.py", "speed")
     assert result.code == 2 and "invalid choice: 'speed'" in result.err
+    refused(launch("bench.py", "compare", "ddp", "--batch=3", "--microbatch=2"), "--batch 3")
+    refused(launch("bench.py", "compare", "ddp", "--seq-len=9999"), "--seq-len goes to 2048")

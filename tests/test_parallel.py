@@ -204,6 +204,13 @@ def test_four_processes_equal_one(four, name):
     holds(four[name], FOURFOLD[name], 4)
 
 
+def test_neighbours_share_what_talks_most(four):
+    """As seen from rank 0: tp and shard lie within a node of two, replicate goes across."""
+    assert four["hsdp"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}
+    assert four["fsdp tp"]["ranks"] == {"replicate": [0], "shard": [0, 2], "tp": [0, 1]}
+    assert four["ddp tp"]["ranks"] == {"replicate": [0, 2], "shard": [0], "tp": [0, 1]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -422,6 +422,7 @@ def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
     result = finish(process)
     assert result.code == 0, result.err
     assert f"resumed from {out / 'step-0'}" in result.out
+    assert "--dp auto takes ddp: a copy's weights, gradients and AdamW take 0.000" in result.out
     whole = tmp_path / "whole"
     succeed("train.py", *flags(shards, whole, **options), nproc=2)
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):

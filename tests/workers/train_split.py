@@ -84,6 +84,7 @@ def train(world, case: dict) -> dict:
         "last": {name: whole(p) for name, p in model.named_parameters()},
         "sent": None if compiled else measure.sent,
         "predicted": predicted,
+        "ranks": {dim: world.mesh[dim].mesh.tolist() for dim in world.mesh.mesh_dim_names},
         "attentions": profiled_attentions(measure) if compiled else measure.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
