@@ -264,12 +264,12 @@ def measure_compare(args: argparse.Namespace) -> str:
             )
         step = split_step(config, args, world)
         for _ in range(3):  # DDP settles its buckets in the first two
-            # Not compiled blocks: what a mode sees first is never compiled.
+            # Blocks to compile are not counted: what a mode sees first is never compiled.
             counted = contextlib.nullcontext() if world.split.compile else Counted(world)
             with counted:
                 step()
         contestants[name] = step
-        sent[name] = "as ddp" if world.split.compile else describe(counted.sent)
+        sent[name] = "(not counted)" if world.split.compile else describe(counted.sent)
     seconds = interleaved(contestants, args.repeats)
     lines = [f"{name} sends {sent[name]}" for name in args.strategies]
     return "\n".join([table(seconds, args.batch * args.seq_len), "", *lines])

@@ -482,10 +482,10 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
     A slice is of weights, gradients and AdamW alike, so all of them take 1 / shard of DDP's memory.
     A block's weights are gathered just before it computes and dropped after: in forward, and again
     in backward. Its gradients are summed and cut in one reduce-scatter.
-    Sends, over shard, a microbatch: all-gather of 2 P w bytes, in one call for each block and pass;
-    embedding, last norm and output go together and are gathered once. A step: reduce-scatter of P g
-    bytes, in L + 1 calls. HSDP also, over replicate, a step: all-reduce of P g / shard bytes. (Each
-    dimension that is cut is rounded up to a multiple of shard: `predict_traffic` counts it all.)
+    Sends, over shard, a microbatch: all-gather of P w bytes in forward, in one call a block, and in
+    backward again, but for embedding, last norm and output, which stay. A step: reduce-scatter of
+    P g bytes, in L + 1 calls. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
+    (What is cut is rounded up to a multiple of shard: `predict_traffic` counts it all.)
 
     With several microbatches in a step, `reshard` says what is not kept whole between uses:
         none      weights are gathered once a step, and gradients cut once: the least sent,
@@ -548,7 +548,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     the logits never leave the rank that computes them (`loss_parallel`).
     Sends, over tp, with a = B T D w bytes: in forward and again in backward 2 L + 1 all-gathers and
     2 L + 1 reduce-scatters of a, for each chunk of the loss an all-gather of tp numbers a token,
-    and an all-reduce of each norm's gradient, D g bytes.
+    and a step an all-reduce of each norm's gradient, D numbers.
     Pays within a node, where links are fast: it cuts activations too, and lets more ranks than
     sequences work. Hurts elsewhere: it waits for a collective 4 times a block and pass, whatever
     the batch, and its smaller products use a GPU less well.
