@@ -1,76 +1,233 @@
 """Checkpoints: saved whole or not at all, resumed exactly, loaded anywhere.
 
-    OUT/step-00000100/          a checkpoint; the directory exists only when it is complete
-        config.json             model shape, tokenizer, step
+    OUT/step-00000100/          a checkpoint
+        config.json             model shape, tokenizer, step, flags of the run
         tokenizer.model         a copy, where the tokenizer is a file: nothing else is needed
-        .metadata, *.distcp     weights and optimizer state (torch.distributed.checkpoint)
+        weights/, optimizer/    every rank wrote its own part (torch.distributed.checkpoint)
+        SHA256SUMS              written last: a checksum of every file, so `sha256sum -c` works
+
+    python checkpoint.py import SRC DST                       a checkpoint from Meta's or HF's files
+    python checkpoint.py export SRC DST --format hf|meta      and back: a model that others load
 
 A save writes to a hidden directory first and renames it last. A process that is killed while it
 saves leaves a hidden directory, which the next save removes; earlier checkpoints are untouched.
 OUT must be on a disk that all nodes share: every rank writes a part.
+
+Which rank wrote what does not matter to who reads it: parts are stored as pieces of whole tensors,
+and every rank reads those that overlap with its own. Weights can also be read from directories that
+Meta or Hugging Face made (formats.py): `--init` and generate.py take any of the three.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import sys
 import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from data import Tokenizer
+import formats
+from data import Tokenizer, load_tokenizer
+from formats import Stored
 from model import Llama, LlamaConfig, UserError
+from parallel import Parser, put_shard, run
+
+SUMS = "SHA256SUMS"
+
+# ---------------------------------------------------------------------------------- saving a run
 
 
-def save(
-    out: Path,
-    step: int,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    keep: int = 0,
-) -> Path:
-    """Write OUT/step-N; every rank calls it. `keep` > 0 leaves that many of the newest."""
-    final, temporary = out / f"step-{step:08d}", out / f".step-{step:08d}"
-    writes = dist.get_rank() == 0
-    if writes:
-        for leftover in out.glob(".step-*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=temporary)
-    if writes:
-        about = {"model": asdict(model.config), "step": step}
-        about |= {"tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash}
-        if tokenizer.file:
-            shutil.copyfile(tokenizer.file, temporary / "tokenizer.model")
-            about["tokenizer"] = "tokenizer.model"
-        (temporary / "config.json").write_text(json.dumps(about, indent=1))
-        parts = FileSystemReader(temporary).read_metadata().storage_data.values()
-        if missing := {part.relative_path for part in parts} - set(os.listdir(temporary)):
-            raise UserError(f"{temporary} lacks {missing}: --out must be on a disk all nodes share")
-        for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+def claim(out: Path) -> Path | None:
+    """Make OUT this process's own until it ends; its newest checkpoint, if there is one.
+
+    For the first rank alone. Two runs in one OUT would remove each other's files."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(
+        out / ".lock", os.O_RDWR | os.O_CREAT, 0o644
+    )  # open, and locked, to the end
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.read(descriptor, 200).decode(errors="replace")
+        raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
+    except OSError as error:
+        print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return max(checkpoints(out), default=None)
+
+
+class Saver:
+    """Writes a run's checkpoints, one at a time; in the background, training goes on meanwhile.
+
+    Every rank calls every method. `keep` > 0 leaves that many of the newest. In the background a
+    save costs a copy of this rank's part in the CPU's memory and the time to make it; the files are
+    written by a thread, and what fails there is raised by the next `save` or `wait`. As a context
+    it waits at its end.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        model: Llama,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Tokenizer,
+        flags: dict,
+        keep: int = 0,
+        background: bool = False,
+    ):
+        self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
+        self.flags, self.keep = flags, keep
+        self.thread = ThreadPoolExecutor(1) if background else None
+        self.pending: Future | None = None
+        # The thread's collectives must not meet training's; and a disk may be slow.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.wait()
+
+    def save(self, step: int) -> Path:
+        """Write OUT/step-N. UserError, on every rank, where the disk does not take it."""
+        self.wait()
+        state = {
+            "weights": _weights(self.model),
+            "optimizer": _moments(self.model, self.optimizer),
+        }
+        if self.thread:
+            for part in state.values():
+                part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
+            self.pending = self.thread.submit(self._write, step, state)
+        else:
+            self._write(step, state)
+        return self.out / f"step-{step:08d}"
+
+    def wait(self) -> None:
+        """Until the save that is under way has ended."""
+        if self.pending:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def _write(self, step: int, state: dict[str, dict[str, Tensor]]) -> None:
+        final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
+        first = dist.get_rank() == 0
+        try:
+            self._gather(lambda: first and _prepare(self.out, temporary))
+            for part, tensors in state.items():
+                dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
+            own = temporary.glob(f"*/__{dist.get_rank()}_*")
+            sums = self._gather(lambda: checksums(temporary, own))
+            self._gather(lambda: first and self._publish(step, temporary, final, sums))
+        except (OSError, CheckpointException) as error:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)  # to make room
+            free = shutil.disk_usage(self.out).free / 1e9
+            last = max(checkpoints(self.out), default="none")
+            raise UserError(
+                f"cannot save {final}: {_reason(error)}; {free:,.1f} GB are free there. The last "
+                f"checkpoint is {last}: make room, and --resume goes on from it"
+            )
+
+    def _gather(self, work: Callable) -> list:
+        """What work() gives on every rank; what it raises on one, it raises on all."""
+        results = [None] * dist.get_world_size()
+        try:
+            mine = work()
+        except Exception as error:
+            mine = error
+        dist.all_gather_object(results, mine, self.group)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def _publish(self, step: int, temporary: Path, final: Path, sums: list[dict]) -> None:
+        """Complete the directory with what makes it a checkpoint, and give it its name."""
+        for part in temporary.glob("*/"):
+            stored = FileSystemReader(part).read_metadata().storage_data.values()
+            if missing := {file.relative_path for file in stored} - set(os.listdir(part)):
+                raise UserError(f"{part} lacks {missing}: OUT must be on a disk all nodes share")
+        about = {"model": asdict(self.model.config), "step": step, "flags": self.flags}
+        complete(temporary, about, self.tokenizer, {k: v for part in sums for k, v in part.items()})
         os.rename(temporary, final)
-        _sync(out)
-        for old in checkpoints(out)[:-keep] if keep else []:
-            hidden = out / f".{old.name}"
-            os.rename(old, hidden)  # a checkpoint that is half removed must not look like one
-            shutil.rmtree(hidden)
-    dist.barrier()
-    return final
+        _sync(self.out)
+        for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
+            _remove(old)
+
+
+def _weights(model: Llama) -> dict[str, Tensor]:
+    """This rank's part of every weight, under its name, sharing its memory."""
+    tensors = dict(model.state_dict())
+    if model.config.tie_embeddings:
+        del tensors["output.weight"]
+    return tensors
+
+
+def _moments(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What the optimizer remembers of every weight, as NAME.exp_avg, sharing its memory.
+
+    A new optimizer gets its memory by this, in zeros. Settings, such as weight decay, are not part
+    of it: they stay those of the flags."""
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items()}
+
+
+def _prepare(out: Path, temporary: Path) -> None:
+    """Remove what killed processes left behind, and make room to write."""
+    for leftover in out.glob(".step-*"):
+        shutil.rmtree(leftover)
+    temporary.mkdir(parents=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    hidden = checkpoint.with_name(f".{checkpoint.name}")
+    os.rename(checkpoint, hidden)  # a checkpoint that is half removed must not look like one
+    shutil.rmtree(hidden)
+
+
+def _reason(error: OSError | CheckpointException) -> str:
+    """Why writing failed. Of a full disk torch may say only that a position is unexpected."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    return f"writing failed ({type(error).__name__}: {error})"
+
+
+def complete(directory: Path, about: dict, tokenizer: Tokenizer | None, sums: dict) -> None:
+    """Make a checkpoint of a directory whose weights are written and have these checksums."""
+    about |= {"tokenizer": tokenizer and tokenizer.name}
+    about |= {"tokenizer_hash": tokenizer and tokenizer.hash}
+    if tokenizer and tokenizer.file:
+        shutil.copyfile(tokenizer.file, directory / "tokenizer.model")
+        about["tokenizer"] = "tokenizer.model"
+    (directory / "config.json").write_text(json.dumps(about, indent=1, default=str))
+    others = [*directory.glob("*"), *directory.glob("*/.metadata")]
+    sums |= checksums(directory, (path for path in others if path.is_file()))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    own = hashlib.sha256(lines.encode()).hexdigest()
+    (directory / SUMS).write_text(f"{lines}# complete: {own}\n")
+    for path in [*directory.glob("*"), directory]:  # torch has synced what is in subdirectories
+        _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -80,24 +237,73 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
+# ------------------------------------------------------------------------- what a checkpoint holds
+
+
+def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of files, by their names within a directory."""
+    sums = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        sums[str(path.relative_to(directory))] = digest.hexdigest()
+    return sums
+
+
+def verify(directory: Path, *parts: str) -> None:
+    """Refuse a checkpoint whose files are not what was written. Ranks share the work.
+
+    `parts` begin the names of the files to look at. A rank that finds damage ends all (`run`)."""
+    path = directory / SUMS
+    content = path.read_bytes() if path.exists() else b""
+    *lines, last = content.splitlines(keepends=True) or [b""]
+    if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
+        raise UserError(f"{directory} is not complete: {SUMS} is missing or damaged. {ELSE}")
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    files = dict(line.decode().rstrip("\n").split("  ", 1)[::-1] for line in lines)
+    mine = [name for name in files if name.startswith(parts)][rank::size]
+    for name in mine:
+        file = directory / name
+        if not file.exists():
+            raise UserError(f"{directory} is not complete: {name} is missing. {ELSE}")
+        if checksums(directory, [file]) != {name: files[name]}:
+            raise UserError(f"{file} is damaged: its checksum is not the one in {SUMS}. {ELSE}")
+
+
+ELSE = "Remove that checkpoint to go on from the one before it"
+
+
 def checkpoints(out: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; what else a user keeps there is left alone."""
+    """Checkpoints of a run, oldest first; what else a user keeps there is left alone."""
     found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """A checkpoint from its own directory, or the newest of a run's."""
-    if (directory / ".metadata").exists():
+    """Where weights are: a directory of Meta's or Hugging Face's, a checkpoint's own, or the newest
+    of a run's."""
+    if (directory / "weights").is_dir() or formats.is_meta(directory) or formats.is_hf(directory):
         return directory
     if found := checkpoints(directory):
         return found[-1]
-    raise UserError(f"no checkpoint in '{directory}': give a run's --out or one of its step-N")
+    raise UserError(
+        f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
+        f"with params.json (Meta) or config.json (Hugging Face) and weights"
+    )
 
 
 def read_config(directory: Path) -> dict:
-    """config.json of a checkpoint, with `model` as a LlamaConfig and `tokenizer` as load_tokenizer
-    takes it."""
+    """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; and of a checkpoint
+    of ours also `tokenizer_hash`, `step` and `flags`."""
+    if formats.is_meta(directory) or formats.is_hf(directory):
+        config, _ = open_weights(directory)
+        places = (directory, directory / "original")  # where Meta's repositories at HF have it
+        files = (place / "tokenizer.model" for place in places)
+        tokenizer = next((str(file) for file in files if file.is_file()), None)
+        return {"model": config, "tokenizer": tokenizer}
+    verify(directory, "config.json", "tokenizer.model")
     about = json.loads((directory / "config.json").read_text())
     about["model"] = LlamaConfig(**about["model"])
     if about["tokenizer"] == "tokenizer.model":
@@ -105,38 +311,21 @@ def read_config(directory: Path) -> dict:
     return about
 
 
-def resume(
-    directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
-) -> int:
-    """Continue from a checkpoint: weights and moments in place; returns its step.
-
-    The optimizer's settings, such as weight decay, stay those of the flags."""
-    about = read_config(directory)
-    if about["model"] != model.config:
-        raise UserError(
-            f"{directory} holds another model ({differences(about['model'], model.config)}): "
-            f"give the flags it was trained with, or another --out"
-        )
-    check_tokenizer(directory, tokenizer)
-    settings = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    for group, setting in zip(optimizer.param_groups, settings):
-        group.update(setting)
-    return about["step"]
-
-
 def check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that gives the same ids another meaning."""
+    """Refuse a tokenizer that gives the same ids another meaning, or has ids the model lacks."""
     about = read_config(directory)
-    if about["tokenizer_hash"] != tokenizer.hash:
+    own = about.get("tokenizer_hash")
+    if own is None and about["tokenizer"]:
+        own = load_tokenizer(about["tokenizer"]).hash
+    if own and own != tokenizer.hash:
         raise UserError(
             f"{directory} was trained with another tokenizer than {tokenizer.name}: "
             f"give --tokenizer {about['tokenizer']}"
+        )
+    if tokenizer.vocab_size > about["model"].vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
+            f"{directory} {about['model'].vocab_size}: give the --tokenizer it was trained with"
         )
 
 
@@ -146,19 +335,47 @@ def differences(theirs: LlamaConfig, ours: LlamaConfig) -> str:
     return ", ".join(f"{name} {a}, not {b}" for (name, a), b in pairs if a != b)
 
 
+# ----------------------------------------------------------------------------------------- loading
+
+
+def resume(
+    directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+) -> tuple[int, dict]:
+    """Continue from a checkpoint of a run: weights and moments in place; its step and flags."""
+    about = read_config(directory)
+    if about["model"] != model.config:
+        raise UserError(
+            f"{directory} holds another model ({differences(about['model'], model.config)}): "
+            f"give the flags it was trained with, or another --out"
+        )
+    check_tokenizer(directory, tokenizer)
+    verify(directory, "weights", "optimizer")
+    dcp.load(_weights(model), checkpoint_id=directory / "weights")
+    dcp.load(_moments(model, optimizer), checkpoint_id=directory / "optimizer")
+    return about["step"], about["flags"]
+
+
+@torch.no_grad()
 def load_weights(directory: Path, model: Llama) -> None:
-    """Fill a materialised model with a checkpoint's weights; every rank calls it."""
-    weights = get_model_state_dict(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as generate.py wants
-        dcp.load({"model": weights}, checkpoint_id=directory)
-    set_model_state_dict(model, weights)
+    """Fill a materialised model from a checkpoint of ours, Meta's or Hugging Face's.
+
+    Every rank calls it, and takes its part: of our files, what overlaps with it; of others, one
+    whole matrix at a time, mapped where its rows are in order."""
+    if (directory / "weights").is_dir():
+        verify(directory, "weights")
+        with _alone():
+            dcp.load(_weights(model), checkpoint_id=directory / "weights")
+        return
+    _, stored = open_weights(directory)
+    for name, parameter in model.named_parameters():
+        put_shard(parameter, stored[name].read())
 
 
 def load_pretrained(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Llama:
-    """A Llama from one of our checkpoints (a step's directory, or a run's for its newest)."""
+    """A Llama from a checkpoint (a step's directory, or a run's for its newest), or from a
+    directory of Meta's or Hugging Face's."""
     directory = find_checkpoint(Path(directory))
     with torch.device("meta"):
         model = Llama(read_config(directory)["model"]).to(dtype)
@@ -166,3 +383,133 @@ def load_pretrained(
     model.tie_weights()
     load_weights(directory, model)
     return model
+
+
+def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
+    """The shape and the weights, still in their files, of any directory find_checkpoint finds."""
+    if formats.is_meta(directory):
+        return formats.open_meta(directory)
+    if formats.is_hf(directory):
+        return formats.open_hf(directory)
+    verify(directory, "weights")
+    entries = FileSystemReader(directory / "weights").read_metadata().state_dict_metadata
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+        with _alone():
+            dcp.load({name: tensor}, checkpoint_id=directory / "weights")
+        return tensor
+
+    return read_config(directory)["model"], {
+        name: Stored(entry.properties.dtype, tuple(entry.size), partial(read, name))
+        for name, entry in entries.items()
+    }
+
+
+@contextlib.contextmanager
+def _alone():
+    """Keep torch from remarking that this process has no others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+# -------------------------------------------------------------------------- to and from other files
+
+
+class OneByOne(dcp.DefaultSavePlanner):
+    """Plans with tensors on `meta`; each is read when it is to be written, and let go of then."""
+
+    def __init__(self, stored: dict[str, Stored]):
+        super().__init__()
+        self.stored = stored
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.stored[index.fqn].read()
+
+
+def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
+    """A checkpoint at `target`, of step 0 and without an optimizer, in the source's dtype."""
+    source = find_checkpoint(source)
+    config, stored = open_weights(source)
+    tokenizer = tokenizer or read_config(source)["tokenizer"]
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    if loaded:
+        check_tokenizer(source, loaded)
+    with _new_directory(target) as temporary:
+        plan = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in stored.items()}
+        with _alone():
+            dcp.save(plan, checkpoint_id=temporary / "weights", planner=OneByOne(stored))
+        sums = checksums(temporary, (temporary / "weights").glob("__*"))
+        about = {"model": asdict(config), "step": 0, "flags": {}}
+        complete(temporary, about, loaded, sums)
+
+
+def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
+    """A directory of weights as Meta (`meta`) or Hugging Face (`hf`) have them."""
+    source = find_checkpoint(source)
+    config, stored = open_weights(source)
+    if dtype:
+        stored = {
+            name: Stored(dtype, tensor.shape, lambda read=tensor.read: read().to(dtype))
+            for name, tensor in stored.items()
+        }
+    tokenizer = read_config(source)["tokenizer"]
+    with _new_directory(target) as temporary:
+        save = formats.save_hf if format == "hf" else formats.save_meta
+        save(temporary, config, stored)
+        if tokenizer and Path(tokenizer).is_file():
+            shutil.copyfile(tokenizer, temporary / "tokenizer.model")
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path):
+    """A hidden directory to write to, which gets its name when all went well."""
+    if target.exists():
+        raise UserError(f"{target} exists: give the name of a new directory")
+    temporary = target.with_name(f".{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def main() -> None:
+    parser = Parser(description="Weights from and to the files of others.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
+    take = commands.add_parser("import", help="make a checkpoint of Meta's or Hugging Face's files")
+    give = commands.add_parser("export", help="write Meta's or Hugging Face's files")
+    for command in (take, give):
+        command.add_argument(
+            "source", type=Path, help="a checkpoint, a run, or a model's directory"
+        )
+        command.add_argument("target", type=Path, help="a directory that does not exist yet")
+    take.add_argument("--tokenizer", help="where the source has no tokenizer.model")
+    give.add_argument("--format", choices=["hf", "meta"], required=True)
+    give.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is"
+    )
+    args = parser.parse_args()
+    if args.command == "import":
+        import_weights(args.source, args.target, args.tokenizer)
+    else:
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        export_weights(args.source, args.target, args.format, dtype)
+    print(args.target)
+
+
+if __name__ == "__main__":
+    run(main)
+
+
+def _reason(error: OSError | CheckpointException) -> str:
+    """What was wrong with the disk; torch says of a full one only that a position is unexpected."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = min(error.failures.items())
+    if isinstance(error, OSError):
+        return f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+    return f"rank {rank} could not write ({type(error).__name__}: {error})"

@@ -26,6 +26,7 @@ reduce-scatter or an all-reduce takes in.
 import argparse
 import atexit
 import contextlib
+import errno
 import json
 import math
 import os
@@ -71,6 +72,7 @@ from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entrop
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 SILENCE = 20  # seconds without a sign of life after which a rank counts as dead
 HASTE = 4  # the same once a connection has been lost
+NO_ENTRY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 # ------------------------------------------------------------------------------------ the processes
@@ -139,6 +141,12 @@ class World:
         _store().wait([key], timedelta(days=7))
         return make()
 
+    def from_first(self, make: Callable):
+        """What make() gives on rank 0, on every rank: where they might see different things."""
+        box = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
     def gather(self, values: list[float | Tensor]) -> Tensor:
         """Everybody's row of a few numbers, [size, len(values)] float64 on every rank."""
         row = torch.zeros(len(values), dtype=torch.float64, device=self.device)
@@ -163,6 +171,7 @@ class World:
                 f"rank {self.rank} was started with {ours}, rank 0 with {theirs}: give the same "
                 f"command on every node"
             )
+        dist.barrier()  # nobody begins before all have agreed
 
 
 def set_up() -> World:
@@ -212,14 +221,15 @@ def run(main: Callable[[], None]) -> None:
     Most mistakes are met by every rank alike, some by one: whoever comes first speaks, and ranks
     that lose it in the middle of a collective know by the store that all is said. A rank that
     fails otherwise, or dies, is named in one line and ends the others within half a minute: so the
-    tests find with gloo, where a lost peer is noticed at once; otherwise after SILENCE."""
+    tests find with gloo, where a lost peer is noticed at once; otherwise after SILENCE. A disk that
+    is full or may not be written is for the user to mend, too."""
     try:
         main()
-    except UserError as error:
-        if _count_errors(1) == 1:
-            print(f"error: {error}", file=sys.stderr)
-        _exit(2)
     except Exception as error:
+        if isinstance(error, UserError) or getattr(error, "errno", None) in NO_ENTRY:
+            if _count_errors(1) == 1:
+                print(f"error: {error}", file=sys.stderr)
+            _exit(2)
         if _count_errors(0) > 0:
             _exit(2)
         if dist.is_initialized() and dist.get_world_size() > 1:

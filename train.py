@@ -151,6 +151,8 @@ def parse_args() -> argparse.Namespace:
                        help="continue OUT's newest checkpoint, or start where there is none")
     files.add_argument("--save-every", type=count, default=500,
                        help="steps; 0 for the end alone")
+    files.add_argument("--async-save", action="store_true",
+                       help="train on while a checkpoint is written, from a copy in memory")
     files.add_argument("--keep", type=count, default=2, help="checkpoints to keep, 0 for all")
     files.add_argument("--eval-every", type=count, default=500, help="steps; 0 for never")
     files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
@@ -217,7 +219,10 @@ def choose_tokenizer(args: argparse.Namespace) -> str:
     if args.tokenizer:
         return args.tokenizer
     if args.init and not find_shards(args.data):
-        return checkpoint.read_config(checkpoint.find_checkpoint(args.init))["tokenizer"]
+        initial = checkpoint.find_checkpoint(args.init)
+        if name := checkpoint.read_config(initial)["tokenizer"]:
+            return name
+        raise UserError(f"{initial} has no tokenizer.model: give its --tokenizer")
     return tokenizer_of(args.data) or DEFAULT_TOKENIZER
 
 
@@ -348,21 +353,22 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def warn_of_changes(before: dict, now: dict) -> None:
+    """Say which flags of an experiment are not what they were when it began."""
+    for name in EXPERIMENT:
+        if name in before and before[name] != now[name]:
+            flag = name.replace("_", "-")
+            show(f"warning: --{flag} was {before[name]}, is {now[name]}", file=sys.stderr)
+
+
 def open_run(args: argparse.Namespace, config: LlamaConfig, tokenizer: Tokenizer, done: int):
     """Write OUT/config.json, and return OUT/metrics.jsonl to append to, one object a step.
 
     A run that continues from step `done` drops the lines that its last process wrote after it."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    config_file, metrics_file = args.out / "config.json", args.out / "metrics.jsonl"
-    flags = vars(args)
-    before = json.loads(config_file.read_text())["flags"] if done and config_file.exists() else {}
-    for name in EXPERIMENT:
-        if name in before and before[name] != flags[name]:
-            flag = name.replace("_", "-")
-            show(f"warning: --{flag} was {before[name]}, is {flags[name]}", file=sys.stderr)
+    metrics_file = args.out / "metrics.jsonl"
     about = {"model": asdict(config), "tokenizer": tokenizer.name, "data": args.data}
-    about |= {"seed": args.seed, "flags": flags}
-    write_whole(config_file, json.dumps(about, indent=1, default=str))
+    about |= {"seed": args.seed, "flags": vars(args)}
+    write_whole(args.out / "config.json", json.dumps(about, indent=1, default=str))
     lines = metrics_file.read_text().splitlines(keepends=True) if metrics_file.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
     write_whole(metrics_file, "".join(kept))
@@ -423,6 +429,7 @@ def main() -> None:
     train_windows, val_windows = world.one_first(
         "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     )
+    newest = world.from_first(partial(checkpoint.claim, args.out))
     if args.init:
         initial = checkpoint.find_checkpoint(args.init)
         checkpoint.check_tokenizer(initial, tokenizer)
@@ -445,12 +452,12 @@ def main() -> None:
     runner = parallelize(model, world, fill)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
-    if found := checkpoint.checkpoints(args.out):
-        done = checkpoint.resume(found[-1], model, optimizer, tokenizer)
-        show(f"resumed from {found[-1]}")
+    if newest:
+        done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
+        show(f"resumed from {newest}")
+        warn_of_changes(flags, vars(args))
 
     # The run's record, on the first rank; its first line on the terminal.
-    dist.barrier()  # nobody writes to OUT before everybody has looked at it
     metrics = open_run(args, config, tokenizer, done) if world.rank == 0 else None
     n_parameters = sum(p.numel() for p in model.parameters())
     show(
@@ -475,53 +482,59 @@ def main() -> None:
     began = clock = time.perf_counter()
 
     steps = range(done + 1, args.steps + 1)
-    for step, batch in zip(steps, read_ahead(read, steps, world.device)):
-        lr = learning_rate(step, args.lr, args.warmup, args.steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        totals = train_step(runner, optimizer, batch, args.microbatch, args.clip, world, step, stop)
-        if profiler:
-            profiler.step()
-
-        now = time.perf_counter()
-        speed = args.batch * args.seq_len / (now - clock)
-        row = {
-            "step": step,
-            "loss": totals.mean_loss,
-            "bits_per_byte": totals.bits_per_byte,
-            "grad_norm": totals.grad_norm,
-            "lr": lr,
-            "tokens": step * args.batch * args.seq_len,
-            "seconds": now - clock,
-            "tokens_per_second": speed,
-            "mfu": peak and flops_per_token(config, args.seq_len) * speed / (peak * world.size),
-            "memory_bytes": memory_bytes(world.device),
-        }
-        last = step == args.steps or totals.stop
-        if last or step == steps[0] or step % args.log_every == 0:
-            left = (now - began) / (step - done) * (args.steps - step)
-            show(progress(row, args.steps, left), file=sys.stderr)
-        due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
-        if due and not totals.stop:
-            val = evaluate(model, val_windows, args.eval_windows, args.microbatch, world)
-            row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
-            prompt = [tokenizer.encode(args.prompt, bos=True)]
-            with torch.compiler.set_stance("force_eager"):  # every token has a shape of its own
-                (text,) = generate(
-                    model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step
-                )
-            show(
-                f"step {step}: validation loss {val.mean_loss:.4f}, "
-                f"{val.bits_per_byte:.4f} bits/byte\n"
-                f"--- {args.prompt}{tokenizer.decode(text)}\n---"
+    saver = checkpoint.Saver(
+        args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
+    )
+    with saver:  # which ends a save that is under way, whatever happens
+        for step, batch in zip(steps, read_ahead(read, steps, world.device)):
+            lr = learning_rate(step, args.lr, args.warmup, args.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            totals = train_step(
+                runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
-        if metrics:
-            print(json.dumps(row), file=metrics)
-        if last or (args.save_every and step % args.save_every == 0):
-            saved = checkpoint.save(args.out, step, model, optimizer, tokenizer, args.keep)
-        if last:
-            break
-        clock = time.perf_counter()
+            if profiler:
+                profiler.step()
+
+            now = time.perf_counter()
+            speed = args.batch * args.seq_len / (now - clock)
+            row = {
+                "step": step,
+                "loss": totals.mean_loss,
+                "bits_per_byte": totals.bits_per_byte,
+                "grad_norm": totals.grad_norm,
+                "lr": lr,
+                "tokens": step * args.batch * args.seq_len,
+                "seconds": now - clock,
+                "tokens_per_second": speed,
+                "mfu": peak and flops_per_token(config, args.seq_len) * speed / (peak * world.size),
+                "memory_bytes": memory_bytes(world.device),
+            }
+            last = step == args.steps or totals.stop
+            if last or step == steps[0] or step % args.log_every == 0:
+                left = (now - began) / (step - done) * (args.steps - step)
+                show(progress(row, args.steps, left), file=sys.stderr)
+            due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
+            if due and not totals.stop:
+                val = evaluate(model, val_windows, args.eval_windows, args.microbatch, world)
+                row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
+                prompt = [tokenizer.encode(args.prompt, bos=True)]
+                with torch.compiler.set_stance("force_eager"):  # every token has a shape of its own
+                    (text,) = generate(
+                        model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step
+                    )
+                show(
+                    f"step {step}: validation loss {val.mean_loss:.4f}, "
+                    f"{val.bits_per_byte:.4f} bits/byte\n"
+                    f"--- {args.prompt}{tokenizer.decode(text)}\n---"
+                )
+            if metrics:
+                print(json.dumps(row), file=metrics)
+            if last or (args.save_every and step % args.save_every == 0):
+                saved = saver.save(step)
+            if last:
+                break
+            clock = time.perf_counter()
 
     if profiler:
         profiler.stop()

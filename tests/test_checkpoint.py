@@ -20,6 +20,11 @@ def world():
     torch.distributed.destroy_process_group()
 
 
+def save(out, step, model, optimizer, tokenizer, keep=0, background=False):
+    with checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1}, keep, background) as saver:
+        return saver.save(step)
+
+
 def trained(seed=0, steps=3, weight_decay=0.1):
     model = Llama(CONFIG)
     model.init_weights(seed)
@@ -34,10 +39,13 @@ def trained(seed=0, steps=3, weight_decay=0.1):
 
 def test_weights_and_moments_come_back(tmp_path):
     model, optimizer = trained()
-    saved = checkpoint.save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
     assert saved == tmp_path / "step-00000003"
     again, its_optimizer = trained(seed=1, steps=1, weight_decay=0.2)
-    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == 3
+    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == (
+        3,
+        {"lr": 0.1},
+    )
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, value in optimizer.state[theirs].items():
@@ -52,7 +60,7 @@ def test_a_checkpoint_is_complete_on_its_own(tmp_path, text):
     train_tokenizer([str(text)], 300, tmp_path / "my.model")
     tokenizer = load_tokenizer(str(tmp_path / "my.model"))
     model, optimizer = trained()
-    saved = checkpoint.save(tmp_path / "run", 3, model, optimizer, tokenizer)
+    saved = save(tmp_path / "run", 3, model, optimizer, tokenizer)
     moved = shutil.move(saved, tmp_path / "elsewhere")
     (tmp_path / "my.model").unlink()
     loaded = checkpoint.load_pretrained(moved, torch.float64)
@@ -65,12 +73,12 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
     leftover = tmp_path / ".step-00000002"  # of a process killed while it saved
     leftover.mkdir()
     for step in (1, 2, 3, 4):
-        checkpoint.save(tmp_path, step, model, optimizer, load_tokenizer("bytes"), keep=2)
+        save(tmp_path, step, model, optimizer, load_tokenizer("bytes"), keep=2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-best")
-    checkpoint.save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
+    save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
     left = ["step-00000003-best", "step-00000005"]  # what others put there is not ours to remove
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
@@ -78,17 +86,17 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
 def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
     model, optimizer = trained()
     tokenizer = load_tokenizer("bytes")
-    checkpoint.save(tmp_path, 1, model, optimizer, tokenizer, keep=1)
+    save(tmp_path, 1, model, optimizer, tokenizer, keep=1)
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    with pytest.raises(OSError):
-        checkpoint.save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    with pytest.raises(UserError, match="No space left"):
+        save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
     monkeypatch.undo()
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000001"
-    checkpoint.save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 

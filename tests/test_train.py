@@ -279,8 +279,8 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_pat
         assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=5e-3)
     from torch.distributed.checkpoint import FileSystemReader
 
-    stored = FileSystemReader(tmp_path / "bfloat16" / "step-00000003").read_metadata()
-    entry = stored.state_dict_metadata["model.norm.weight"]
+    stored = FileSystemReader(tmp_path / "bfloat16" / "step-00000003" / "weights").read_metadata()
+    entry = stored.state_dict_metadata["norm.weight"]
     assert entry.properties.dtype == torch.float32
 
 
