@@ -446,20 +446,26 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
-    """A directory of weights as Meta (`meta`) or Hugging Face (`hf`) have them."""
+    """A directory as Hugging Face (`hf`) or Meta (`meta`) have them, in the source's dtype or
+    another."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     if dtype:
         stored = {
-            name: Stored(dtype, tensor.shape, lambda read=tensor.read: read().to(dtype))
-            for name, tensor in stored.items()
+            name: Stored(dtype, weight.shape, lambda read=weight.read: read().to(dtype))
+            for name, weight in stored.items()
         }
-    tokenizer = read_config(source)["tokenizer"]
+    name = read_config(source)["tokenizer"]
+    tokenizer = load_tokenizer(name) if name else None
     with _new_directory(target) as temporary:
-        save = formats.save_hf if format == "hf" else formats.save_meta
-        save(temporary, config, stored)
-        if tokenizer and Path(tokenizer).is_file():
-            shutil.copyfile(tokenizer, temporary / "tokenizer.model")
+        if format == "meta":
+            formats.save_meta(temporary, config, stored)
+        elif tokenizer:
+            formats.save_hf(temporary, config, stored, tokenizer.bos, list(tokenizer.stop))
+        else:
+            formats.save_hf(temporary, config, stored)
+        if tokenizer and tokenizer.file:
+            shutil.copyfile(tokenizer.file, temporary / "tokenizer.model")
 
 
 @contextlib.contextmanager

@@ -335,9 +335,14 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
 
 
 def save_hf(
-    directory: Path, config: LlamaConfig, weights: dict[str, Stored], file_bytes: int = FILE_BYTES
+    directory: Path,
+    config: LlamaConfig,
+    weights: dict[str, Stored],
+    bos: int | None = None,
+    eos: list[int] | None = None,
 ) -> None:
-    """Write what transformers' from_pretrained, of 4.x or 5.x, takes."""
+    """Write what transformers' from_pretrained, of 4.x or 5.x, takes. It stops generating at any
+    token of `eos`, and with None never; without a word about it, it would stop at token 2."""
 
     def read(name: str) -> Tensor:
         weight, heads = weights[name].read(), rotated_heads(name, config)
@@ -345,7 +350,7 @@ def save_hf(
 
     files, filled = [{}], 0
     for name, weight in weights.items():
-        if filled and filled + weight.nbytes > file_bytes:
+        if filled and filled + weight.nbytes > FILE_BYTES:
             files.append({})
             filled = 0
         files[-1][hf_name(name)] = Stored(weight.dtype, weight.shape, partial(read, name))
@@ -388,6 +393,8 @@ def save_hf(
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(about, indent=1))

@@ -40,7 +40,9 @@ def main() -> None:
     args = parse_args()
     directory = find_checkpoint(args.checkpoint)
     about = read_config(directory)
-    tokenizer, config = load_tokenizer(args.tokenizer or about["tokenizer"]), about["model"]
+    if not (name := args.tokenizer or about["tokenizer"]):
+        raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
+    tokenizer, config = load_tokenizer(name), about["model"]
     check_tokenizer(directory, tokenizer)
     texts = args.prompt or [""]
     if args.chat:

@@ -1,0 +1,489 @@
+"""formats.py and checkpoint.py's import and export, against transformers and safetensors."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+from conftest import launch, refused, shared, succeed
+
+import formats
+from checkpoint import export_weights, import_weights, load_pretrained, read_config
+from formats import Stored, open_safetensors, save_safetensors
+from model import Llama, LlamaConfig, UserError
+
+PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
+SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
+SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
+MODELS = pytest.mark.parametrize("config", [PLAIN, SCALED, SMALL], ids=["plain", "3.1", "3.2"])
+
+
+def theirs(config: LlamaConfig) -> transformers.LlamaForCausalLM:
+    """transformers' model of a shape, with random weights."""
+    rope = {"rope_type": "default"}
+    if config.rope_scaling != 1:
+        rope = dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0,
+                    high_freq_factor=4.0, original_max_position_embeddings=8192)  # fmt: skip
+    torch.manual_seed(0)
+    about = transformers.LlamaConfig(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        intermediate_size=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_theta": config.rope_theta, **rope},
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=0.2,  # so that attention depends on positions
+    )
+    return transformers.LlamaForCausalLM(about).eval()
+
+
+def ours(config: LlamaConfig, dtype=torch.float32) -> Llama:
+    model = Llama(config)
+    model.init_weights(seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim == 2 else 1)  # attention depends on positions
+    return model.to(dtype)
+
+
+def stored(model: Llama) -> dict[str, Stored]:
+    return {
+        name: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach())
+        for name, p in model.named_parameters()
+    }
+
+
+def equal(a: Llama, b: Llama) -> bool:
+    pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
+    return all(m == n and torch.equal(p, q) for (m, p), (n, q) in pairs)
+
+
+@torch.no_grad()
+def logits_agree(model: Llama, reference) -> None:
+    tokens = torch.randint(101, (2, 400), generator=torch.Generator().manual_seed(0))
+    expected = reference(tokens).logits
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+# ---------------------------------------------------------------------------------- Hugging Face
+
+
+@MODELS
+@pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"])
+def test_what_transformers_saves_gives_its_logits(config, max_shard_size, tmp_path):
+    reference = theirs(config)
+    reference.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "30KB")
+    model = load_pretrained(tmp_path)
+    assert model.config == config
+    logits_agree(model, reference)
+
+
+@MODELS
+def test_a_config_of_transformers_4(config, tmp_path):
+    theirs(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    about = json.loads(path.read_text())
+    rope = about.pop("rope_parameters")
+    about["rope_theta"] = rope.pop("rope_theta")
+    about["rope_scaling"] = rope if rope["rope_type"] == "llama3" else None
+    about["torch_dtype"] = about.pop("dtype")
+    path.write_text(json.dumps(about))
+    assert formats.hf_config(tmp_path) == config
+
+
+@MODELS
+@pytest.mark.parametrize("file_bytes", [10**9, 30_000])
+def test_transformers_takes_what_we_export(config, file_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "FILE_BYTES", file_bytes)
+    model = ours(config)
+    formats.save_hf(tmp_path, config, stored(model), bos=7, eos=[8, 9])
+    files = list(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (file_bytes == 30_000)
+    largest = max(weight.nbytes for weight in stored(model).values())
+    assert all(path.stat().st_size < max(file_bytes, largest) + 4000 for path in files)
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (7, [8, 9])
+    logits_agree(model, loaded)
+
+
+# ------------------------------------------------------------------------------------------ Meta
+
+
+def meta_parts(model: Llama, n: int, by_rows_only: bool) -> list[dict[str, torch.Tensor]]:
+    """A model cut as Meta's tensor parallelism cuts it; Llama 2 cuts the embedding's columns."""
+    columns = ("wo.weight", "w2.weight") + (() if by_rows_only else ("tok_embeddings.weight",))
+    weights = dict(model.named_parameters())
+    weights["output.weight"] = model.output.weight
+
+    def part(name, weight, i):
+        if weight.ndim == 1:
+            return weight.detach()
+        return weight.detach().chunk(n, int(name.endswith(columns)))[i].clone()
+
+    return [{name: part(name, w, i) for name, w in weights.items()} for i in range(n)]
+
+
+def save_parts(directory: Path, config: LlamaConfig, parts: list[dict], **more) -> None:
+    params = dict(dim=config.dim, n_layers=config.n_layers, n_heads=config.n_heads,
+                  n_kv_heads=config.n_kv_heads, vocab_size=-1, norm_eps=1e-5, multiple_of=16,
+                  rope_theta=500000.0, use_scaled_rope=config.rope_scaling != 1)  # fmt: skip
+    (directory / "params.json").write_text(json.dumps(params | more))
+    for i, part in enumerate(parts):
+        torch.save(part | {"rope.freqs": torch.ones(4)}, directory / f"consolidated.{i:02d}.pth")
+
+
+@MODELS
+@pytest.mark.parametrize("n, by_rows_only", [(1, True), (2, True), (4, False)])
+def test_metas_parts_make_a_whole(config, n, by_rows_only, tmp_path):
+    config = replace(config, vocab_size=104)
+    model = ours(config, torch.bfloat16)
+    tied_apart = config.tie_embeddings and not by_rows_only  # cut differently: they look untied
+    save_parts(tmp_path, config, meta_parts(model, n, by_rows_only))
+    loaded = load_pretrained(tmp_path, torch.bfloat16)
+    if tied_apart:
+        assert torch.equal(loaded.output.weight, loaded.tok_embeddings.weight)
+        return
+    assert loaded.config == config
+    assert equal(loaded, model)
+
+
+def test_metas_width_of_the_feed_forward(tmp_path):
+    """Meta's reader computes it from three numbers, by the formula in its model.py."""
+    for dim, ffn_dim in [(48, 80), (2048, 8192), (4096, 14_336), (8192, 28_672), (64, 251)]:
+        config = LlamaConfig(dim, 1, 4, 4, ffn_dim, vocab_size=8)
+        (directory := tmp_path / str(dim)).mkdir()
+        fake = {"tok_embeddings.weight": Stored(torch.float32, (1,), lambda: torch.zeros(1))}
+        formats.save_meta(directory, config, fake)
+        params = json.loads((directory / "params.json").read_text())
+        width = int(params["ffn_dim_multiplier"] * int(2 * 4 * dim / 3))
+        multiple = params["multiple_of"]
+        assert multiple * ((width + multiple - 1) // multiple) == ffn_dim
+
+
+def test_the_factor_that_params_json_does_not_say(tmp_path):
+    for config, extra in [(SCALED, False), (SMALL, False), (PLAIN, False),
+                          (replace(SCALED, rope_scaling=32.0), True)]:  # fmt: skip
+        shutil.rmtree(tmp_path / "meta", ignore_errors=True)
+        (tmp_path / "meta").mkdir()
+        formats.save_meta(tmp_path / "meta", config, stored(ours(config)))
+        params = json.loads((tmp_path / "meta" / "params.json").read_text())
+        assert ("rope_scaling_factor" in params) == extra
+        assert formats.open_meta(tmp_path / "meta")[0] == config
+
+
+# ----------------------------------------------------------------------------- there and back again
+
+
+@MODELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_round_trips_are_bit_identical(config, dtype, tmp_path):
+    """hf -> ours -> meta -> ours -> hf, and every file's bytes are the first's."""
+    (tmp_path / "hf").mkdir()
+    model = ours(config, dtype)
+    formats.save_hf(tmp_path / "hf", config, stored(model))
+    import_weights(tmp_path / "hf", tmp_path / "a", None)
+    export_weights(tmp_path / "a", tmp_path / "meta", "meta", None)
+    import_weights(tmp_path / "meta", tmp_path / "b", None)
+    export_weights(tmp_path / "b", tmp_path / "hf2", "hf", None)
+    for place in ("hf", "a", "meta", "b", "hf2"):
+        loaded = load_pretrained(tmp_path / place, dtype)
+        assert loaded.config == config and equal(loaded, model), place
+    first, last = (tmp_path / place / "model.safetensors" for place in ("hf", "hf2"))
+    assert first.read_bytes() == last.read_bytes()
+    export_weights(tmp_path / "b", tmp_path / "half", "hf", torch.float16)
+    tensors = safetensors.torch.load_file(tmp_path / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_metas_own_tokenizer_goes_along(tmp_path, text):
+    """From the command line: import, generate, train on, and export what was trained."""
+    config = replace(SMALL, vocab_size=128_256, dim=32, n_layers=1, n_heads=2, ffn_dim=32)
+    (tmp_path / "hf" / "original").mkdir(parents=True)
+    formats.save_hf(tmp_path / "hf", config, stored(ours(config)))
+    tokenizer = shared("llama3.tokenizer.model")
+    shutil.copy(tokenizer, tmp_path / "hf" / "original" / "tokenizer.model")
+    succeed("checkpoint.py", "import", tmp_path / "hf", tmp_path / "mine")
+    texts = [
+        succeed("generate.py", tmp_path / place, "--prompt", "El", "--max-new-tokens", 3).out
+        for place in ("hf", "mine")
+    ]
+    assert texts[0] == texts[1]
+    tuned = tmp_path / "tuned"
+    succeed("train.py", "--init", tmp_path / "hf", "--data", text, "--out", tuned, "--steps", 1,
+            "--seq-len", 8, "--batch", 2, "--eval-every", 0, "--dp", "fsdp", nproc=2)  # fmt: skip
+    succeed("checkpoint.py", "export", tuned, tmp_path / "out", "--format", "hf")
+    assert read_config(tmp_path / "out")["model"] == config
+    exported = (tmp_path / "out" / "tokenizer.model").read_bytes()
+    assert exported == tokenizer.read_bytes()
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert about["bos_token_id"] == 128_000 and about["eos_token_id"] == [128_001, 128_008, 128_009]
+
+
+def test_loading_takes_little_memory_beside_a_ranks_share(tmp_path):
+    """88 MB of weights in files of 9 MB or 44 MB, of which the largest matrix has 3 MB."""
+    config = replace(PLAIN, dim=512, n_layers=8, n_heads=8, ffn_dim=1536, vocab_size=1500)
+    model = ours(config)
+    for place in ("hf", "meta"):
+        (tmp_path / place).mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "FILE_BYTES", 9_000_000)
+        formats.save_hf(tmp_path / "hf", config, stored(model))
+    save_parts(tmp_path / "meta", config, meta_parts(model, 2, by_rows_only=True))
+    result = succeed("tests/workers/loading_memory.py", tmp_path / "hf", tmp_path / "meta", nproc=2)
+    for line in result.out.splitlines():
+        _, grown, total = line.split()
+        assert int(total) > 85e6 and int(grown) < 9e6, result.out
+
+
+# ------------------------------------------------------------------------------------ wrong input
+
+
+def edited(directory: Path, **changes) -> Path:
+    path = directory / ("config.json" if formats.is_hf(directory) else "params.json")
+    about = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in about.items() if v is not ...}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model_type="mistral"), "has model_type mistral: only llama"),
+        (dict(hidden_act="gelu"), "has hidden_act gelu"),
+        (dict(attention_bias=True), "has attention_bias True"),
+        (dict(quantization_config={}), "has quantization_config"),
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 2}), "RoPE of type 'yarn'"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor None"),
+        (dict(head_dim=16), "head_dim 16: only 8"),
+        (dict(hidden_size=...), "does not say 'hidden_size'"),
+        (dict(rms_norm_eps="small", rope_theta="x"), "is damaged"),
+        (dict(hidden_size=50), "dim 50 over 6 heads"),
+        (dict(num_hidden_layers=2), "has unknown 9: model.layers.2.input_layernorm.weight"),
+        (dict(num_hidden_layers=4), "lacks 9: model.layers.3.input_layernorm.weight"),
+        (dict(vocab_size=102), "lm_head.weight [101, 48], not [102, 48]"),
+        (dict(tie_word_embeddings=True), "ties embeddings, but has another lm_head"),
+    ],
+    ids=str,
+)
+def test_directories_that_are_no_llama_known_here(changes, message, tmp_path):
+    formats.save_hf(tmp_path, PLAIN, stored(ours(PLAIN)))
+    with pytest.raises(UserError) as error:
+        load_pretrained(edited(tmp_path, **changes))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(dim=...), "have 'dim'"),
+        (dict(n_layers=2), "has unknown 9: layers.2.attention.wk.weight"),
+        (dict(n_kv_heads=3), "layers.0.attention.wk.weight [16, 48], not [24, 48]"),
+        (dict(rope_theta=None), "is damaged"),
+    ],
+    ids=str,
+)
+def test_metas_directories_that_do_not_fit(changes, message, tmp_path):
+    formats.save_meta(tmp_path, PLAIN, stored(ours(PLAIN)))
+    with pytest.raises(UserError) as error:
+        load_pretrained(edited(tmp_path, **changes))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code from a checkpoint ran",)
+
+
+def test_pickled_code_is_not_run(tmp_path, capsys):
+    save_parts(tmp_path, PLAIN, [{"tok_embeddings.weight": Evil()}])
+    with pytest.raises(UserError, match="damaged, or more than weights"):
+        load_pretrained(tmp_path)
+    assert "code from" not in capsys.readouterr().out
+    (tmp_path / "consolidated.00.pth").write_bytes(b"PK not a zip")
+    with pytest.raises(UserError, match="damaged, or more than weights"):
+        load_pretrained(tmp_path)
+
+
+def test_files_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "FILE_BYTES", 30_000)
+    formats.save_hf(tmp_path, PLAIN, stored(ours(PLAIN)))
+    part = sorted(tmp_path.glob("*.safetensors"))[1]
+    part.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"lacks {part.name}, which model.safetensors.index.json"):
+        load_pretrained(tmp_path)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors beside it"):
+        load_pretrained(tmp_path)
+
+
+def test_wrong_commands_are_refused(tmp_path):
+    formats.save_hf(tmp_path, PLAIN, stored(ours(PLAIN)))
+    here, new = str(tmp_path), str(tmp_path / "new")
+    refused(launch("checkpoint.py", "export", here, here, "--format", "hf"), f"{here} exists")
+    refused(launch("checkpoint.py", "export", here, new), "--format")
+    refused(launch("checkpoint.py", "import", new, here), f"no checkpoint in '{new}'")
+    result = launch("checkpoint.py", "import", here, new, "--tokenizer", "bytes")
+    refused(result, "tokenizer bytes has 267 tokens", "101")
+    result = launch("generate.py", here, "--prompt", "a")
+    refused(result, "has no tokenizer.model: give its --tokenizer")
+
+
+# ------------------------------------------------------------------------------------ safetensors
+
+
+def samples() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        str(dtype): (torch.randn(3, 5, generator=generator) * 4).abs().to(dtype)
+        for dtype in formats.DTYPES.values()
+    }
+    transposed = torch.randn(4, 6, generator=generator).T
+    return tensors | dict(scalar=torch.tensor(2.5), empty=torch.empty(0, 4), transposed=transposed)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and a.contiguous().view(-1).view(torch.uint8).equal(
+        b.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def test_safetensors_reads_what_we_write_and_the_other_way_round(tmp_path):
+    tensors = samples()
+    entries = {n: Stored(t.dtype, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()}
+    save_safetensors(tmp_path / "ours", entries, {"format": "pt"})
+    by_them = safetensors.torch.load_file(tmp_path / "ours")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, tmp_path / "theirs", {"made": "there"})
+    by_us = {name: entry.read() for name, entry in open_safetensors(tmp_path / "theirs").items()}
+    assert by_them.keys() == by_us.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert same(by_them[name], tensor) and same(by_us[name], tensor), name
+
+
+def write_raw(path: Path, header: bytes | dict, data: bytes) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        (b"[]", "no JSON object"),
+        (b" {}", "no JSON object"),
+        (b"{" * 100_000, "not JSON"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "not JSON"),
+        (b"\xff{}", "not JSON"),
+        (b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2), "twice"),
+        ({"a": 3}, "'a' does not have"),
+        ({"a": entry() | {"more": 1}}, "'a' does not have"),
+        ({"a": entry(dtype="F7")}, "unknown dtype F7"),
+        ({"a": entry(dtype=["F32"])}, "unknown dtype"),
+        ({"a": entry(end=12)}, "does not fill"),
+        ({"a": entry(begin=8, end=0)}, "does not fill"),
+        ({"a": entry(shape=(-2, -1))}, "has shape"),
+        ({"a": entry(shape=(True, 2))}, "has shape"),
+        ({"a": entry(shape=(0, 2**40, 2**40), end=0)}, "has shape"),
+        ({"a": entry(shape=(1,) * 65, end=4)}, "has shape"),
+        ({"a": entry(shape=(2.0,))}, "has shape"),
+        ({"a": entry(), "b": entry()}, "overlap"),
+        ({"a": entry(4, 12)}, "gap"),
+        ({"a": entry(0, 4, shape=(1,))}, "bytes where its header says"),
+        ({"a": entry(0, 2**40, shape=(2**38,))}, "bytes where its header says"),
+        ({"a": entry(), "__metadata__": {"n": 1}}, "__metadata__ is not text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_safetensors_are_refused(header, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        open_safetensors(write_raw(tmp_path / "file", header, bytes(8)))
+
+
+def test_a_header_longer_than_the_file_or_than_100_mb(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="a header of"):
+            open_safetensors(path)
+    with open(path, "wb") as file:
+        file.write((101_000_000).to_bytes(8, "little") + b"{}")
+        file.truncate(200_000_000)  # a hole, not a real 200 MB
+    with pytest.raises(UserError, match="a header of 101,000,000 bytes"):
+        open_safetensors(path)
+
+
+def test_a_file_that_shrinks_is_not_read_beyond_its_end(tmp_path):
+    path = write_raw(tmp_path / "file", {"a": entry()}, bytes(8))
+    tensors = open_safetensors(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UserError, match="has changed"):
+        tensors["a"].read()
+
+
+def mutated(content: bytes, choice: random.Random) -> bytes:
+    """A file with a few bits, bytes, numbers or stretches of it changed."""
+    data = bytearray(content)
+    header = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(choice.choice([1, 1, 1, 2, 4])):
+        at = choice.randrange(header if choice.random() < 0.9 else len(data)) % max(len(data), 1)
+        kind = choice.randrange(6)
+        if kind == 0:
+            data[at] ^= 1 << choice.randrange(8)
+        elif kind == 1:
+            data[at] = choice.choice(b'0123456789{}[]",:-eE. \x00\xff')
+        elif kind == 2:
+            del data[at : at + choice.choice([1, 2, 8, 100])]
+        elif kind == 3:
+            data[at:at] = choice.choice([b"0", b"9", b"[", b'"', b"-", b"18446744073709551616"])
+        elif kind == 4:
+            data[:8] = choice.choice([0, 1, header, 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little")
+        else:
+            end = at + choice.choice([4, 16, 64])
+            data[at:end] = data[at:end][::-1]
+        if not data:
+            break
+    return bytes(data)
+
+
+def test_mutated_safetensors_never_crash_and_are_judged_as_by_the_safetensors_package(tmp_path):
+    """3,000 files: what we take, the package takes too, with the same bytes."""
+    tensors = {name: t.contiguous() for name, t in samples().items() if "uint" not in name}
+    few = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64)}
+    originals = [safetensors.torch.save(few, {"x": "y"}), safetensors.torch.save(tensors)]
+    choice, path = random.Random(0), tmp_path / "file"
+    taken = refused_by_us_alone = 0
+    for i in range(3000):
+        path.write_bytes(mutated(originals[i % 4 == 0], choice))
+        try:
+            their = safetensors.torch.load(path.read_bytes())
+        except Exception:  # of many types, some of its own, some of Python's
+            their = None
+        try:
+            our = {name: entry.read() for name, entry in open_safetensors(path).items()}
+        except UserError:
+            refused_by_us_alone += their is not None
+            continue
+        assert their is not None and their.keys() == our.keys(), i
+        assert all(same(our[name], their[name]) for name in our), i
+        taken += 1
+    assert taken > 50  # names and data may change: not every mutation does harm
+    assert refused_by_us_alone < 30, refused_by_us_alone
