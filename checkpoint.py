@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import formats
-from data import Tokenizer, load_tokenizer
+from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
 from formats import Stored
 from model import Llama, LlamaConfig, UserError
 from parallel import Parser, put_shard, run
@@ -59,9 +59,7 @@ def claim(out: Path) -> Path | None:
 
     For the first rank alone. Two runs in one OUT would remove each other's files."""
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(
-        out / ".lock", os.O_RDWR | os.O_CREAT, 0o644
-    )  # open, and locked, to the end
+    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # open until we end
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -71,7 +69,7 @@ def claim(out: Path) -> Path | None:
         print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return max(checkpoints(out), default=None)
+    return (checkpoints(out) or [None])[-1]
 
 
 class Saver:
@@ -141,7 +139,7 @@ class Saver:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)  # to make room
             free = shutil.disk_usage(self.out).free / 1e9
-            last = max(checkpoints(self.out), default="none")
+            last = (checkpoints(self.out) or ["none"])[-1]
             raise UserError(
                 f"cannot save {final}: {_reason(error)}; {free:,.1f} GB are free there. The last "
                 f"checkpoint is {last}: make room, and --resume goes on from it"
@@ -218,7 +216,7 @@ def complete(directory: Path, about: dict, tokenizer: Tokenizer | None, sums: di
     about |= {"tokenizer": tokenizer and tokenizer.name}
     about |= {"tokenizer_hash": tokenizer and tokenizer.hash}
     if tokenizer and tokenizer.file:
-        shutil.copyfile(tokenizer.file, directory / "tokenizer.model")
+        tokenizer.save(directory / "tokenizer.model")
         about["tokenizer"] = "tokenizer.model"
     (directory / "config.json").write_text(json.dumps(about, indent=1, default=str))
     others = [*directory.glob("*"), *directory.glob("*/.metadata")]
@@ -299,10 +297,8 @@ def read_config(directory: Path) -> dict:
     of ours also `tokenizer_hash`, `step` and `flags`."""
     if formats.is_meta(directory) or formats.is_hf(directory):
         config, _ = open_weights(directory)
-        places = (directory, directory / "original")  # where Meta's repositories at HF have it
-        files = (place / "tokenizer.model" for place in places)
-        tokenizer = next((str(file) for file in files if file.is_file()), None)
-        return {"model": config, "tokenizer": tokenizer}
+        file = find_tokenizer(directory)
+        return {"model": config, "tokenizer": str(file) if file else None}
     verify(directory, "config.json", "tokenizer.model")
     about = json.loads((directory / "config.json").read_text())
     about["model"] = LlamaConfig(**about["model"])
@@ -460,12 +456,15 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
     with _new_directory(target) as temporary:
         if format == "meta":
             formats.save_meta(temporary, config, stored)
-        elif tokenizer:
-            formats.save_hf(temporary, config, stored, tokenizer.bos, list(tokenizer.stop))
-        else:
+        elif not tokenizer:
             formats.save_hf(temporary, config, stored)
+        else:
+            formats.save_hf(temporary, config, stored, tokenizer.bos, list(tokenizer.stop))
+            if tokenizer.file:
+                ranks = tokenizer.encoding._mergeable_ranks
+                formats.save_tokenizer(temporary, ranks, tokenizer.special, SPLIT)
         if tokenizer and tokenizer.file:
-            shutil.copyfile(tokenizer.file, temporary / "tokenizer.model")
+            tokenizer.save(temporary / "tokenizer.model")
 
 
 @contextlib.contextmanager

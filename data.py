@@ -41,6 +41,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from formats import load_ranks
 from model import IGNORE, UserError
 
 CACHE = Path(__file__).resolve().parent / "cache"
@@ -86,6 +87,11 @@ class Tokenizer:
         self.eos = special.get("<|end_of_text|>", special.get("<|endoftext|>"))
         stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
         self.stop = tuple(special[name] for name in stops if name in special)
+
+    def save(self, path: Path) -> None:
+        """Write it as a `tokenizer.model`."""
+        ranks = self.encoding._mergeable_ranks
+        path.write_bytes(_model_file(sorted(ranks, key=ranks.get)))
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Ids of a text. What looks like a special token in it stays text."""
@@ -141,16 +147,15 @@ class Tokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by name or path.
 
-    `bytes`; `python-2048` (or another size): a BPE trained on the default corpus at first use; a
-    file in Llama 3's `tokenizer.model` format or a directory that holds one; one of tiktoken's
-    own encodings, such as `gpt2`, which tiktoken downloads.
+    `bytes`; `python-2048` (or another size): a BPE trained on the default corpus at first use;
+    Llama 3's `tokenizer.model`, or its `tokenizer.json` at Hugging Face, or a file in one of these
+    formats, or a directory that holds one; one of tiktoken's own encodings, such as `gpt2`, which
+    tiktoken downloads.
     """
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return Tokenizer(name, _encoding(name, ranks, r"(?s:.{1,256})"))
-    path = Path(name)
-    if path.is_dir() and (path / "tokenizer.model").is_file():
-        path = path / "tokenizer.model"
+    path = find_tokenizer(Path(name)) or Path(name)
     if path.is_file():
         return Tokenizer(name, _encoding(name, _read_ranks(path), SPLIT), path)
     if name.startswith("python-") and name.removeprefix("python-").isdigit():
@@ -171,26 +176,41 @@ def load_tokenizer(name: str) -> Tokenizer:
     raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
 
 
+def find_tokenizer(directory: Path) -> Path | None:
+    """The tokenizer's file in a directory; Meta's at Hugging Face have it below."""
+    names = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
+    return next((directory / name for name in names if (directory / name).is_file()), None)
+
+
 def _encoding(name: str, ranks: dict[bytes, int], split: str) -> tiktoken.Encoding:
     n_special = len(SPECIAL) if len(ranks) == LLAMA3_RANKS else N_SMALL_SPECIAL
     special = {token: len(ranks) + i for i, token in enumerate(SPECIAL[:n_special])}
     return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
 
 
+def _model_file(tokens: list[bytes]) -> bytes:
+    """What a `tokenizer.model` of these tokens, in the order of their ranks, holds."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
+
+
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """The `tokenizer.model` format: a line per token, `base64(bytes) rank`.
+    """The `tokenizer.model` format: a line per token, `base64(bytes) rank`; or tokenizer.json.
 
     tiktoken's own reader would do, but it never notices that the file at a path has changed.
     """
-    ranks = {}
-    try:
-        for line in path.read_bytes().splitlines():
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error):
-        raise UserError(f"{path} is no tokenizer.model: line {len(ranks) + 1} is not `base64 rank`")
+    if path.suffix == ".json":
+        ranks = load_ranks(path, SPLIT)
+    else:
+        ranks = {}
+        try:
+            for line in path.read_bytes().splitlines():
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            number = len(ranks) + 1
+            raise UserError(f"{path} is no tokenizer.model: line {number} is not `base64 rank`")
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
-        raise UserError(f"{path} is no tokenizer.model: its ranks are not 0, 1, 2... or too few")
+        raise UserError(f"{path} is no tokenizer: its ranks are not 0, 1, 2... or too few")
     return ranks
 
 
@@ -633,10 +653,9 @@ def train_tokenizer(sources: list[str], vocab_size: int, out: Path, sample: int 
         if piece.split == "train":
             words.update(regex.findall(SPLIT, piece.text))
     tokens = merge_pairs(words, n_ranks)
-    text = b"".join(b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=out.parent, delete=False) as temporary:
-        temporary.write(text)
+        temporary.write(_model_file(tokens))
     os.replace(temporary.name, out)  # whole or not at all, though several runs may start at once
 
 

@@ -233,61 +233,81 @@ def match(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]
         raise UserError(f"the weights in {where} do not fit this Llama: it {'; it '.join(told)}")
 
 
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}")
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: no JSON object")
-    return content
+class Json(dict):
+    """What a JSON file says. Asked for what it does not say, it tells the user."""
+
+    def __init__(self, path: Path):
+        try:
+            content = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: {error}")
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: no JSON object")
+        super().__init__(content)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise UserError(f"{self.path} does not say '{key}'")
+
+    def config(self, **sizes: Any) -> LlamaConfig:
+        """A LlamaConfig of what was found here, if every value is of the type it should be."""
+        example = LlamaConfig()
+        for name, value in sizes.items():
+            kind = type(getattr(example, name))
+            if kind is float and type(value) is int:
+                sizes[name] = float(value)
+            elif type(value) is not kind or (kind is not bool and not 0 < value < 2**40):
+                raise UserError(f"{self.path} is damaged: {name} cannot be {value!r}")
+        return LlamaConfig(**sizes)
 
 
 # ------------------------------------------------------------------------------------ Hugging Face
 
 
+# What a config.json may say of things that are not configurable here, and of RoPE's scaling.
+KNOWN = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
+KNOWN_SCALING = dict(
+    rope_type="llama3", low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
+)
+
+
 def is_hf(directory: Path) -> bool:
     path = directory / "config.json"
-    return path.is_file() and "model_type" in _read_json(path)
+    return path.is_file() and "model_type" in Json(path)
 
 
 def hf_config(directory: Path) -> LlamaConfig:
     """The shape that a config.json of transformers 4.x or 5.x describes."""
     path = directory / "config.json"
-    about = _read_json(path)
+    about = Json(path)
     # 4.x has rope_theta beside rope_scaling, which is null without scaling; 5.x has one dictionary.
     rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path} is damaged: its RoPE is {rope}")
+    if about.get("quantization_config"):
+        raise UserError(f"{path} has quantized weights: take the model they were made from")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    llama3 = dict(low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
-    wanted = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
-    wanted |= dict(quantization_config=None)
-    for key, value in wanted.items():
-        if about.get(key, value) != value:
-            raise UserError(f"{path} has {key} {about[key]}: only {value} is a Llama as known here")
+    only = {key: about.get(key, value) for key, value in KNOWN.items()}
     if kind == "llama3":
-        for key, value in llama3.items():
-            if rope.get(key) != value:
-                raise UserError(f"{path} has {key} {rope.get(key)}: only {value} is known here")
+        only |= {key: rope.get(key) for key in KNOWN_SCALING}
     elif kind != "default":
         raise UserError(f"{path} has RoPE of type '{kind}': only default and llama3 are known here")
-    try:
-        config = LlamaConfig(
-            dim=about["hidden_size"],
-            n_layers=about["num_hidden_layers"],
-            n_heads=about["num_attention_heads"],
-            n_kv_heads=about.get("num_key_value_heads", about["num_attention_heads"]),
-            ffn_dim=about["intermediate_size"],
-            vocab_size=about["vocab_size"],
-            max_seq_len=about["max_position_embeddings"],
-            norm_eps=about["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta", about.get("rope_theta", 10_000.0))),
-            rope_scaling=float(rope["factor"]) if kind == "llama3" else 1.0,
-            tie_embeddings=about.get("tie_word_embeddings", False),
-        )
-    except KeyError as error:
-        raise UserError(f"{path} does not say {error}")
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}")
+    for key, value in only.items():
+        if value != (known := (KNOWN | KNOWN_SCALING)[key]):
+            raise UserError(f"{path} has {key} {value}: only {known} is known here")
+    config = about.config(
+        dim=about["hidden_size"],
+        n_layers=about["num_hidden_layers"],
+        n_heads=about["num_attention_heads"],
+        n_kv_heads=about.get("num_key_value_heads", about["num_attention_heads"]),
+        ffn_dim=about["intermediate_size"],
+        vocab_size=about["vocab_size"],
+        max_seq_len=about["max_position_embeddings"],
+        norm_eps=about["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", about.get("rope_theta", 10_000.0)),
+        rope_scaling=rope.get("factor") if kind == "llama3" else 1.0,
+        tie_embeddings=about.get("tie_word_embeddings", False),
+    )
     if about.get("head_dim") not in (None, config.head_dim):
         raise UserError(f"{path} has head_dim {about['head_dim']}: only {config.head_dim} is known")
     return config
@@ -298,7 +318,7 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     config = hf_config(directory)
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(map(str, _read_json(index).get("weight_map", {}).values())))
+        files = sorted({str(name) for name in dict(Json(index)["weight_map"]).values()})
     else:
         files = sorted(path.name for path in directory.glob("model*.safetensors"))
     if missing := [name for name in files if not (directory / name).is_file()]:
@@ -367,17 +387,10 @@ def save_hf(
     for name, file in zip(names, files):
         save_safetensors(directory / name, file, {"format": "pt"})
 
-    scaling = {
-        "rope_type": "llama3",
-        "factor": config.rope_scaling,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = KNOWN_SCALING | {"factor": config.rope_scaling}
     (dtype,) = {weight.dtype for weight in weights.values()}
-    about = {
+    about = KNOWN | {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
@@ -390,14 +403,78 @@ def save_hf(
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(about, indent=1))
+
+
+# A byte in tokenizer.json is the character of that number where it prints; the 68 others are, in
+# their order, the characters from 256 on.
+PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTS]
+CHARACTERS = {b: chr(b) for b in PRINTS} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+
+CHAT = (  # Llama 3's chat format, in Jinja
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
+    "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def save_tokenizer(
+    directory: Path, ranks: dict[bytes, int], special: dict[str, int], split: str
+) -> None:
+    """Write the tokenizer.json and tokenizer_config.json that transformers' AutoTokenizer takes.
+
+    `ranks` are the ordinary tokens, `split` the pattern that cuts text before bytes are merged."""
+
+    def shown(token: bytes) -> str:
+        return "".join(CHARACTERS[byte] for byte in token)
+
+    merges = []  # every way to make a token of two others, as a list in the order to try them
+    for token in sorted(ranks, key=ranks.get):
+        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+        ways = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(ways, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    cut = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    bytes_ |= {"use_regex": False}
+    about = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": text, **plain} for text, i in special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, bytes_]},
+        "decoder": bytes_,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,  # a piece of text that is a token is that token
+            "vocab": {shown(token): rank for token, rank in ranks.items()},
+            "merges": [[shown(left), shown(right)] for left, right in merges],
+        },
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(about, ensure_ascii=False))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>"}
+    about |= {"eos_token": "<|eot_id|>", "chat_template": CHAT}
+    about |= {"clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
+
+
+def load_ranks(path: Path, split: str) -> dict[bytes, int]:
+    """The ordinary tokens of a tokenizer.json that cuts text as `split` does."""
+    bytes_of = {character: byte for byte, character in CHARACTERS.items()}
+    about = Json(path)
+    try:
+        steps = about["pre_tokenizer"].get("pretokenizers", [about["pre_tokenizer"]])
+        patterns = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
+        vocab = about["model"]["vocab"]
+        ranks = {bytes(bytes_of[c] for c in shown): rank for shown, rank in vocab.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no tokenizer of Llama 3: {type(error).__name__} {error}")
+    if patterns != [split]:
+        raise UserError(f"{path} is no tokenizer of Llama 3: it cuts text by {patterns}")
+    return ranks
 
 
 # -------------------------------------------------------------------------------------------- Meta
@@ -420,35 +497,30 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     path, files = directory / "params.json", sorted(directory.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
-    params, parts = _read_json(path), [_load_pth(file) for file in files]
+    params, parts = Json(path), [_load_pth(file) for file in files]
     n, first = len(parts), {name: tuple(tensor.shape) for name, tensor in parts[0].items()}
     for file, part in zip(files, parts):
         match({name: tuple(tensor.shape) for name, tensor in part.items()}, first, file)
-    scaled = params.get("use_scaled_rope")
-    try:
-        rows, columns = first["tok_embeddings.weight"]
-        tied = "output.weight" not in first or all(
-            torch.equal(part["output.weight"], part["tok_embeddings.weight"]) for part in parts
-        )
-        factor = params.get("rope_scaling_factor", 32 if tied else 8)
-        config = LlamaConfig(
-            dim=params["dim"],
-            n_layers=params["n_layers"],
-            n_heads=params["n_heads"],
-            n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-            ffn_dim=n * first["layers.0.feed_forward.w1.weight"][0],
-            vocab_size=rows * n if columns == params["dim"] else rows,  # Llama 2 cuts columns
-            max_seq_len=131_072 if scaled else 8192,
-            norm_eps=params["norm_eps"],
-            rope_theta=float(params.get("rope_theta", 10_000.0)),
-            rope_scaling=float(factor) if scaled else 1.0,
-            tie_embeddings=tied,
-        )
-    except KeyError as error:
-        raise UserError(f"{directory}: neither its weights nor params.json have {error}")
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}")
-
+    if missing := {"tok_embeddings.weight", "layers.0.feed_forward.w1.weight"} - first.keys():
+        raise UserError(f"the weights in {directory} do not fit this Llama: they lack {missing}")
+    rows, columns = first["tok_embeddings.weight"]
+    tied = "output.weight" not in first or all(
+        torch.equal(part["output.weight"], part["tok_embeddings.weight"]) for part in parts
+    )
+    scaled, factor = params.get("use_scaled_rope"), 32.0 if tied else 8.0
+    config = params.config(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        ffn_dim=n * first["layers.0.feed_forward.w1.weight"][0],
+        vocab_size=rows * n if columns == params["dim"] else rows,  # Llama 2 cuts columns
+        max_seq_len=131_072 if scaled else 8192,
+        norm_eps=params["norm_eps"],
+        rope_theta=params.get("rope_theta", 10_000.0),
+        rope_scaling=params.get("rope_scaling_factor", factor) if scaled else 1.0,
+        tie_embeddings=tied,
+    )
     ours = shapes(config)
     cuts = {  # along which dimensions parts are less than the whole: one at most
         name: [d for d, (size, all_of_it) in enumerate(zip(shape, ours[name])) if size != all_of_it]

@@ -15,6 +15,7 @@ from conftest import launch, refused, shared, succeed
 
 import formats
 from checkpoint import export_weights, import_weights, load_pretrained, read_config
+from data import load_tokenizer, train_tokenizer
 from formats import Stored, open_safetensors, save_safetensors
 from model import Llama, LlamaConfig, UserError
 
@@ -208,6 +209,53 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def same_tokenizers(directory: Path) -> None:
+    """The tokenizer.model in it, the tokenizer.json beside it, and transformers' reading of that."""
+    a, b = (load_tokenizer(str(directory / f"tokenizer.{kind}")) for kind in ("model", "json"))
+    assert a.hash == b.hash
+    reference = transformers.AutoTokenizer.from_pretrained(directory)
+    text = "def f(x):\r\n\treturn  x * 1234567 # naïve 漢字 🙂\n\n  They'LL\x00\x7f "
+    assert reference.encode(text, add_special_tokens=False) == a.encode(text)
+    assert reference.decode(a.encode(text)) == text
+    chat = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
+    ids = reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert ids == a.encode_chat(chat)
+    assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop
+
+
+def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
+    train_tokenizer([str(text), formats.__file__], 500, tmp_path / "mine" / "tokenizer.model")
+    tokenizer = load_tokenizer(str(tmp_path / "mine"))
+    config = replace(PLAIN, vocab_size=tokenizer.vocab_size)
+    (tmp_path / "hf").mkdir()
+    formats.save_hf(tmp_path / "hf", config, stored(ours(config)))
+    import_weights(tmp_path / "hf", tmp_path / "run", str(tmp_path / "mine"))
+    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
+    same_tokenizers(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.model").unlink()
+    assert read_config(tmp_path / "out")["tokenizer"].endswith("tokenizer.json")
+    import_weights(tmp_path / "out", tmp_path / "again", None)
+    written = [(tmp_path / run / "tokenizer.model").read_bytes() for run in ("run", "again")]
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "no JSON object"),
+        ("{}", "does not say 'pre_tokenizer'"),
+        ('{"pre_tokenizer": {"type": "ByteLevel"}, "model": {"vocab": {}}}', "it cuts text by []"),
+        ('{"pre_tokenizer": null}', "is no tokenizer of Llama 3"),
+        ('{"pre_tokenizer": {"pretokenizers": []}, "model": {"vocab": {"▁a": 3}}}', "is no tok"),
+    ],
+)
+def test_other_tokenizers_are_refused(content, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(tmp_path))
+    assert message in str(error.value)
+
+
 def test_metas_own_tokenizer_goes_along(tmp_path, text):
     """From the command line: import, generate, train on, and export what was trained."""
     config = replace(SMALL, vocab_size=128_256, dim=32, n_layers=1, n_heads=2, ffn_dim=32)
@@ -228,6 +276,7 @@ def test_metas_own_tokenizer_goes_along(tmp_path, text):
     assert read_config(tmp_path / "out")["model"] == config
     exported = (tmp_path / "out" / "tokenizer.model").read_bytes()
     assert exported == tokenizer.read_bytes()
+    same_tokenizers(tmp_path / "out")
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert about["bos_token_id"] == 128_000 and about["eos_token_id"] == [128_001, 128_008, 128_009]
 
@@ -264,12 +313,14 @@ def edited(directory: Path, **changes) -> Path:
         (dict(model_type="mistral"), "has model_type mistral: only llama"),
         (dict(hidden_act="gelu"), "has hidden_act gelu"),
         (dict(attention_bias=True), "has attention_bias True"),
-        (dict(quantization_config={}), "has quantization_config"),
+        (dict(quantization_config={"bits": 4}), "has quantized weights"),
         (dict(rope_scaling={"rope_type": "yarn", "factor": 2}), "RoPE of type 'yarn'"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor None"),
         (dict(head_dim=16), "head_dim 16: only 8"),
         (dict(hidden_size=...), "does not say 'hidden_size'"),
-        (dict(rms_norm_eps="small", rope_theta="x"), "is damaged"),
+        (dict(rms_norm_eps="small"), "norm_eps cannot be 'small'"),
+        (dict(num_hidden_layers=-1), "n_layers cannot be -1"),
+        (dict(rope_scaling=3), "its RoPE is 3"),
         (dict(hidden_size=50), "dim 50 over 6 heads"),
         (dict(num_hidden_layers=2), "has unknown 9: model.layers.2.input_layernorm.weight"),
         (dict(num_hidden_layers=4), "lacks 9: model.layers.3.input_layernorm.weight"),
@@ -288,10 +339,10 @@ def test_directories_that_are_no_llama_known_here(changes, message, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(dim=...), "have 'dim'"),
+        (dict(dim=...), "does not say 'dim'"),
         (dict(n_layers=2), "has unknown 9: layers.2.attention.wk.weight"),
         (dict(n_kv_heads=3), "layers.0.attention.wk.weight [16, 48], not [24, 48]"),
-        (dict(rope_theta=None), "is damaged"),
+        (dict(rope_theta=None), "rope_theta cannot be None"),
     ],
     ids=str,
 )
