@@ -210,7 +210,7 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
 
 
 def same_tokenizers(directory: Path) -> None:
-    """The tokenizer.model in it, the tokenizer.json beside it, and transformers' reading of that."""
+    """tokenizer.model, the tokenizer.json beside it, and what transformers makes of that."""
     a, b = (load_tokenizer(str(directory / f"tokenizer.{kind}")) for kind in ("model", "json"))
     assert a.hash == b.hash
     reference = transformers.AutoTokenizer.from_pretrained(directory)
