@@ -10,7 +10,7 @@
     python checkpoint.py export SRC DST --format hf|meta      and back: a model that others load
 
 A save writes to a hidden directory first and renames it last. A process that is killed while it
-saves leaves a hidden directory, which the next save removes; earlier checkpoints are untouched.
+saves leaves a hidden directory, which the next run removes; earlier checkpoints are untouched.
 OUT must be on a disk that all nodes share: every rank writes a part.
 
 Which rank wrote what does not matter to who reads it: parts are stored as pieces of whole tensors,
@@ -55,7 +55,8 @@ SUMS = "SHA256SUMS"
 
 
 def claim(out: Path) -> Path | None:
-    """Make OUT this process's own until it ends; its newest checkpoint, if there is one.
+    """Make OUT this process's own until it ends, and remove what a killed one left half written;
+    its newest checkpoint, if there is one.
 
     For the first rank alone. Two runs in one OUT would remove each other's files."""
     out.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,8 @@ def claim(out: Path) -> Path | None:
         print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    for leftover in out.glob(".step-*"):
+        shutil.rmtree(leftover)
     return (checkpoints(out) or [None])[-1]
 
 
@@ -129,7 +132,7 @@ class Saver:
         final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
         first = dist.get_rank() == 0
         try:
-            self._gather(lambda: first and _prepare(self.out, temporary))
+            self._gather(lambda: first and temporary.mkdir(parents=True))
             for part, tensors in state.items():
                 dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
             own = temporary.glob(f"*/__{dist.get_rank()}_*")
@@ -187,13 +190,6 @@ def _moments(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
     of it: they stay those of the flags."""
     state = get_optimizer_state_dict(model, optimizer)["state"]
     return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items()}
-
-
-def _prepare(out: Path, temporary: Path) -> None:
-    """Remove what killed processes left behind, and make room to write."""
-    for leftover in out.glob(".step-*"):
-        shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -279,10 +275,15 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def is_own(directory: Path) -> bool:
+    """Whether this is, or was, a checkpoint of ours."""
+    return (directory / "weights").is_dir()
+
+
 def find_checkpoint(directory: Path) -> Path:
     """Where weights are: a directory of Meta's or Hugging Face's, a checkpoint's own, or the newest
     of a run's."""
-    if (directory / "weights").is_dir() or formats.is_meta(directory) or formats.is_hf(directory):
+    if is_own(directory) or formats.is_meta(directory) or formats.is_hf(directory):
         return directory
     if found := checkpoints(directory):
         return found[-1]
@@ -295,7 +296,7 @@ def find_checkpoint(directory: Path) -> Path:
 def read_config(directory: Path) -> dict:
     """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; and of a checkpoint
     of ours also `tokenizer_hash`, `step` and `flags`."""
-    if formats.is_meta(directory) or formats.is_hf(directory):
+    if not is_own(directory):
         config, _ = open_weights(directory)
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": str(file) if file else None}
@@ -357,7 +358,7 @@ def load_weights(directory: Path, model: Llama) -> None:
 
     Every rank calls it, and takes its part: of our files, what overlaps with it; of others, one
     whole matrix at a time, mapped where its rows are in order."""
-    if (directory / "weights").is_dir():
+    if is_own(directory):
         verify(directory, "weights")
         with _alone():
             dcp.load(_weights(model), checkpoint_id=directory / "weights")
@@ -383,10 +384,9 @@ def load_pretrained(
 
 def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     """The shape and the weights, still in their files, of any directory find_checkpoint finds."""
-    if formats.is_meta(directory):
-        return formats.open_meta(directory)
-    if formats.is_hf(directory):
-        return formats.open_hf(directory)
+    if not is_own(directory):
+        is_meta = formats.is_meta(directory)
+        return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
     verify(directory, "weights")
     entries = FileSystemReader(directory / "weights").read_metadata().state_dict_metadata
 
@@ -509,12 +509,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     run(main)
-
-
-def _reason(error: OSError | CheckpointException) -> str:
-    """What was wrong with the disk; torch says of a full one only that a position is unexpected."""
-    if isinstance(error, CheckpointException):
-        rank, (error, _) = min(error.failures.items())
-    if isinstance(error, OSError):
-        return f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
-    return f"rank {rank} could not write ({type(error).__name__}: {error})"

@@ -226,7 +226,9 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except Exception as error:
-        if isinstance(error, UserError) or getattr(error, "errno", None) in NO_ENTRY:
+        if getattr(error, "errno", None) in NO_ENTRY:
+            error = UserError(f"{error}: make room, or choose a place that may be written")
+        if isinstance(error, UserError):
             if _count_errors(1) == 1:
                 print(f"error: {error}", file=sys.stderr)
             _exit(2)

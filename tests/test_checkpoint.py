@@ -75,14 +75,21 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
     model, optimizer = trained()
     leftover = tmp_path / ".step-00000002"  # of a process killed while it saved
     leftover.mkdir()
+    assert checkpoint.claim(tmp_path) is None
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer, load_tokenizer("bytes"), keep=2)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000004"]
+    left = [".lock", "step-00000003", "step-00000004"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == left
+    assert checkpoint.claim(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-best")
     save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
-    left = ["step-00000003-best", "step-00000005"]  # what others put there is not ours to remove
+    left = [
+        ".lock",
+        "step-00000003-best",
+        "step-00000005",
+    ]  # what others put there is not ours to remove
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
 

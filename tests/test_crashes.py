@@ -1,0 +1,342 @@
+"""Ranks that are killed while they save, disks that fail, files that are damaged."""
+
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Result, finish, launch, refused, start, succeed
+from test_train import flags, metrics
+
+import checkpoint
+from model import UserError
+
+# Large enough for a save to take six times as long as a step, on a disk that is not slow.
+LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
+
+
+def large(shards, out, **more) -> list[str]:
+    return [*flags(shards, out, **dict(batch=4, lr=1e-3, dtype="float32") | more), *LARGE]
+
+
+def hidden(out: Path) -> list[Path]:
+    """What a save that has not ended leaves."""
+    return list(out.glob(".step-*"))
+
+
+def newest(out: Path) -> int:
+    """The step of the last checkpoint, 0 where there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
+
+
+def all_complete(out: Path) -> list[str]:
+    """Check all that looks like a checkpoint; the names."""
+    found = sorted(out.glob("step-*"))
+    for path in found:
+        checkpoint.verify(path, "")
+    return [path.name for path in found]
+
+
+def processes(name: Path) -> list[tuple[str, int, int]]:
+    """Those whose command line has this path: that line, the rank, and the process id."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
+            variables = (process / "environ").read_text(errors="replace")
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+        if str(name) in command and int(process.name) != os.getpid():
+            rank = re.search(r"\0RANK=(\d+)\0", variables)
+            found.append((command, int(rank[1]) if rank else 0, int(process.name)))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives(tmp_path):
+    """Whatever a test has started, and left running because it failed, ends with it."""
+    yield
+    while left := processes(tmp_path):
+        for _, _, process in left:
+            _kill(process)
+        time.sleep(0.1)
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def one_line(result: Result, *parts: str) -> str:
+    """What `refused` demands, of many ranks: torchrun has an exit code of its own."""
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.err
+    assert all(part in lines[0] for part in parts), lines[0]
+    assert "[rank" not in result.err, result.err  # how torch begins a traceback of a rank
+    assert result.code != 0
+    return lines[0]
+
+
+# -------------------------------------------------------------------- killed at any instant
+
+
+def test_a_run_that_is_killed_twice_is_the_same_run(shards, tmp_path):
+    kill_and_resume(shards, tmp_path, nproc=2, kills=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc, kills", [(0, 14), (2, 22)])
+def test_a_run_that_is_killed_often_is_the_same_run(shards, tmp_path, nproc, kills):
+    assert kill_and_resume(shards, tmp_path, nproc, kills) >= kills / 4
+
+
+def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
+    """Kill a run, one rank or all, and resume it; and so on. How often that interrupted a save."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    steps = 100 + 20 * kills
+    uninterrupted = start("train.py", *large(shards, whole, steps=steps), nproc=nproc)
+    arguments = [*large(shards, out, steps=steps, save_every=1, keep=2), "--resume"]
+    interrupted = 0
+    for i in range(kills):
+        before, options = newest(out), ["--async-save"] if i % 2 else []
+        process = start("train.py", *arguments, *options, nproc=nproc)
+        wait_until(lambda old=before: newest(out) > old, process)
+        time.sleep(dice.uniform(0, 0.5))
+
+        # Of two ranks one is killed, or both: with and without --async-save.
+        ranks = [
+            (rank, p) for command, rank, p in processes(out) if "distributed.run" not in command
+        ]
+        assert len(ranks) == max(nproc, 1), ranks
+        victims = [dice.choice(ranks)] if i % 4 in (0, 3) else ranks
+        before = newest(out)
+        for _, victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        caught = len(hidden(out))
+        interrupted += caught > 0
+        result = finish(process, timeout=60)
+
+        assert result.code != 0 and newest(out) < steps, result.out
+        assert not processes(out)
+        complete = all_complete(out)
+        print(
+            f"kill {i + 1} of {kills}: of ranks {sorted(rank for rank, _ in victims)} at step "
+            f"{before}, {caught} hidden then, {len(hidden(out))} now; complete: {complete}"
+        )
+        assert newest(out) >= before and min(2, before) <= len(complete) <= 3
+        assert len(hidden(out)) <= 1
+        if len(victims) < len(ranks):
+            one_line(result, "error: rank ")
+
+    arguments = [*large(shards, out, steps=steps, save_every=steps // 2, keep=2), "--resume"]
+    assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
+    assert finish(uninterrupted).code == 0
+    for key in ("step", "loss", "grad_norm"):
+        assert [row[key] for row in metrics(out)] == [row[key] for row in metrics(whole)], key
+    assert not hidden(out) and len(all_complete(out)) == 2
+    print(f"{interrupted} of {kills} kills interrupted a save")
+    return interrupted
+
+
+def wait_until(happened, process: subprocess.Popen) -> None:
+    """Look often: a run goes on meanwhile. Fails where the run ends before."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"it did not come to that: {finish(process, 1).err}")
+        time.sleep(0.005)
+
+
+# --------------------------------------------------------------------------- disks that fail
+
+
+@pytest.fixture(scope="module")
+def run(shards, tmp_path_factory) -> Path:
+    """Two steps, and a checkpoint of each."""
+    out = tmp_path_factory.mktemp("two_steps") / "run"
+    succeed("train.py", *large(shards, out, steps=2, save_every=1))
+    return out
+
+
+def from_bash(lines: str, *args, nproc: int = 0) -> Result:
+    """train.py started by lines of bash, where it is "$@", with mounts that nobody else sees."""
+    by = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command = [sys.executable, *(by if nproc else []), str(ROOT / "train.py"), *args]
+    process = subprocess.Popen(
+        ["unshare", "--mount", "bash", "-c", lines, "bash", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    return finish(process)
+
+
+@pytest.fixture
+def disk(tmp_path) -> Path:
+    """A directory to mount a disk at."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = f"mount -t tmpfs tmpfs {shlex.quote(str(path))}"
+    try:
+        subprocess.run(["unshare", "--mount", "bash", "-c", mount], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"may not mount a disk: {getattr(error, 'stderr', error)}")
+    return path
+
+
+@pytest.mark.parametrize("kilobytes, option", [(1000, []), (4000, ["--async-save"])], ids=str)
+def test_a_file_that_may_not_grow(shards, run, tmp_path, kilobytes, option):
+    """The weights' file at 1000 kB, the optimizer's at 4000."""
+    out = Path(shutil.copytree(run, tmp_path / "run"))
+    arguments = [*large(shards, out, steps=9, save_every=1), "--resume", *option]
+    limit = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash"]
+    result = from_bash(f'exec {shlex.join(limit)} "$@"', *arguments)
+    last = f"The last checkpoint is {out / 'step-00000002'}:"
+    refused(result, f"cannot save {out / 'step-00000003'}: ", last)
+    assert all_complete(out) == ["step-00000001", "step-00000002"] and not hidden(out)
+
+
+@pytest.mark.parametrize(
+    "nproc, option", [(0, []), (0, ["--async-save"]), (2, []), (2, ["--async-save"])], ids=str
+)
+def test_a_full_disk(shards, disk, tmp_path, nproc, option):
+    """20 MB, of which a checkpoint takes 7.5: the third has no place, and none goes before it."""
+    seen = tmp_path / "seen"
+    bash = f"""
+        mount -t tmpfs -o size=20m tmpfs {shlex.quote(str(disk))}
+        "$@"; code=$?
+        cp -a {shlex.quote(str(disk))} {shlex.quote(str(seen))}  # the mount ends with this shell
+        exit $code"""
+    options = dict(steps=9, save_every=1, keep=2)
+    result = from_bash(bash, *large(shards, disk / "run", **options), *option, nproc=nproc)
+    told = one_line(result, "error: cannot save ", "/run/step-00000003: ")
+    assert re.search(r"; 0\.0 GB are free there\. .* is \S+/step-00000002: make room", told), told
+    assert nproc or result.code == 2
+    assert all_complete(seen / "run") == ["step-00000001", "step-00000002"]
+    assert not hidden(seen / "run")
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_disk_that_may_not_be_written(shards, disk, nproc):
+    path = shlex.quote(str(disk))
+    bash = f'mount -t tmpfs tmpfs {path} && mount -o remount,ro {path} && exec "$@"'
+    result = from_bash(bash, *large(shards, disk / "run"), nproc=nproc)
+    one_line(result, "Read-only file system", str(disk / "run"))
+    assert nproc or result.code == 2
+    assert "step " not in result.err and "parameters" not in result.out  # it did not begin
+
+
+# ------------------------------------------------------------------------ two runs in one place
+
+
+def test_a_directory_belongs_to_one_run(shards, tmp_path):
+    out = tmp_path / "run"
+    first = start("train.py", *large(shards, out, steps=10**6, log_every=10**6))
+    wait_until(lambda: (out / "metrics.jsonl").exists() and len(metrics_so_far(out)) > 5, first)
+    arguments = large(shards, out, steps=10)
+    others = [start("train.py", *arguments), start("train.py", *arguments, "--resume")]
+    told = f"{out} is in use by process {first.pid} on {socket.gethostname()}: "
+    for other in others:
+        refused(finish(other), told, "another --out")
+    first.send_signal(signal.SIGINT)
+    result = finish(first)
+    assert result.code == 0, result.err
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all_complete(out) == [f"step-{len(rows):08d}"]
+
+
+def metrics_so_far(out: Path) -> list[str]:
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+# ------------------------------------------------------------------------- files that are damaged
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    files = (path for path in out.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: path.read_bytes() for path in files}
+
+
+WEIGHTS, MOMENTS = "weights/__0_0.distcp", "optimizer/__0_0.distcp"
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink], ids=["flip", "cut", "unlink"])
+@pytest.mark.parametrize(
+    "name", [WEIGHTS, "weights/.metadata", MOMENTS, "config.json", checkpoint.SUMS]
+)
+def test_damage_is_found_and_named(run, tmp_path, name, damage):
+    out = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = out / "step-00000002"
+    damage(newest / name)
+    before = contents(out)
+    with pytest.raises(UserError, match=f"{name} .*Remove that checkpoint to go on from"):
+        checkpoint.verify(newest, "")
+    if name != MOMENTS:
+        with pytest.raises(UserError, match=name):
+            checkpoint.load_pretrained(out)
+    assert contents(out) == before
+    checkpoint.verify(out / "step-00000001", "")
+    shutil.rmtree(newest)  # as the message advises
+    checkpoint.load_pretrained(out)
+
+
+@pytest.mark.parametrize(
+    "script, nproc, name, damage",
+    [
+        ("train.py", 0, MOMENTS, Path.unlink),
+        ("train.py", 2, WEIGHTS, cut),
+        ("generate.py", 0, WEIGHTS, flip),
+    ],
+    ids=["optimizer", "two_processes", "generate"],
+)
+def test_scripts_refuse_what_is_damaged(shards, run, tmp_path, script, nproc, name, damage):
+    out = Path(shutil.copytree(run, tmp_path / "run"))
+    damage(out / "step-00000002" / name)
+    before = contents(out)
+    resume = [*large(shards, out, steps=9, save_every=1), "--resume"]
+    result = launch(script, *(resume if script == "train.py" else [out]), nproc=nproc)
+    one_line(result, str(out / "step-00000002"), name)
+    assert nproc or result.code == 2
+    assert contents(out) == before
+
+
+def test_the_checksums_are_those_of_sha256sum(run, tmp_path):
+    if not shutil.which("sha256sum"):
+        pytest.skip("needs sha256sum")
+    saved = Path(shutil.copytree(run / "step-00000002", tmp_path / "saved"))
+    listed = {line.split("  ")[1] for line in (saved / checkpoint.SUMS).read_text().splitlines()
+              if not line.startswith("#")}  # fmt: skip
+    files = {str(path.relative_to(saved)) for path in contents(saved)}
+    assert listed == files - {checkpoint.SUMS}
+    check = ["sha256sum", "--check", "--strict", checkpoint.SUMS]
+    subprocess.run(check, cwd=saved, check=True, capture_output=True)
+    flip(saved / WEIGHTS)
+    result = subprocess.run(check, cwd=saved, capture_output=True, text=True)
+    assert result.returncode == 1 and f"{WEIGHTS}: FAILED" in result.stdout
