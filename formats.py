@@ -1,16 +1,15 @@
-"""Llama's weights in other people's files: safetensors, Hugging Face's directories, Meta's.
+"""Other people's files: safetensors, and the directories of Hugging Face and of Meta.
 
-All three hold the same numbers. They differ in what the weights are called, in how the rows of wq
-and wk are ordered, in how many files there are, and in what is said about the shape. Here each
-becomes a LlamaConfig and a `Stored` per weight, under Meta's names and in Meta's order, and nothing
-is read before `Stored.read` asks for it: a process that wants its part of a 70B model holds one
-matrix at a time beside that part.
+All hold the same numbers. They differ in what the weights are called, in how the rows of wq and wk
+are ordered, in how many files there are, and in what is said about the shape. Here each becomes a
+LlamaConfig and a `Stored` for each weight, under Meta's names and in Meta's order. Files are
+mapped, and a weight is read when `Stored.read` asks for it: a process that wants its part of a 70B
+model holds one matrix at a time beside that part.
 """
 
 import json
 import math
 import os
-import pickle
 import re
 import sys
 import zipfile
@@ -102,15 +101,17 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
     stored, ends = {}, []
     for name, entry in entries.items():
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            refuse(f"'{name}' does not have a dtype, a shape and data_offsets")
+            refuse(f"{name!r} does not have a dtype, a shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            refuse(f"'{name}' is of unknown dtype {dtype}")
-        if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2 and len(shape) <= 64):
-            refuse(f"'{name}' has shape {shape} and data_offsets {offsets}")
+            refuse(f"{name!r} is of unknown dtype {dtype!s:.200}")
+        if not _counts(shape) or len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**63:
+            refuse(f"{name!r} cannot have shape {shape!s:.200}")
+        if not _counts(offsets) or len(offsets) != 2:
+            refuse(f"{name!r} cannot have data_offsets {offsets!s:.200}")
         begin, end = offsets
         if begin + math.prod(shape) * DTYPES[dtype].itemsize != end:
-            refuse(f"'{name}' of shape {shape} in {dtype} does not fill {offsets}")
+            refuse(f"{name!r} of shape {shape} in {dtype} does not fill {offsets}")
         place = partial(_map, path, size, 8 + length + begin, DTYPES[dtype], tuple(shape))
         stored[name] = Stored(DTYPES[dtype], tuple(shape), place)
         ends.append((begin, end))
@@ -124,10 +125,9 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
     return stored
 
 
-def _sizes(value: Any) -> bool:
-    """Whether this is a list of whole numbers that can be sizes, and so can their product."""
-    whole = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-    return whole and math.prod(max(n, 1) for n in value) < 2**63
+def _counts(value: Any) -> bool:
+    """Whether this is a list of whole numbers, none below 0."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _map(path: Path, size: int, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -213,24 +213,26 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
 
 
-def match(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: Path):
-    """Refuse weights that are not exactly those expected, and say which."""
+def match(found: dict[str, Any], expected: dict[str, tuple[int, ...]], where: Path) -> None:
+    """Refuse weights (Stored, or tensors) that are not exactly those expected, and say which."""
+    shared = found.keys() & expected.keys()
     problems = {
-        "lacks": sorted(expected.keys() - found.keys()),
-        "has unknown": sorted(found.keys() - expected.keys()),
-        "has other shapes": [
-            f"{name} {list(found[name])}, not {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and found[name] != shape
-        ],
+        "lacks": expected.keys() - found.keys(),
+        "has unknown": found.keys() - expected.keys(),
+        "has other shapes": {
+            f"{name} {list(found[name].shape)}, not {list(expected[name])}"
+            for name in shared
+            if tuple(found[name].shape) != expected[name]
+        },
+        "has whole numbers": {n for n in shared if not found[n].dtype.is_floating_point},
     }
     told = [
-        f"{what} {len(names)}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        f"{what} {len(names)}: {', '.join(sorted(names)[:5])}{', ...' if len(names) > 5 else ''}"
         for what, names in problems.items()
         if names
     ]
     if told:
-        raise UserError(f"the weights in {where} do not fit this Llama: it {'; it '.join(told)}")
+        raise UserError(f"the weights in {where} are not this Llama's: it {'; it '.join(told)}")
 
 
 class Json(dict):
@@ -254,10 +256,13 @@ class Json(dict):
         example = LlamaConfig()
         for name, value in sizes.items():
             kind = type(getattr(example, name))
-            if kind is float and type(value) is int:
-                sizes[name] = float(value)
-            elif type(value) is not kind or (kind is not bool and not 0 < value < 2**40):
-                raise UserError(f"{self.path} is damaged: {name} cannot be {value!r}")
+            fits = type(value) is bool
+            if kind is not bool:
+                limit = 2**10 if name == "n_layers" else 2**31
+                fits = type(value) in (kind, int) and 0 < value < limit
+            if not fits:
+                raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
+            sizes[name] = kind(value)
         return LlamaConfig(**sizes)
 
 
@@ -318,7 +323,10 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     config = hf_config(directory)
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({str(name) for name in dict(Json(index)["weight_map"]).values()})
+        files = Json(index)["weight_map"]
+        if not isinstance(files, dict) or any(Path(str(n)).name != n for n in files.values()):
+            raise UserError(f"{index} is damaged: weight_map has no names of files here")
+        files = sorted(set(files.values()))
     else:
         files = sorted(path.name for path in directory.glob("model*.safetensors"))
     if missing := [name for name in files if not (directory / name).is_file()]:
@@ -338,11 +346,7 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
             raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
 
     ours = shapes(config)
-    match(
-        {name: tensor.shape for name, tensor in found.items()},
-        {hf_name(name): shape for name, shape in ours.items()},
-        directory,
-    )
+    match(found, {hf_name(name): shape for name, shape in ours.items()}, directory)
 
     def read(name: str) -> Tensor:
         weight, heads = found[hf_name(name)].read(), rotated_heads(name, config)
@@ -388,7 +392,7 @@ def save_hf(
         save_safetensors(directory / name, file, {"format": "pt"})
 
     scaling = KNOWN_SCALING | {"factor": config.rope_scaling}
-    (dtype,) = {weight.dtype for weight in weights.values()}
+    dtype = weights["tok_embeddings.weight"].dtype
     about = KNOWN | {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": config.dim,
@@ -498,14 +502,15 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     if not files:
         raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
     params, parts = Json(path), [_load_pth(file) for file in files]
-    n, first = len(parts), {name: tuple(tensor.shape) for name, tensor in parts[0].items()}
+    n, first = len(parts), {name: tuple(weight.shape) for name, weight in parts[0].items()}
     for file, part in zip(files, parts):
-        match({name: tuple(tensor.shape) for name, tensor in part.items()}, first, file)
-    if missing := {"tok_embeddings.weight", "layers.0.feed_forward.w1.weight"} - first.keys():
-        raise UserError(f"the weights in {directory} do not fit this Llama: they lack {missing}")
-    rows, columns = first["tok_embeddings.weight"]
+        match(part, first, file)
+    embedding, w1 = "tok_embeddings.weight", "layers.0.feed_forward.w1.weight"
+    if not all(len(first.get(name, ())) == 2 for name in (embedding, w1)):
+        raise UserError(f"the weights in {directory} are not this Llama's: no {embedding}, {w1}")
+    rows, columns = first[embedding]
     tied = "output.weight" not in first or all(
-        torch.equal(part["output.weight"], part["tok_embeddings.weight"]) for part in parts
+        torch.equal(part["output.weight"], part[embedding]) for part in parts
     )
     scaled, factor = params.get("use_scaled_rope"), 32.0 if tied else 8.0
     config = params.config(
@@ -513,7 +518,7 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
         n_layers=params["n_layers"],
         n_heads=params["n_heads"],
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        ffn_dim=n * first["layers.0.feed_forward.w1.weight"][0],
+        ffn_dim=n * first[w1][0],
         vocab_size=rows * n if columns == params["dim"] else rows,  # Llama 2 cuts columns
         max_seq_len=131_072 if scaled else 8192,
         norm_eps=params["norm_eps"],
@@ -522,41 +527,40 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
         tie_embeddings=tied,
     )
     ours = shapes(config)
-    cuts = {  # along which dimensions parts are less than the whole: one at most
-        name: [d for d, (size, all_of_it) in enumerate(zip(shape, ours[name])) if size != all_of_it]
-        for name, shape in first.items()
-        if name in ours
-    }
-    joined = {
-        name: tuple(size * n if d in cuts.get(name, ()) else size for d, size in enumerate(shape))
-        for name, shape in first.items()
-        if name in ours or name != "output.weight"
-    }
-    match(joined, ours, directory)
 
-    def read(name: str) -> Tensor:
-        if not cuts[name]:
-            return parts[0][name]
-        return torch.cat([part[name] for part in parts], *cuts[name])
+    def whole(name: str, shape: tuple[int, ...]) -> Stored:
+        """A weight joined along the dimension of which its parts do not have all."""
+        sizes = zip(shape, ours.get(name, shape))
+        cut = next((d for d, (size, all_of_it) in enumerate(sizes) if size != all_of_it), None)
+        if cut is None:
+            return Stored(parts[0][name].dtype, shape, lambda: parts[0][name])
+        joined = (*shape[:cut], shape[cut] * n, *shape[cut + 1 :])
+        read = partial(torch.cat, [part[name] for part in parts], cut)
+        return Stored(parts[0][name].dtype, joined, read)
 
-    return config, {
-        name: Stored(parts[0][name].dtype, shape, partial(read, name))
-        for name, shape in ours.items()
-    }
+    weights = {name: whole(name, shape) for name, shape in first.items()}
+    if tied:
+        weights.pop("output.weight", None)
+    match(weights, ours, directory)
+    return config, weights
 
 
 def _load_pth(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that torch.save wrote, mapped. Of pickle, only what makes tensors is
-    allowed."""
+    allowed. A damaged file can raise nearly anything."""
+    with path.open("rb") as file:
+        mapped = zipfile.is_zipfile(file)  # other files are older than torch 1.6
     try:
-        content = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-        )
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} is damaged, or more than weights: {str(error).splitlines()[0]}")
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        content = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except Exception as error:
+        raise UserError(f"{path} is damaged, or holds more than weights ({type(error).__name__})")
+    plain = isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(weight, Tensor) and weight.layout == torch.strided
+        for name, weight in content.items()
+    )
+    if not plain or any(weight.is_meta for weight in content.values()):
         raise UserError(f"{path} is no Llama: it holds more than named tensors")
-    return {name: tensor for name, tensor in content.items() if name != "rope.freqs"}
+    return {name: weight for name, weight in content.items() if name != "rope.freqs"}
 
 
 def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, Stored]) -> None:

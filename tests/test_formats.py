@@ -292,8 +292,9 @@ def test_loading_takes_little_memory_beside_a_ranks_share(tmp_path):
         formats.save_hf(tmp_path / "hf", config, stored(model))
     save_parts(tmp_path / "meta", config, meta_parts(model, 2, by_rows_only=True))
     result = succeed("tests/workers/loading_memory.py", tmp_path / "hf", tmp_path / "meta", nproc=2)
-    for line in result.out.splitlines():
-        _, grown, total = line.split()
+    lines = [line.split() for line in result.out.splitlines()]
+    assert [place for place, _, _ in lines] == ["hf", "meta"]
+    for _, grown, total in lines:
         assert int(total) > 85e6 and int(grown) < 9e6, result.out
 
 
@@ -343,6 +344,9 @@ def test_directories_that_are_no_llama_known_here(changes, message, tmp_path):
         (dict(n_layers=2), "has unknown 9: layers.2.attention.wk.weight"),
         (dict(n_kv_heads=3), "layers.0.attention.wk.weight [16, 48], not [24, 48]"),
         (dict(rope_theta=None), "rope_theta cannot be None"),
+        (dict(n_layers=10**6), "n_layers cannot be 1000000"),
+        (dict(rope_theta=10**400), "rope_theta cannot be 1000"),
+        (dict(dim=True), "dim cannot be True"),
     ],
     ids=str,
 )
@@ -360,12 +364,53 @@ class Evil:
 
 def test_pickled_code_is_not_run(tmp_path, capsys):
     save_parts(tmp_path, PLAIN, [{"tok_embeddings.weight": Evil()}])
-    with pytest.raises(UserError, match="damaged, or more than weights"):
+    with pytest.raises(UserError, match="damaged, or holds more than weights"):
         load_pretrained(tmp_path)
     assert "code from" not in capsys.readouterr().out
-    (tmp_path / "consolidated.00.pth").write_bytes(b"PK not a zip")
-    with pytest.raises(UserError, match="damaged, or more than weights"):
-        load_pretrained(tmp_path)
+    path = tmp_path / "consolidated.00.pth"
+    for content in (b"", b"PK not a zip", b"version https://git-lfs", b"<html>"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="damaged, or holds more than weights"):
+            load_pretrained(tmp_path)
+    for content in ([1, 2], {"a": 1}, {1: torch.zeros(2)}, {"a": torch.zeros(2, device="meta")}):
+        torch.save(content, path)
+        with pytest.raises(UserError, match="holds more than named tensors"):
+            load_pretrained(tmp_path)
+
+
+def test_mutated_pth_files_are_refused_or_read(tmp_path):
+    config = replace(PLAIN, n_layers=1)
+    save_parts(tmp_path, config, meta_parts(ours(config), 1, by_rows_only=True))
+    path, choice, refusals = tmp_path / "consolidated.00.pth", random.Random(0), 0
+    content = path.read_bytes()
+    for _ in range(500):
+        data = bytearray(content)
+        for _ in range(choice.choice([1, 4, 20])):
+            data[choice.randrange(2000 if choice.random() < 0.8 else len(data))] ^= 1 << 3
+        path.write_bytes(data[: choice.choice([len(data)] * 5 + [len(data) // 2])])
+        try:
+            load_pretrained(tmp_path)
+        except UserError:
+            refusals += 1
+    assert 100 < refusals < 500
+
+
+def test_weights_of_several_types(tmp_path):
+    """Norms in float32 beside bfloat16 are kept as they are; whole numbers are no weights."""
+    weights = stored(ours(PLAIN, torch.bfloat16))
+    norm = torch.rand(48)
+    weights["norm.weight"] = Stored(torch.float32, (48,), lambda: norm)
+    (tmp_path / "hf").mkdir()
+    formats.save_hf(tmp_path / "hf", PLAIN, weights)
+    import_weights(tmp_path / "hf", tmp_path / "run", None)
+    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["model.norm.weight"], norm)
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    weights["norm.weight"] = Stored(torch.int8, (48,), lambda: norm.char())
+    formats.save_hf(tmp_path / "hf", PLAIN, weights)
+    with pytest.raises(UserError, match=r"has whole numbers 1: model\.norm\.weight"):
+        load_pretrained(tmp_path / "hf")
 
 
 def test_files_that_are_missing(tmp_path, monkeypatch):
@@ -375,6 +420,11 @@ def test_files_that_are_missing(tmp_path, monkeypatch):
     part.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"lacks {part.name}, which model.safetensors.index.json"):
         load_pretrained(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for files in (["a"], {"a": 3}, {"a": "../a.safetensors"}):
+        index.write_text(json.dumps({"weight_map": files}))
+        with pytest.raises(UserError, match="weight_map has no names of files here"):
+            load_pretrained(tmp_path)
     for path in tmp_path.glob("model*"):
         path.unlink()
     with pytest.raises(UserError, match=r"no model.safetensors beside it"):
@@ -451,11 +501,11 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
         ({"a": entry(dtype=["F32"])}, "unknown dtype"),
         ({"a": entry(end=12)}, "does not fill"),
         ({"a": entry(begin=8, end=0)}, "does not fill"),
-        ({"a": entry(shape=(-2, -1))}, "has shape"),
-        ({"a": entry(shape=(True, 2))}, "has shape"),
-        ({"a": entry(shape=(0, 2**40, 2**40), end=0)}, "has shape"),
-        ({"a": entry(shape=(1,) * 65, end=4)}, "has shape"),
-        ({"a": entry(shape=(2.0,))}, "has shape"),
+        ({"a": entry(shape=(-2, -1))}, "cannot have shape"),
+        ({"a": entry(shape=(True, 2))}, "cannot have shape"),
+        ({"a": entry(shape=(0, 2**40, 2**40), end=0)}, "cannot have shape"),
+        ({"a": entry(shape=(1,) * 65, end=4)}, "cannot have shape"),
+        ({"a": entry(shape=(2.0,))}, "cannot have shape"),
         ({"a": entry(), "b": entry()}, "overlap"),
         ({"a": entry(4, 12)}, "gap"),
         ({"a": entry(0, 4, shape=(1,))}, "bytes where its header says"),
@@ -480,6 +530,18 @@ def test_a_header_longer_than_the_file_or_than_100_mb(tmp_path):
         file.truncate(200_000_000)  # a hole, not a real 200 MB
     with pytest.raises(UserError, match="a header of 101,000,000 bytes"):
         open_safetensors(path)
+
+
+def test_a_file_of_more_than_4_gb(tmp_path):
+    """Whose data is a hole but for its last numbers."""
+    n = 2**30 + 2**20
+    header = {"a": entry(0, 4 * n, shape=(n,)), "b": entry(4 * n, 4 * n + 8)}
+    path = write_raw(tmp_path / "file", header, b"")
+    with open(path, "r+b") as file:
+        begin = file.seek(0, 2) + 4 * n
+        file.seek(begin)
+        file.write(torch.tensor([1.0, 2.0]).numpy().tobytes())
+    assert open_safetensors(path)["b"].read().tolist() == [1, 2]
 
 
 def test_a_file_that_shrinks_is_not_read_beyond_its_end(tmp_path):
