@@ -23,6 +23,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
@@ -40,8 +41,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 import formats
 from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
@@ -71,7 +73,7 @@ def claim(out: Path) -> Path | None:
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
     for leftover in out.glob(".step-*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
     return (checkpoints(out) or [None])[-1]
 
 
@@ -79,9 +81,9 @@ class Saver:
     """Writes a run's checkpoints, one at a time; in the background, training goes on meanwhile.
 
     Every rank calls every method. `keep` > 0 leaves that many of the newest. In the background a
-    save costs a copy of this rank's part in the CPU's memory and the time to make it; the files are
-    written by a thread, and what fails there is raised by the next `save` or `wait`. As a context
-    it waits at its end.
+    save costs a copy, in the CPU's memory, of what this rank writes, and the time to make it; the
+    files are written by a thread, and what fails there is raised by the next `save` or `wait`. As a
+    context it waits at its end.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class Saver:
     ):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.keep = flags, keep
-        self.thread = ThreadPoolExecutor(1) if background else None
+        device = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        begin = torch.cuda.set_device if device else None  # a thread starts on the first GPU
+        self.thread = ThreadPoolExecutor(1, None, begin, device) if background else None
         self.pending: Future | None = None
         # The thread's collectives must not meet training's; and a disk may be slow.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -111,8 +115,8 @@ class Saver:
         """Write OUT/step-N. UserError, on every rank, where the disk does not take it."""
         self.wait()
         state = {
-            "weights": _weights(self.model),
-            "optimizer": _moments(self.model, self.optimizer),
+            "weights": _share(_weights(self.model)),
+            "optimizer": _share(_moments(self.model, self.optimizer)),
         }
         if self.thread:
             for part in state.values():
@@ -132,7 +136,7 @@ class Saver:
         final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
         first = dist.get_rank() == 0
         try:
-            self._gather(lambda: first and temporary.mkdir(parents=True))
+            self._gather(lambda: first and _empty(temporary))
             for part, tensors in state.items():
                 dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
             own = temporary.glob(f"*/__{dist.get_rank()}_*")
@@ -147,6 +151,9 @@ class Saver:
                 f"cannot save {final}: {_reason(error)}; {free:,.1f} GB are free there. The last "
                 f"checkpoint is {last}: make room, and --resume goes on from it"
             )
+        if first and self.keep:
+            for old in checkpoints(self.out)[: -self.keep]:
+                _remove(old)
 
     def _gather(self, work: Callable) -> list:
         """What work() gives on every rank; what it raises on one, it raises on all."""
@@ -164,15 +171,13 @@ class Saver:
     def _publish(self, step: int, temporary: Path, final: Path, sums: list[dict]) -> None:
         """Complete the directory with what makes it a checkpoint, and give it its name."""
         for part in temporary.glob("*/"):
-            stored = FileSystemReader(part).read_metadata().storage_data.values()
+            stored = Reader(part).read_metadata().storage_data.values()
             if missing := {file.relative_path for file in stored} - set(os.listdir(part)):
                 raise UserError(f"{part} lacks {missing}: OUT must be on a disk all nodes share")
-        about = {"model": asdict(self.model.config), "step": step, "flags": self.flags}
-        complete(temporary, about, self.tokenizer, {k: v for part in sums for k, v in part.items()})
+        sums = {name: digest for part in sums for name, digest in part.items()}
+        complete(temporary, self.model.config, self.tokenizer, step, self.flags, sums)
         os.rename(temporary, final)
         _sync(self.out)
-        for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
-            _remove(old)
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
@@ -186,29 +191,54 @@ def _weights(model: Llama) -> dict[str, Tensor]:
 def _moments(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What the optimizer remembers of every weight, as NAME.exp_avg, sharing its memory.
 
-    A new optimizer gets its memory by this, in zeros. Settings, such as weight decay, are not part
-    of it: they stay those of the flags."""
+    A new optimizer gets its memory by this. Settings, such as weight decay, are not part of it:
+    they stay those of the flags."""
     state = get_optimizer_state_dict(model, optimizer)["state"]
     return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items()}
 
 
+def _share(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank writes: its shards, and of what every rank holds alike every size-th."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = enumerate(tensors)
+    return {n: tensors[n] for i, n in names if isinstance(tensors[n], DTensor) or i % size == rank}
+
+
+def _empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+
+
 def _remove(checkpoint: Path) -> None:
+    """Hidden first: a checkpoint that is half removed must not look like one. Where a disk keeps
+    files that somebody reads, the next run removes the rest."""
     hidden = checkpoint.with_name(f".{checkpoint.name}")
-    os.rename(checkpoint, hidden)  # a checkpoint that is half removed must not look like one
-    shutil.rmtree(hidden)
+    try:
+        os.rename(checkpoint, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
 
 
 def _reason(error: OSError | CheckpointException) -> str:
-    """Why writing failed. Of a full disk torch may say only that a position is unexpected."""
+    """Why it failed. Of a full disk torch may say only that a position is unexpected."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    return f"writing failed ({type(error).__name__}: {error})"
+    return f"{type(error).__name__}: {error}"
 
 
-def complete(directory: Path, about: dict, tokenizer: Tokenizer | None, sums: dict) -> None:
+def complete(
+    directory: Path,
+    config: LlamaConfig,
+    tokenizer: Tokenizer | None,
+    step: int,
+    flags: dict,
+    sums: dict[str, str],
+) -> None:
     """Make a checkpoint of a directory whose weights are written and have these checksums."""
+    about = {"model": asdict(config), "step": step, "flags": flags}
     about |= {"tokenizer": tokenizer and tokenizer.name}
     about |= {"tokenizer_hash": tokenizer and tokenizer.hash}
     if tokenizer and tokenizer.file:
@@ -220,7 +250,7 @@ def complete(directory: Path, about: dict, tokenizer: Tokenizer | None, sums: di
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     own = hashlib.sha256(lines.encode()).hexdigest()
     (directory / SUMS).write_text(f"{lines}# complete: {own}\n")
-    for path in [*directory.glob("*"), directory]:  # torch has synced what is in subdirectories
+    for path in [*directory.glob("*"), directory]:  # torch has synced what is in weights/
         _sync(path)
 
 
@@ -247,9 +277,10 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def verify(directory: Path, *parts: str) -> None:
-    """Refuse a checkpoint whose files are not what was written. Ranks share the work.
+    """Refuse a checkpoint whose files are not what was written; a rank that finds one ends all.
 
-    `parts` begin the names of the files to look at. A rank that finds damage ends all (`run`)."""
+    `parts` begin the names of the files to look at. Ranks share the work on those in weights/ and
+    optimizer/; the few small files beside them are looked at by each."""
     path = directory / SUMS
     content = path.read_bytes() if path.exists() else b""
     *lines, last = content.splitlines(keepends=True) or [b""]
@@ -257,8 +288,9 @@ def verify(directory: Path, *parts: str) -> None:
         raise UserError(f"{directory} is not complete: {SUMS} is missing or damaged. {ELSE}")
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = dict(line.decode().rstrip("\n").split("  ", 1)[::-1] for line in lines)
-    mine = [name for name in files if name.startswith(parts)][rank::size]
-    for name in mine:
+    names = [name for name in files if name.startswith(parts)]
+    shared = [name for name in names if "/" in name]
+    for name in [*(set(names) - set(shared)), *shared[rank::size]]:
         file = directory / name
         if not file.exists():
             raise UserError(f"{directory} is not complete: {name} is missing. {ELSE}")
@@ -266,7 +298,36 @@ def verify(directory: Path, *parts: str) -> None:
             raise UserError(f"{file} is damaged: its checksum is not the one in {SUMS}. {ELSE}")
 
 
-ELSE = "Remove that checkpoint to go on from the one before it"
+ELSE = "When it is removed, --resume goes on from the checkpoint before it"
+
+
+class Reader(FileSystemReader):
+    """Reads what torch wrote. Its index is a pickle, which could hold any code: here only what an
+    index of tensors is made of is let through."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                entries = _IndexUnpickler(file).load().state_dict_metadata.values()
+        except pickle.UnpicklingError as error:
+            raise UserError(f"{path} holds more than an index of tensors: {error}")
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+            raise UserError(f"{path} is an index of more than tensors")
+        return super().read_metadata(*args, **kwargs)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    ALLOWED = (
+        "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
+        "ChunkStorageMetadata _MEM_FORMAT_ENCODING _StorageInfo Size _get_layout PosixPath"
+    ).split()
+
+    def find_class(self, module: str, name: str):
+        known = name in self.ALLOWED and module.split(".")[0] in ("torch", "pathlib")
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -294,35 +355,32 @@ def find_checkpoint(directory: Path) -> Path:
 
 
 def read_config(directory: Path) -> dict:
-    """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; and of a checkpoint
-    of ours also `tokenizer_hash`, `step` and `flags`."""
+    """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; `directory`; and of
+    a checkpoint of ours `tokenizer_hash`, `step` and `flags`."""
     if not is_own(directory):
         config, _ = open_weights(directory)
         file = find_tokenizer(directory)
-        return {"model": config, "tokenizer": str(file) if file else None}
+        return {"model": config, "tokenizer": file and str(file), "directory": directory}
     verify(directory, "config.json", "tokenizer.model")
     about = json.loads((directory / "config.json").read_text())
-    about["model"] = LlamaConfig(**about["model"])
+    about |= {"model": LlamaConfig(**about["model"]), "directory": directory}
     if about["tokenizer"] == "tokenizer.model":
         about["tokenizer"] = str(directory / "tokenizer.model")
     return about
 
 
-def check_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+def check_tokenizer(about: dict, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that gives the same ids another meaning, or has ids the model lacks."""
-    about = read_config(directory)
-    own = about.get("tokenizer_hash")
-    if own is None and about["tokenizer"]:
-        own = load_tokenizer(about["tokenizer"]).hash
-    if own and own != tokenizer.hash:
+    where, ids = about["directory"], about["model"].vocab_size
+    if about.get("tokenizer_hash") not in (None, tokenizer.hash):
         raise UserError(
-            f"{directory} was trained with another tokenizer than {tokenizer.name}: "
+            f"{where} was trained with another tokenizer than {tokenizer.name}: "
             f"give --tokenizer {about['tokenizer']}"
         )
-    if tokenizer.vocab_size > about["model"].vocab_size:
+    if tokenizer.vocab_size > ids:
         raise UserError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
-            f"{directory} {about['model'].vocab_size}: give the --tokenizer it was trained with"
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in {where} "
+            f"{ids}: give the --tokenizer it was trained with"
         )
 
 
@@ -345,10 +403,12 @@ def resume(
             f"{directory} holds another model ({differences(about['model'], model.config)}): "
             f"give the flags it was trained with, or another --out"
         )
-    check_tokenizer(directory, tokenizer)
+    check_tokenizer(about, tokenizer)
+    if not (directory / "optimizer").is_dir():
+        raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
     verify(directory, "weights", "optimizer")
-    dcp.load(_weights(model), checkpoint_id=directory / "weights")
-    dcp.load(_moments(model, optimizer), checkpoint_id=directory / "optimizer")
+    _load(_weights(model), directory / "weights")
+    _load(_moments(model, optimizer), directory / "optimizer")
     return about["step"], about["flags"]
 
 
@@ -360,8 +420,7 @@ def load_weights(directory: Path, model: Llama) -> None:
     whole matrix at a time, mapped where its rows are in order."""
     if is_own(directory):
         verify(directory, "weights")
-        with _alone():
-            dcp.load(_weights(model), checkpoint_id=directory / "weights")
+        _load(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     for name, parameter in model.named_parameters():
@@ -388,12 +447,11 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
         is_meta = formats.is_meta(directory)
         return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
     verify(directory, "weights")
-    entries = FileSystemReader(directory / "weights").read_metadata().state_dict_metadata
+    entries = Reader(directory / "weights").read_metadata().state_dict_metadata
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        with _alone():
-            dcp.load({name: tensor}, checkpoint_id=directory / "weights")
+        _load({name: tensor}, directory / "weights")
         return tensor
 
     return read_config(directory)["model"], {
@@ -402,9 +460,18 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     }
 
 
+def _load(tensors: dict[str, Tensor], part: Path) -> None:
+    """Fill tensors, or this rank's shards of them, with what has their names in a part."""
+    try:
+        with _alone():
+            dcp.load(tensors, storage_reader=Reader(part))
+    except CheckpointException as error:
+        raise UserError(f"cannot load {part}: {_reason(error)}")
+
+
 @contextlib.contextmanager
 def _alone():
-    """Keep torch from remarking that this process has no others."""
+    """Keep torch from remarking that a process has no others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -428,17 +495,16 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
     """A checkpoint at `target`, of step 0 and without an optimizer, in the source's dtype."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
-    tokenizer = tokenizer or read_config(source)["tokenizer"]
-    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    about = read_config(source)
+    loaded = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(about)
     if loaded:
-        check_tokenizer(source, loaded)
+        check_tokenizer(about, loaded)
     with _new_directory(target) as temporary:
         plan = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in stored.items()}
         with _alone():
             dcp.save(plan, checkpoint_id=temporary / "weights", planner=OneByOne(stored))
         sums = checksums(temporary, (temporary / "weights").glob("__*"))
-        about = {"model": asdict(config), "step": 0, "flags": {}}
-        complete(temporary, about, loaded, sums)
+        complete(temporary, config, loaded, 0, {}, sums)
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
@@ -451,20 +517,28 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
             name: Stored(dtype, weight.shape, lambda read=weight.read: read().to(dtype))
             for name, weight in stored.items()
         }
-    name = read_config(source)["tokenizer"]
-    tokenizer = load_tokenizer(name) if name else None
+    tokenizer = _own_tokenizer(read_config(source))
     with _new_directory(target) as temporary:
         if format == "meta":
             formats.save_meta(temporary, config, stored)
-        elif not tokenizer:
-            formats.save_hf(temporary, config, stored)
         else:
-            formats.save_hf(temporary, config, stored, tokenizer.bos, list(tokenizer.stop))
-            if tokenizer.file:
-                ranks = tokenizer.encoding._mergeable_ranks
-                formats.save_tokenizer(temporary, ranks, tokenizer.special, SPLIT)
+            bos, eos = (tokenizer.bos, list(tokenizer.stop)) if tokenizer else (None, None)
+            formats.save_hf(temporary, config, stored, bos, eos)
         if tokenizer and tokenizer.file:
             tokenizer.save(temporary / "tokenizer.model")
+            if format == "hf":
+                ranks = tokenizer.encoding._mergeable_ranks
+                formats.save_tokenizer(temporary, ranks, tokenizer.special, SPLIT)
+        for path in [*temporary.iterdir(), temporary]:
+            _sync(path)
+
+
+def _own_tokenizer(about: dict) -> Tokenizer | None:
+    """What a directory has of its own, if it is of a kind known here: Llama 2's is not."""
+    try:
+        return about["tokenizer"] and load_tokenizer(about["tokenizer"])
+    except UserError as error:
+        print(f"warning: without a tokenizer, as {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -472,15 +546,15 @@ def _new_directory(target: Path):
     """A hidden directory to write to, which gets its name when all went well."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
-    temporary = target.with_name(f".{target.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
         yield temporary
         os.rename(temporary, target)
         _sync(target.parent)
-    finally:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def main() -> None:

@@ -566,8 +566,9 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
 def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, Stored]) -> None:
     """Write params.json and one consolidated.00.pth, which takes the whole model in memory.
 
-    Meta's code knows no tied embeddings: an output is always written. It computes the width of the
-    feed-forward as int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to multiple_of."""
+    params.json has no place for the length of the context. Meta's code knows no tied embeddings: an
+    output is always written. It computes the width of the feed-forward as
+    int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to multiple_of."""
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     with open(directory / "consolidated.00.pth", "wb") as file:
@@ -584,8 +585,9 @@ def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, Stored]) 
         "multiple_of": config.ffn_dim,
         "norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "use_scaled_rope": config.rope_scaling != 1.0,
     }
+    if config.rope_scaling != 1.0:
+        params["use_scaled_rope"] = True
     if config.rope_scaling not in (1.0, 32.0 if config.tie_embeddings else 8.0):
         params["rope_scaling_factor"] = config.rope_scaling
     (directory / "params.json").write_text(json.dumps(params, indent=1))

@@ -43,7 +43,7 @@ def main() -> None:
     if not (name := args.tokenizer or about["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
     tokenizer, config = load_tokenizer(name), about["model"]
-    check_tokenizer(directory, tokenizer)
+    check_tokenizer(about, tokenizer)
     texts = args.prompt or [""]
     if args.chat:
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

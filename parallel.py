@@ -72,7 +72,8 @@ from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entrop
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 SILENCE = 20  # seconds without a sign of life after which a rank counts as dead
 HASTE = 4  # the same once a connection has been lost
-NO_ENTRY = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What a disk may say that is for the user to mend.
+DISK = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
 
 
 # ------------------------------------------------------------------------------------ the processes
@@ -226,7 +227,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except Exception as error:
-        if getattr(error, "errno", None) in NO_ENTRY:
+        if isinstance(error, OSError) and errno.errorcode.get(error.errno) in DISK:
             error = UserError(f"{error}: make room, or choose a place that may be written")
         if isinstance(error, UserError):
             if _count_errors(1) == 1:

@@ -164,14 +164,14 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def choose_config(args: argparse.Namespace) -> LlamaConfig:
+def choose_config(args: argparse.Namespace, initial: dict | None) -> LlamaConfig:
     """The model's shape: the --init checkpoint's, or a preset's with what flags replace in it."""
     if args.model and args.model not in PRESETS:
         raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
-    if not args.init:
+    if not initial:
         return replace(PRESETS[args.model or "tiny"], **sizes)
-    found = checkpoint.read_config(checkpoint.find_checkpoint(args.init))["model"]
+    found = initial["model"]
     wanted = PRESETS[args.model] if args.model else found
     wanted = replace(wanted, vocab_size=found.vocab_size, **sizes)
     if wanted != found:
@@ -214,16 +214,15 @@ def asked_split(args: argparse.Namespace) -> Split:
     )
 
 
-def choose_tokenizer(args: argparse.Namespace) -> str:
+def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
     """As the flag says, or else what the data or the --init weights were made with."""
     if args.tokenizer:
         return args.tokenizer
-    if args.init and not find_shards(args.data):
-        initial = checkpoint.find_checkpoint(args.init)
-        if name := checkpoint.read_config(initial)["tokenizer"]:
-            return name
-        raise UserError(f"{initial} has no tokenizer.model: give its --tokenizer")
-    return tokenizer_of(args.data) or DEFAULT_TOKENIZER
+    if not initial or find_shards(args.data):
+        return tokenizer_of(args.data) or DEFAULT_TOKENIZER
+    if not initial["tokenizer"]:
+        raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
+    return initial["tokenizer"]
 
 
 # ------------------------------------------------------------------------------ one optimizer step
@@ -421,19 +420,24 @@ def main() -> None:
     args.compile = on_gpu if args.compile is None else args.compile
 
     # The shape of what learns, what it learns from, and where it begins.
-    config = choose_config(args)
+    initial = None
+    if args.init:
+        directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
+        initial = checkpoint.read_config(directory)
+    config = choose_config(args, initial)
     check(args, config, world)
     share = args.batch * args.tp // world.size  # sequences of a step that are this rank's
     args.microbatch = args.microbatch or share
-    tokenizer = world.one_first("tokenizer", partial(load_tokenizer, choose_tokenizer(args)))
+    tokenizer = world.one_first(
+        "tokenizer", partial(load_tokenizer, choose_tokenizer(args, initial))
+    )
     train_windows, val_windows = world.one_first(
         "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     )
     newest = world.from_first(partial(checkpoint.claim, args.out))
-    if args.init:
-        initial = checkpoint.find_checkpoint(args.init)
+    if initial:
         checkpoint.check_tokenizer(initial, tokenizer)
-        fill = partial(checkpoint.load_weights, initial)
+        fill = partial(checkpoint.load_weights, initial["directory"])
     else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
         fill = partial(Llama.init_weights, seed=args.seed, put=put_shard, device=world.device)

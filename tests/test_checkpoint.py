@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import pickle
 import shutil
+import threading
 
 import pytest
 import torch
@@ -108,6 +110,108 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000001"
     save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
+    """At most one save is under way, and what it writes is what was when it was called."""
+    model, optimizer = trained()
+    before = [p.detach().clone() for p in model.parameters()]
+    may_write, write = threading.Event(), checkpoint.dcp.save
+
+    def wait_first(*args, **kwargs):
+        assert may_write.wait(10)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", wait_first)
+    tokenizer = load_tokenizer("bytes")
+    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {}, background=True) as saver:
+        saver.save(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        assert not (tmp_path / "step-00000001").exists()
+        threading.Timer(0.2, may_write.set).start()
+        saver.save(2)  # waits for the first
+        assert (tmp_path / "step-00000001").exists()
+    first, second = (checkpoint.load_pretrained(tmp_path / f"step-0000000{i}") for i in (1, 2))
+    for a, b, old in zip(first.parameters(), second.parameters(), before, strict=True):
+        assert torch.equal(a, old) and torch.equal(b, old + 1)
+
+
+def test_a_failure_in_the_background_is_told_by_the_next_save(tmp_path, monkeypatch):
+    model, optimizer = trained()
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    saver = checkpoint.Saver(
+        tmp_path, model, optimizer, load_tokenizer("bytes"), {}, background=True
+    )
+    saver.save(1)
+    with pytest.raises(UserError, match=r"cannot save .*step-00000001: .*No space left"):
+        saver.save(2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
+    model, optimizer = trained()
+
+    def fail(*args, **kwargs):
+        if not kwargs.get("ignore_errors"):
+            raise OSError(16, "Device or resource busy")
+
+    save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"), keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", fail)
+        save(tmp_path, 2, model, optimizer, load_tokenizer("bytes"), keep=1)
+    assert "step-00000001 is not removed" in capsys.readouterr().err
+    save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"), keep=1)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000003"]
+
+
+def test_weights_alone_are_no_run_to_resume(tmp_path):
+    model, optimizer = trained()
+    saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
+    checkpoint.import_weights(saved, tmp_path / "imported", None)
+    with pytest.raises(UserError, match="weights and no optimizer: --init begins a run"):
+        checkpoint.resume(tmp_path / "imported", model, optimizer, load_tokenizer("bytes"))
+    shutil.rmtree(saved / "optimizer")
+    loaded = checkpoint.load_pretrained(saved)  # to generate, that half is enough
+    assert torch.equal(loaded.output.weight, model.output.weight)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code from a checkpoint ran",)
+
+
+def test_code_in_torchs_index_is_not_run(tmp_path, capsys):
+    model, optimizer = trained()
+    saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
+    index = saved / "weights" / ".metadata"
+    content = pickle.loads(index.read_bytes())
+    content.planner_data = Evil()
+    index.write_bytes(pickle.dumps(content))
+    (saved / checkpoint.SUMS).unlink()  # as whoever made it would, give it new checksums
+    about = json.loads((saved / "config.json").read_text())
+    config = LlamaConfig(**about["model"])
+    sums = checkpoint.checksums(saved, saved.glob("weights/__*"))
+    checkpoint.complete(saved, config, load_tokenizer("bytes"), 1, {}, sums)
+    with pytest.raises(UserError, match=r"holds more than an index of tensors: builtins\.print"):
+        checkpoint.load_pretrained(saved)
+    assert "code from" not in capsys.readouterr().out
+
+
+def test_writing_elsewhere_removes_nothing_that_was_there(tmp_path):
+    model, optimizer = trained()
+    saved = save(tmp_path / "run", 1, model, optimizer, load_tokenizer("bytes"))
+    (tmp_path / ".git").mkdir()
+    checkpoint.export_weights(saved, tmp_path / "git", "hf", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        checkpoint.export_weights(saved, tmp_path / "file" / "x", "hf", None)
+    assert {p.name for p in tmp_path.iterdir()} == {".git", "git", "file", "run"}
 
 
 def test_places_without_a_checkpoint(tmp_path):

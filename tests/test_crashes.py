@@ -296,7 +296,7 @@ def test_damage_is_found_and_named(run, tmp_path, name, damage):
     newest = out / "step-00000002"
     damage(newest / name)
     before = contents(out)
-    with pytest.raises(UserError, match=f"{name} .*Remove that checkpoint to go on from"):
+    with pytest.raises(UserError, match=f"{name} .*When it is removed, --resume goes on from"):
         checkpoint.verify(newest, "")
     if name != MOMENTS:
         with pytest.raises(UserError, match=name):
