@@ -226,7 +226,8 @@ def _reason(error: OSError | CheckpointException) -> str:
         error, _ = next(iter(error.failures.values()))
     if isinstance(error, OSError):
         return f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    return f"{type(error).__name__}: {error}"
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
 
 
 def complete(

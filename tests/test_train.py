@@ -23,6 +23,11 @@ SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2"
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 
 
+def slow(*case):
+    """A case of a test that only -m slow runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def flags(shards, out, steps=5, **more) -> list[str]:
     given = dict(data=shards, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, warmup=2,
                  eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
@@ -94,8 +99,8 @@ def test_training_equals_the_plain_loop(shards, reference, tmp_path, nproc, micr
     "nproc, split",
     [
         (4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
-        (4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1", "--reshard", "none"]),
-        (2, ["--tp", "2", "--checkpointing", "full"]),
+        slow(4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1", "--reshard", "none"]),
+        slow(2, ["--tp", "2", "--checkpointing", "full"]),
         (2, ["--dp", "fsdp", "--offload", "--checkpointing", "selective"]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
@@ -311,7 +316,7 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
 
 
 def test_wrong_flags_are_refused_once_by_many(shards, tmp_path):
-    for options in (dict(batch=7), dict(dtype="int3"), dict(tp=4), dict(dp="hsdp", shard=3)):
+    for options in (dict(dtype="int3"), dict(dp="hsdp", shard=3)):  # before they meet, and after
         result = launch("train.py", *flags(shards, tmp_path / "run", **options), nproc=2)
         lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, result.err
@@ -401,7 +406,7 @@ def test_ranks_started_with_different_flags_are_told(shards, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("split", [[], ["--dp", "fsdp"], ["--tp", "2"]], ids=str)
+@pytest.mark.parametrize("split", [slow([]), ["--dp", "fsdp"], slow(["--tp", "2"])], ids=str)
 def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, split):
     out = tmp_path / "run"
     process = start("train.py", *flags(shards, out, steps=10**6), *split, nproc=2)
@@ -413,6 +418,7 @@ def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, split):
     assert result.code != 0
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
     out = tmp_path / "run"
     options = dict(steps=300, dtype="float32")
