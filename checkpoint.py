@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -171,7 +171,7 @@ class Saver:
     def _publish(self, step: int, temporary: Path, final: Path, sums: list[dict]) -> None:
         """Complete the directory with what makes it a checkpoint, and give it its name."""
         for part in temporary.glob("*/"):
-            stored = Reader(part).read_metadata().storage_data.values()
+            stored = read_index(part).storage_data.values()
             if missing := {file.relative_path for file in stored} - set(os.listdir(part)):
                 raise UserError(f"{part} lacks {missing}: OUT must be on a disk all nodes share")
         sums = {name: digest for part in sums for name, digest in part.items()}
@@ -302,20 +302,20 @@ def verify(directory: Path, *parts: str) -> None:
 ELSE = "When it is removed, --resume goes on from the checkpoint before it"
 
 
-class Reader(FileSystemReader):
-    """Reads what torch wrote. Its index is a pickle, which could hold any code: here only what an
-    index of tensors is made of is let through."""
+def read_index(part: Path) -> Metadata:
+    """What torch wrote of which tensors in weights/ or optimizer/, and where their pieces are.
 
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with open(path, "rb") as file:
-                entries = _IndexUnpickler(file).load().state_dict_metadata.values()
-        except pickle.UnpicklingError as error:
-            raise UserError(f"{path} holds more than an index of tensors: {error}")
-        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-            raise UserError(f"{path} is an index of more than tensors")
-        return super().read_metadata(*args, **kwargs)
+    It is a pickle, which could hold any code. Here only what an index of tensors is made of is let
+    through; torch, which reads it without such care, must come after."""
+    path = part / ".metadata"
+    try:
+        with open(path, "rb") as file:
+            index = _IndexUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} holds more than an index of tensors: {error}")
+    if not all(isinstance(e, TensorStorageMetadata) for e in index.state_dict_metadata.values()):
+        raise UserError(f"{path} is an index of more than tensors")
+    return index
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -448,7 +448,7 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
         is_meta = formats.is_meta(directory)
         return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
     verify(directory, "weights")
-    entries = Reader(directory / "weights").read_metadata().state_dict_metadata
+    entries = read_index(directory / "weights").state_dict_metadata
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
@@ -463,9 +463,10 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
 
 def _load(tensors: dict[str, Tensor], part: Path) -> None:
     """Fill tensors, or this rank's shards of them, with what has their names in a part."""
+    read_index(part)
     try:
         with _alone():
-            dcp.load(tensors, storage_reader=Reader(part))
+            dcp.load(tensors, checkpoint_id=part)
     except CheckpointException as error:
         raise UserError(f"cannot load {part}: {_reason(error)}")
 
