@@ -604,11 +604,21 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
                 "feed_forward.w2": rows,
             },
         )
+        for module in (block.attention, block.feed_forward):
+            module.register_forward_pre_hook(_in_order)
     model.tie_weights()  # each got a DTensor of its own
     model.loss = partial(loss_parallel, mesh)
     # The embedding hands on sums that are still on their way, as a tensor of a type of its own. A
     # copy has arrived: block 0 then sees what all see, and one compiled graph serves them all.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
+
+
+def _in_order(module: nn.Module, inputs: tuple) -> tuple | None:
+    """Tokens [B, T, D] that could not be cut evenly, such as a sample's prompt, are gathered with
+    room between rows, which torch 2.11 cannot multiply. A copy has none."""
+    x, *others = inputs
+    if x.shape[1] % x.device_mesh.size():
+        return x.clone(memory_format=torch.contiguous_format), *others
 
 
 def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

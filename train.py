@@ -185,6 +185,12 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond the model's {config.max_seq_len}")
     check_split(asked_split(args), args.shard, config, world)
+    if args.seq_len % args.tp and torch.__version__ < "2.13":
+        even = math.ceil(args.seq_len / args.tp) * args.tp
+        raise UserError(
+            f"torch {torch.__version__} cannot train with --seq-len {args.seq_len} over --tp "
+            f"{args.tp}: --seq-len {even} can be cut evenly, or torch 2.13 cuts unevenly"
+        )
     parts = world.size // args.tp
     share, rest = divmod(args.batch, parts)
     if rest:
