@@ -308,12 +308,13 @@ def read_index(part: Path) -> Metadata:
     It is a pickle, which could hold any code. Here only what an index of tensors is made of is let
     through; torch, which reads it without such care, must come after."""
     path = part / ".metadata"
-    try:
-        with open(path, "rb") as file:
+    with open(path, "rb") as file:
+        try:
             index = _IndexUnpickler(file).load()
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} holds more than an index of tensors: {error}")
-    if not all(isinstance(e, TensorStorageMetadata) for e in index.state_dict_metadata.values()):
+            entries = index.state_dict_metadata.values()
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise UserError(f"{path} holds more than an index of tensors: {error}")
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
         raise UserError(f"{path} is an index of more than tensors")
     return index
 
