@@ -444,13 +444,17 @@ def save_tokenizer(
         merges += sorted(ways, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     cut = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    bytes_ |= {"use_regex": False}
+    spell = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     about = {
         "version": "1.0",
         "added_tokens": [{"id": i, "content": text, **plain} for text, i in special.items()],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, bytes_]},
-        "decoder": bytes_,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, spell]},
+        "decoder": spell,
         "model": {
             "type": "BPE",
             "ignore_merges": True,  # a piece of text that is a token is that token
@@ -459,9 +463,13 @@ def save_tokenizer(
         },
     }
     (directory / "tokenizer.json").write_text(json.dumps(about, ensure_ascii=False))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_text|>"}
-    about |= {"eos_token": "<|eot_id|>", "chat_template": CHAT}
-    about |= {"clean_up_tokenization_spaces": False}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "chat_template": CHAT,
+        "clean_up_tokenization_spaces": False,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
 
 

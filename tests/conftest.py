@@ -18,6 +18,34 @@ def shared(name: str) -> Path:
     return path
 
 
+def hugging_face_config(config, **more):
+    """transformers' description of a LlamaConfig."""
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling != 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return transformers.LlamaConfig(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        intermediate_size=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_embeddings,
+        **more,
+    )
+
+
 class Result:
     def __init__(self, code: int, out: str, err: str):
         self.code, self.out, self.err = code, out, err

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
-from conftest import launch, refused, shared, succeed
+from conftest import hugging_face_config, launch, refused, shared, succeed
 
 import formats
 from checkpoint import export_weights, import_weights, load_pretrained, read_config
@@ -27,24 +27,8 @@ MODELS = pytest.mark.parametrize("config", [PLAIN, SCALED, SMALL], ids=["plain",
 
 def theirs(config: LlamaConfig) -> transformers.LlamaForCausalLM:
     """transformers' model of a shape, with random weights."""
-    rope = {"rope_type": "default"}
-    if config.rope_scaling != 1:
-        rope = dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0,
-                    high_freq_factor=4.0, original_max_position_embeddings=8192)  # fmt: skip
     torch.manual_seed(0)
-    about = transformers.LlamaConfig(
-        hidden_size=config.dim,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
-        intermediate_size=config.ffn_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_seq_len,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_theta": config.rope_theta, **rope},
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=0.2,  # so that attention depends on positions
-    )
+    about = hugging_face_config(config, initializer_range=0.2)  # attention depends on positions
     return transformers.LlamaForCausalLM(about).eval()
 
 

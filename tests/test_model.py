@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import hugging_face_config
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as flat
@@ -145,33 +146,9 @@ def hugging_face(monkeypatch):
     monkeypatch.setattr(modeling.LlamaRMSNorm, "forward", norm)
 
     def make(config: LlamaConfig, ours: Llama):
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-        if config.rope_scaling != 1:
-            rope |= {
-                "rope_type": "llama3",
-                "factor": config.rope_scaling,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            }
-        theirs = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=config.dim,
-                num_hidden_layers=config.n_layers,
-                num_attention_heads=config.n_heads,
-                num_key_value_heads=config.n_kv_heads,
-                intermediate_size=config.ffn_dim,
-                vocab_size=config.vocab_size,
-                max_position_embeddings=config.max_seq_len,
-                rms_norm_eps=config.norm_eps,
-                rope_parameters=rope,
-                tie_word_embeddings=config.tie_embeddings,
-                attn_implementation="sdpa",  # "eager" takes its softmax in float32
-                bos_token_id=None,
-                eos_token_id=None,
-                pad_token_id=None,
-            )
-        ).double()
+        # "eager" takes its softmax in float32
+        about = hugging_face_config(config, attn_implementation="sdpa", eos_token_id=None)
+        theirs = transformers.LlamaForCausalLM(about).double()
         weights = to_hugging_face(config, dict(ours.named_parameters()))
         loaded = theirs.load_state_dict(weights, strict=False)
         assert not loaded.unexpected_keys
