@@ -4,6 +4,8 @@
     python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
     python generate.py DIR --chat --prompt "What is a tensor?"      in Llama 3's chat format
 
+DIR is a run, a checkpoint of it, or a model's directory by Meta or Hugging Face.
+
 One prompt is continued as you watch; several are continued side by side, and shown when all end.
 """
 
@@ -22,7 +24,8 @@ from parallel import Parser, amount, count, positive, run
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Continue a text.")
     # fmt: off
-    parser.add_argument("checkpoint", type=Path, help="a run's directory, or one of its step-N")
+    parser.add_argument("checkpoint", type=Path,
+                        help="a run, one of its step-N, or a model's directory")
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; several are continued side by side")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says")

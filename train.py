@@ -98,7 +98,8 @@ def parse_args() -> argparse.Namespace:
         flag = f"--{name.replace('_', '-')}"
         model.add_argument(flag, type=positive, help="in place of the preset's")
     model.add_argument("--init", type=Path, metavar="DIR",
-                       help="start from this checkpoint's weights")
+                       help="start from the weights of a checkpoint, or of Meta's or Hugging "
+                            "Face's directory")
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=["python"],
