@@ -52,6 +52,7 @@ from model import Llama, LlamaConfig, UserError
 from parallel import Parser, put_shard, run
 
 SUMS = "SHA256SUMS"
+ELSE = "When it is removed, --resume goes on from the checkpoint before it"
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -239,9 +240,13 @@ def complete(
     sums: dict[str, str],
 ) -> None:
     """Make a checkpoint of a directory whose weights are written and have these checksums."""
-    about = {"model": asdict(config), "step": step, "flags": flags}
-    about |= {"tokenizer": tokenizer and tokenizer.name}
-    about |= {"tokenizer_hash": tokenizer and tokenizer.hash}
+    about = {
+        "model": asdict(config),
+        "step": step,
+        "flags": flags,
+        "tokenizer": tokenizer and tokenizer.name,
+        "tokenizer_hash": tokenizer and tokenizer.hash,
+    }
     if tokenizer and tokenizer.file:
         tokenizer.save(directory / "tokenizer.model")
         about["tokenizer"] = "tokenizer.model"
@@ -290,16 +295,13 @@ def verify(directory: Path, *parts: str) -> None:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = dict(line.decode().rstrip("\n").split("  ", 1)[::-1] for line in lines)
     names = [name for name in files if name.startswith(parts)]
-    shared = [name for name in names if "/" in name]
-    for name in [*(set(names) - set(shared)), *shared[rank::size]]:
+    small = [name for name in names if "/" not in name]
+    for name in small + [name for name in names if "/" in name][rank::size]:
         file = directory / name
         if not file.exists():
             raise UserError(f"{directory} is not complete: {name} is missing. {ELSE}")
         if checksums(directory, [file]) != {name: files[name]}:
             raise UserError(f"{file} is damaged: its checksum is not the one in {SUMS}. {ELSE}")
-
-
-ELSE = "When it is removed, --resume goes on from the checkpoint before it"
 
 
 def read_index(part: Path) -> Metadata:

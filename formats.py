@@ -1,4 +1,5 @@
-"""Other people's files: safetensors, and the directories of Hugging Face and of Meta.
+"""Other people's files: safetensors, and the directories of Hugging Face and of Meta, with the
+tokenizer.json that the first of them have.
 
 All hold the same numbers. They differ in what the weights are called, in how the rows of wq and wk
 are ordered, in how many files there are, and in what is said about the shape. Here each becomes a
@@ -23,8 +24,6 @@ import torch
 from torch import Tensor
 
 from model import Llama, LlamaConfig, UserError
-
-FILE_BYTES = 5_000_000_000  # at most so much in one safetensors file, one tensor at least
 
 
 @dataclass(frozen=True)
@@ -268,6 +267,8 @@ class Json(dict):
 
 # ------------------------------------------------------------------------------------ Hugging Face
 
+
+FILE_BYTES = 5_000_000_000  # at most so much in one file, one tensor at least
 
 # What a config.json may say of things that are not configurable here, and of RoPE's scaling.
 KNOWN = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)

@@ -25,9 +25,8 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def save(out, step, model, optimizer, tokenizer, keep=0, background=False):
-    with checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1}, keep, background) as saver:
-        return saver.save(step)
+def save(out, step, model, optimizer, tokenizer, keep=0):
+    return checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1}, keep).save(step)
 
 
 def trained(seed=0, steps=3, weight_decay=0.1):
