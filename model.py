@@ -292,9 +292,11 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, put: Callable = Tensor.copy_, device=None) -> None:
-        """Fill every parameter by put(parameter, its first value in full), drawn on `device`."""
+        """Fill every parameter by put(parameter, its first value in full), drawn on `device`;
+        adapters beside them (lora.py) have first values of their own."""
         for name, parameter in self.named_parameters():
-            put(parameter, initial_weight(name, parameter, self.config, seed, device))
+            if ".lora_" not in name:
+                put(parameter, initial_weight(name, parameter, self.config, seed, device))
 
 
 def initial_weight(
@@ -309,13 +311,16 @@ def initial_weight(
     """
     weight = torch.ones(like.shape, device=device or like.device)
     if "norm" not in name:
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator(weight.device)
-        generator.manual_seed(int.from_bytes(digest[:8], "little"))
         writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
         std = 0.02 / math.sqrt(2 * config.n_layers) if writes_to_stream else 0.02
-        weight.normal_(0, std, generator=generator)
+        weight.normal_(0, std, generator=generator_of(name, seed, weight.device))
     return weight.to(like.dtype)
+
+
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """Random numbers for one parameter, which depend on seed and name alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
 
 
 # -------------------------------------------------------------------------------------- the loss
@@ -453,8 +458,11 @@ def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **
 # ------------------------------------------------------------------------------- what it costs
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int) -> int:
+def flops_per_token(config: LlamaConfig, seq_len: int, adapters: int | None = None) -> int:
     """Floating-point operations to train on one token: forward once, backward twice that.
+
+    Of a model whose weights are frozen and which has so many numbers in `adapters` instead,
+    backward needs no gradient of the weights: it takes as long as forward.
 
     Each weight of a matrix multiplies and adds once per token, and each head's scores and weighted
     sum do so for E numbers per token looked at. Causal attention is counted as if it saw the whole
@@ -465,7 +473,9 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> int:
     weights = c.n_layers * (2 * c.dim * (c.dim + kv_dim) + 3 * c.dim * c.ffn_dim)
     weights += c.dim * c.vocab_size  # the output; the embedding is a look-up
     attention = 2 * c.n_layers * c.dim * seq_len
-    return 3 * 2 * (weights + attention)
+    if adapters is None:
+        return 3 * 2 * (weights + attention)
+    return 2 * 2 * weights + 3 * 2 * (adapters + attention)
 
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first that a device's name has wins.

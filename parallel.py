@@ -52,7 +52,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -67,6 +75,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lora import LoRALinear
 from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entropy_sum
 
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
@@ -87,7 +96,7 @@ class Split:
     replicate: int = 1  # ranks along each dimension of the mesh
     shard: int = 1
     tp: int = 1
-    reshard: str = "weights"  # what FSDP does not keep whole between uses: none, weights or all
+    reshard: str = "weights"  # what FSDP does not keep whole: none, adapters, weights or all
     checkpointing: str = "none"  # what backward computes again: none, selective or full
     compile: bool = False
     offload: bool = False
@@ -337,7 +346,7 @@ def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: Wor
         raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
     if asked.offload and dp not in ("fsdp", "hsdp"):
         raise UserError("--offload is for --dp fsdp and --dp hsdp")
-    if asked.reshard in ("none", "all") and not asked.fully_sharded:
+    if asked.reshard != "auto" and not asked.fully_sharded and dp != "auto":
         raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
     if shard and dp != "hsdp":
         raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")
@@ -372,7 +381,8 @@ def choose_split(
     wide = {"ddp": 1, "fsdp": data, "hsdp": shard or node}[dp]
     reshard = asked.reshard
     if reshard == "auto":
-        whole = sum(p.numel() for p in model.parameters()) * asked.grad_bytes / asked.tp
+        learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        whole = learnt * asked.grad_bytes / asked.tp
         fits = microbatches == 1 or state / wide + whole + work < room
         reshard = "weights" if fits else "all"
     why = (
@@ -385,9 +395,13 @@ def choose_split(
 
 def state_bytes(model: Llama, split: Split) -> int:
     """Bytes of a whole copy while it trains: weight, gradient and AdamW's two moments of each
-    parameter, and the copy to compute with, where that has another type."""
+    parameter, and the copy to compute with, where that has another type. Of a frozen parameter
+    there is only what is computed with."""
     copy = split.weight_bytes if split.weight_bytes < split.grad_bytes else 0
-    return sum(p.numel() for p in model.parameters()) * (4 * split.grad_bytes + copy)
+    learnt = 4 * split.grad_bytes + copy
+    return sum(
+        p.numel() * (learnt if p.requires_grad else split.weight_bytes) for p in model.parameters()
+    )
 
 
 def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
@@ -467,7 +481,8 @@ def data_parallel(model: Llama, world: World) -> nn.Module:
         rank 1  [ weights ] [ gradients ] [ AdamW ]      sequences b..2b-1
 
     Sends, over replicate: an all-reduce of every gradient, P g bytes once a step, in buckets of
-    25 MB (the first of 1 MB) while backward still computes. Nothing else.
+    25 MB (the first of 1 MB) while backward still computes. Nothing else. What is frozen has no
+    gradient: LoRA sends those of its adapters, a hundredth of P.
     Pays wherever a whole copy (16 P bytes in float32: weight, gradient, two moments) fits on a
     device: no other split of the batch sends less in all. Hurts where it does not fit, and where
     P g bytes a step are too much for a slow link: then make steps longer, by a larger batch.
@@ -505,6 +520,11 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
                   but 2 copies (w + g bytes a parameter) stay whole on every rank
         weights   gathered for every use, gradients cut once: g bytes a parameter stay whole
         all       gathered for every use, gradients cut in every microbatch: nothing stays
+        adapters  of LoRA: the frozen base stays whole on every rank and is never sent; adapters are
+                  gathered for every use. DDP, where the base fits, sends still less: choose this
+                  where adapters are large, for their gradients and moments are cut
+    LoRA in FSDP gathers the whole frozen base for every use, to send a hundredth of it back: that
+    is what makes it slower than one process in many frameworks.
     Pays where a copy does not fit on a device. Hurts over a slow link, which all the gathering has
     to cross: there HSDP keeps it within nodes and sends the slices of gradients alone. A mesh that
     is laid out the wrong way round gathers across nodes, and is slower than either.
@@ -525,6 +545,8 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
             else OffloadPolicy()
         ),
     )
+    if split.reshard == "adapters":
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=split.reshard != "none", **options)
     fully_shard(model, reshard_after_forward=False, **options)  # backward needs it at once
@@ -565,11 +587,17 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     Pays within a node, where links are fast: it cuts activations too, and lets more ranks than
     sequences work. Hurts elsewhere: it waits for a collective 4 times a block and pass, whatever
     the batch, and its smaller products use a GPU less well.
+
+    LoRA's factors are cut as their matrix is, along the dimension that they share with it, and one
+    of the two stays whole: A beside columns, B beside rows. A rank's share of the low-rank product
+    then is a share of, or a part of a sum for, what the matrix makes: it takes the same way at no
+    cost. What remains is an all-reduce of each whole factor's gradient a step, as for norms.
     """
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     whole, tokens = Replicate(), Shard(1)
-    rows = RowwiseParallel(output_layouts=tokens, use_local_output=False)
+    rows = Rows(output_layouts=tokens, use_local_output=False)
     norm = SequenceParallel(use_local_output=False)
-    columns = ColwiseParallel()
+    columns = Columns()
     parallelize_module(
         model,
         mesh,
@@ -578,7 +606,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
                 input_layouts=whole, output_layouts=tokens, use_local_output=False
             ),
             "norm": norm,
-            "output": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+            "output": Columns(input_layouts=tokens, output_layouts=whole),
         },
     )
     for block in model.layers.values():
@@ -606,11 +634,47 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         )
         for module in (block.attention, block.feed_forward):
             module.register_forward_pre_hook(_in_order)
+    for name in frozen:  # SequenceParallel makes parameters that learn
+        model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # each got a DTensor of its own
     model.loss = partial(loss_parallel, mesh)
     # The embedding hands on sums that are still on their way, as a tensor of a type of its own. A
     # copy has arrived: block 0 then sees what all see, and one compiled graph serves them all.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
+
+
+class Columns(ColwiseParallel):
+    """Columns of Wᵀ for each rank, and what is beside them."""
+
+    def _partition_linear_fn(self, name, module, mesh):
+        _cut(module, mesh, {"weight": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)})
+
+
+class Rows(RowwiseParallel):
+    """Rows of Wᵀ for each rank, and what is beside them."""
+
+    def _partition_linear_fn(self, name, module, mesh):
+        _cut(module, mesh, {"weight": Shard(1), "lora_A": Shard(1), "lora_B": Replicate()})
+
+
+def _cut(layer: nn.Linear, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
+    """Place the parameters of a layer on the mesh; one with an adapter computes on local parts."""
+    for name, parameter in list(layer.named_parameters()):
+        cut = distribute_tensor(parameter, mesh, [places[name]])
+        setattr(layer, name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+    if isinstance(layer, LoRALinear):
+        columns = places["weight"].is_shard(0)
+        x, y = (Replicate(), Shard(2)) if columns else (Shard(2), Partial())  # of [B, T, width]
+        weight, A, B = places.values()
+        # What every rank has whole gets from each a part of its gradient.
+        parts = [Partial() if place.is_replicate() else place for place in (x, weight, A, B)]
+        layer.product = local_map(
+            layer.product,
+            out_placements=[y],
+            in_placements=([x], [weight], [A], [B], None, None),
+            in_grad_placements=(*([part] for part in parts), None, None),
+            device_mesh=mesh,
+        )
 
 
 def _in_order(module: nn.Module, inputs: tuple) -> tuple | None:
@@ -682,19 +746,19 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     Pays when activations are what does not fit; a larger microbatch alone rarely repays it.
     """
     context = {"context_fn": _selection} if selective else {}
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, **context)
+    return partial(checkpoint, forward, use_reentrant=False, **context)
 
 
 def _selection():
-    """What one run of a block keeps: attention, and of the matrix products wk, wo and w3. The last,
-    w2, is for backward to skip: nothing behind it needs its result. Under tensor parallelism also
-    what a reduce-scatter took time to bring."""
+    """What one run of a block keeps: attention, and of the matrix products wk, wo and w3, with what
+    adapters add. The last, w2, is for backward to skip: nothing behind it needs its result. Under
+    tensor parallelism also what a reduce-scatter took time to bring."""
     products = Counter()
 
     def policy(context, op, *args, **kwargs):
         if "scaled_dot_product" in op.__name__ or "reduce_scatter" in op.__name__:
             return CheckpointPolicy.MUST_SAVE
-        if op is torch.ops.aten.mm.default:
+        if op.__name__ in ("mm.default", "lora_linear.default"):
             products[context.is_recompute] += 1
             if products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.MUST_SAVE
@@ -755,56 +819,85 @@ def predict_traffic(
     """
     config, g, w = model.config, split.grad_bytes, split.weight_bytes
     L, m = config.n_layers, microbatches
+    idle = _unreached(model)  # of backward's 2 L + 1 pairs of collectives under tp
+    last = str(L - 1)  # the block that FSDP gathers for backward before it sees whether it is due
     calls, size = Counter(), Counter()
 
     def send(dim: str, collective: str, n: int, nbytes: int) -> None:
-        calls[dim, collective] += n
-        size[dim, collective] += n * nbytes
+        if n and nbytes:
+            calls[dim, collective] += n
+            size[dim, collective] += n * nbytes
 
     if not split.fully_sharded:
         if split.replicate > 1:
-            sizes = [p.numel() * g for p in model.parameters()]
+            sizes = [p.numel() * g for p in model.parameters() if p.requires_grad]
             send("replicate", "all-reduce", 1, sum(sizes))
             calls["replicate", "all-reduce"] = _buckets(sizes[::-1])
-    for unit, n in _units(model, split).items() if split.fully_sharded else ():
-        uses = 1 if unit == "root" else 2
+    for unit, (n, learnt) in _units(model, split).items() if split.fully_sharded else ():
+        uses = 1 if unit == "root" or (idle > 2 * L and unit != last) else 2
         if split.shard > 1:
-            send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, n * w)
-            send("shard", "reduce-scatter", m if split.reshard == "all" else 1, n * g)
+            held = learnt if split.reshard == "adapters" else n
+            send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, held * w)
+            send("shard", "reduce-scatter", m if split.reshard == "all" else 1, learnt * g)
         if split.replicate > 1:
-            send("replicate", "all-reduce", 1, n // split.shard * g)
+            send("replicate", "all-reduce", 1, learnt // split.shard * g)
 
     if split.tp > 1:
-        a = batch * _round_up(seq_len, split.tp) * config.dim * w
-        send("tp", "all-gather", m * (4 * L + 2), a)
-        send("tp", "reduce-scatter", m * (4 * L + 2), a)
-        tokens = batch * seq_len
+        row = batch * _round_up(seq_len, split.tp) * w
+        a, tokens = row * config.dim, batch * seq_len
+        send("tp", "all-gather", m * (4 * L + 1 - idle), a)
+        send("tp", "reduce-scatter", m * (4 * L + 1 - min(idle, 2 * L)), a)
+        rank = getattr(model.output, "rank", 0)  # an adapter's numbers go with what the loss takes
+        send("tp", "all-gather", m, a + row * rank)
+        send("tp", "reduce-scatter", m, a + row * rank)
         for start in range(0, tokens, LOSS_CHUNK):
             send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
         send("tp", "all-reduce", m, g)
         early = m == 1 or split.reshard == "all"  # gradients sent as they are, not as sums in g
         times = m if split.reshard == "all" else 1
-        send("tp", "all-reduce", times * (2 * L + 1), config.dim * (w if early else g))
-        if split.checkpointing != "none":
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and _tp_dim(name) is None:
+                send("tp", "all-reduce", times, parameter.numel() * (w if early else g))
+        if split.checkpointing != "none" and idle <= 2 * L:
             send("tp", "all-gather", m * 2 * L, a)
-        if split.checkpointing == "full":
+        if split.checkpointing == "full" and idle <= 2 * L:
             send("tp", "reduce-scatter", m * L, a)
-    return {key: (calls[key], size[key]) for key in calls if calls[key]}
+    return {key: (calls[key], size[key]) for key in calls}
 
 
-def _units(model: Llama, split: Split) -> dict[str, int]:
-    """Numbers that FSDP gathers in one call: of each block, and of the root, which holds the rest.
+def _unreached(model: Llama) -> int:
+    """Backward ends where the first thing that learns has its gradient. How many of its 2 L + 1
+    pairs of all-gather and reduce-scatter under tensor parallelism lie beyond: none, where the
+    embedding learns; with adapters, those below the first that has one."""
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
+    for idle, module in enumerate(("tok_embeddings", "attention", "feed_forward")):
+        if any(module in name for name in learning):
+            return idle
+    return 2 * model.config.n_layers + 1
+
+
+def _tp_dim(name: str) -> int | None:
+    """The dimension of a parameter that tensor parallelism cuts; None where it stays whole."""
+    rows = ".wo." in name or ".w2." in name
+    if "norm" in name or name.endswith(".lora_B" if rows else ".lora_A"):
+        return None
+    return 0 if not rows else 1
+
+
+def _units(model: Llama, split: Split) -> dict[str, tuple[int, int]]:
+    """Numbers that FSDP gathers in one call, and those of them that learn: of each block, and of
+    the root, which holds the rest.
 
     As they are on the first rank of tp, and with the first dimension rounded up for shard."""
-    numbers = {"root": 0} | dict.fromkeys(model.layers, 0)
+    numbers = {"root": (0, 0)} | dict.fromkeys(model.layers, (0, 0))
     for name, parameter in model.named_parameters():
-        rows, rest = parameter.shape[0], parameter[0].numel()
-        if name.endswith(("wo.weight", "w2.weight")):
-            rest //= split.tp
-        elif "norm" not in name:
-            rows = math.ceil(rows / split.tp)
+        shape = list(parameter.shape)
+        if (dim := _tp_dim(name)) is not None:
+            shape[dim] = math.ceil(shape[dim] / split.tp)
+        n = _round_up(shape[0], split.shard) * math.prod(shape[1:])
         unit = name.split(".")[1] if name.startswith("layers.") else "root"
-        numbers[unit] += _round_up(rows, split.shard) * rest
+        gathered, learnt = numbers[unit]
+        numbers[unit] = gathered + n, learnt + n * parameter.requires_grad
     return numbers
 
 

@@ -1,13 +1,13 @@
 """Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
 
-A case has "split" (fields of Split), "config" (of LlamaConfig), "microbatch", "packed", "dtype".
+A case has "split" (fields of Split), "config" (of LlamaConfig), "microbatch", "packed", "dtype",
+and for adapters "lora" (fields of LoRA).
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
 
 import json
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import Counted
 from data import Batch
+from lora import LoRA, adapt_loss, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
 from parallel import Split, arrange, parallelize, predict_traffic, put_shard, run, set_up
 from train import make_optimizer, train_step
@@ -46,21 +47,36 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     )
 
 
+@torch.no_grad()
+def fill(model: Llama) -> None:
+    """As after training a while: B is no longer zero, or A would have no gradient."""
+    model.init_weights(seed=3, put=put_shard)
+    init_adapters(model, seed=4, put=put_shard)
+    for name, parameter in adapters(model).items():
+        if name.endswith("lora_B"):
+            torch.manual_seed(len(name) + sum(map(ord, name)))
+            put_shard(parameter, torch.randn(parameter.shape, dtype=torch.float64) / 10)
+
+
 def train(world, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = arrange(world, Split(**case["split"], dtype=dtype))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**case["config"]))
+        if "lora" in case:
+            add_adapters(model, LoRA(**case["lora"]))
     parts = world.data_size
     microbatch = case.get("microbatch", BATCH // parts)
     predicted = predict_traffic(model, world.split, BATCH // parts // microbatch, microbatch, SEQ)
-    runner = parallelize(model, world, partial(Llama.init_weights, seed=3, put=put_shard))
+    runner = parallelize(model, world, fill)
+    adapt_loss(model)
     first = {name: whole(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, 1e-2, 0.1)
     gradients = {}
 
     def keep(optimizer, args, kwargs):
-        gradients.update({name: whole(p.grad) for name, p in model.named_parameters()})
+        learning = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        gradients.update({name: whole(p.grad) for name, p in learning})
 
     batch = batch_of(case.get("packed", False))
     share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
