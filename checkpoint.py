@@ -4,10 +4,12 @@
         config.json             model shape, tokenizer, step, flags of the run
         tokenizer.model         a copy, where the tokenizer is a file: nothing else is needed
         weights/, optimizer/    every rank wrote its own part (torch.distributed.checkpoint)
+        adapter_*               in place of weights/, where an adapter is learnt: PEFT's files
         SHA256SUMS              written last: a checksum of every file, so `sha256sum -c` works
 
     python checkpoint.py import SRC DST                       a checkpoint from Meta's or HF's files
     python checkpoint.py export SRC DST --format hf|meta      and back: a model that others load
+    python checkpoint.py merge SRC ADAPTER DST                a checkpoint with an adapter added
 
 A save writes to a hidden directory first and renames it last. A process that is killed while it
 saves leaves a hidden directory, which the next run removes; earlier checkpoints are untouched.
@@ -48,6 +50,15 @@ from torch.distributed.tensor import DTensor
 import formats
 from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
 from formats import Stored
+from lora import (
+    LoRA,
+    adapters,
+    gather_adapters,
+    is_adapter,
+    merge_adapter,
+    open_adapter,
+    save_adapter,
+)
 from model import Llama, LlamaConfig, UserError
 from parallel import Parser, put_shard, run
 
@@ -84,7 +95,8 @@ class Saver:
     Every rank calls every method. `keep` > 0 leaves that many of the newest. In the background a
     save costs a copy, in the CPU's memory, of what this rank writes, and the time to make it; the
     files are written by a thread, and what fails there is raised by the next `save` or `wait`. As a
-    context it waits at its end.
+    context it waits at its end. With `lora`, the frozen weights are not written, nor sent: what is
+    saved is the adapter, as PEFT has them, for the base that the flags' `init` names.
     """
 
     def __init__(
@@ -96,7 +108,9 @@ class Saver:
         flags: dict,
         keep: int = 0,
         background: bool = False,
+        lora: LoRA | None = None,
     ):
+        self.lora = lora
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.keep = flags, keep
         device = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -115,16 +129,16 @@ class Saver:
     def save(self, step: int) -> Path:
         """Write OUT/step-N. UserError, on every rank, where the disk does not take it."""
         self.wait()
-        state = {
-            "weights": _share(_weights(self.model)),
-            "optimizer": _share(_moments(self.model, self.optimizer)),
-        }
+        state = {"optimizer": _share(_moments(self.model, self.optimizer))}
+        factors = gather_adapters(self.model) if self.lora else {}
+        if not self.lora:
+            state["weights"] = _share(_weights(self.model))
         if self.thread:
             for part in state.values():
                 part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
-            self.pending = self.thread.submit(self._write, step, state)
+            self.pending = self.thread.submit(self._write, step, state, factors)
         else:
-            self._write(step, state)
+            self._write(step, state, factors)
         return self.out / f"step-{step:08d}"
 
     def wait(self) -> None:
@@ -133,7 +147,9 @@ class Saver:
             pending, self.pending = self.pending, None
             pending.result()
 
-    def _write(self, step: int, state: dict[str, dict[str, Tensor]]) -> None:
+    def _write(
+        self, step: int, state: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
+    ) -> None:
         final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
         first = dist.get_rank() == 0
         try:
@@ -142,7 +158,7 @@ class Saver:
                 dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
             own = temporary.glob(f"*/__{dist.get_rank()}_*")
             sums = self._gather(lambda: checksums(temporary, own))
-            self._gather(lambda: first and self._publish(step, temporary, final, sums))
+            self._gather(lambda: first and self._publish(step, temporary, final, factors, sums))
         except (OSError, CheckpointException) as error:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)  # to make room
@@ -169,21 +185,26 @@ class Saver:
                 raise result
         return results
 
-    def _publish(self, step: int, temporary: Path, final: Path, sums: list[dict]) -> None:
+    def _publish(
+        self, step: int, temporary: Path, final: Path, factors: dict[str, Tensor], sums: list[dict]
+    ) -> None:
         """Complete the directory with what makes it a checkpoint, and give it its name."""
         for part in temporary.glob("*/"):
             stored = read_index(part).storage_data.values()
             if missing := {file.relative_path for file in stored} - set(os.listdir(part)):
                 raise UserError(f"{part} lacks {missing}: OUT must be on a disk all nodes share")
+        config = self.model.config
+        if self.lora:
+            save_adapter(temporary, self.lora, config, factors, str(self.flags["init"]))
         sums = {name: digest for part in sums for name, digest in part.items()}
-        complete(temporary, self.model.config, self.tokenizer, step, self.flags, sums)
+        complete(temporary, config, self.tokenizer, step, self.flags, sums)
         os.rename(temporary, final)
         _sync(self.out)
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
     """This rank's part of every weight, under its name, sharing its memory."""
-    tensors = dict(model.state_dict())
+    tensors = {n: tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
     if model.config.tie_embeddings:
         del tensors["output.weight"]
     return tensors
@@ -341,27 +362,42 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def is_own(directory: Path) -> bool:
-    """Whether this is, or was, a checkpoint of ours."""
+    """Whether this is, or was, a checkpoint of ours that holds weights."""
     return (directory / "weights").is_dir()
 
 
 def find_checkpoint(directory: Path) -> Path:
     """Where weights are: a directory of Meta's or Hugging Face's, a checkpoint's own, or the newest
     of a run's."""
-    if is_own(directory) or formats.is_meta(directory) or formats.is_hf(directory):
-        return directory
-    if found := checkpoints(directory):
-        return found[-1]
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if is_own(found) or formats.is_meta(found) or formats.is_hf(found):
+            return found
+        if is_adapter(found):
+            base = formats.Json(found / "adapter_config.json").get("base_model_name_or_path")
+            raise UserError(
+                f"{found} is an adapter of {base}: give {base} and --adapter {found}, or add it "
+                f"by python checkpoint.py merge {base} {found} DIR"
+            )
     raise UserError(
         f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
         f"with params.json (Meta) or config.json (Hugging Face) and weights"
     )
 
 
+def find_adapter(directory: Path) -> Path:
+    """Where an adapter is: a directory with PEFT's files, or a run's newest checkpoint."""
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if is_adapter(found):
+            if (found / SUMS).exists():
+                verify(found, "adapter")
+            return found
+    raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
+
+
 def read_config(directory: Path) -> dict:
     """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; `directory`; and of
     a checkpoint of ours `tokenizer_hash`, `step` and `flags`."""
-    if not is_own(directory):
+    if not is_own(directory) and not (directory / SUMS).exists():
         config, _ = open_weights(directory)
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
@@ -398,9 +434,14 @@ def differences(theirs: LlamaConfig, ours: LlamaConfig) -> str:
 
 
 def resume(
-    directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
+    directory: Path,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
+    lora: LoRA | None = None,
 ) -> tuple[int, dict]:
-    """Continue from a checkpoint of a run: weights and moments in place; its step and flags."""
+    """Continue from a checkpoint of a run: weights, or with `lora` the adapter, and moments in
+    place; its step and flags."""
     about = read_config(directory)
     if about["model"] != model.config:
         raise UserError(
@@ -410,15 +451,26 @@ def resume(
     check_tokenizer(about, tokenizer)
     if not (directory / "optimizer").is_dir():
         raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
-    verify(directory, "weights", "optimizer")
-    _load(_weights(model), directory / "weights")
+    verify(directory, "weights", "adapter", "optimizer")
+    if is_adapter(directory) != bool(lora):
+        raise UserError(f"{directory} is of the other script, train.py or finetune_lora.py")
+    if lora:
+        found, stored = open_adapter(directory, model.config)
+        if found != lora:
+            raise UserError(f"{directory} holds {found}, not {lora}: give the flags it began with")
+        with torch.no_grad():
+            for name, factor in adapters(model).items():
+                put_shard(factor, stored[name].read())
+    else:
+        _load(_weights(model), directory / "weights")
     _load(_moments(model, optimizer), directory / "optimizer")
     return about["step"], about["flags"]
 
 
 @torch.no_grad()
 def load_weights(directory: Path, model: Llama) -> None:
-    """Fill a materialised model from a checkpoint of ours, Meta's or Hugging Face's.
+    """Fill a materialised model from a checkpoint of ours, Meta's or Hugging Face's; adapters are
+    left as they are.
 
     Every rank calls it, and takes its part: of our files, what overlaps with it; of others, one
     whole matrix at a time, mapped where its rows are in order."""
@@ -427,8 +479,8 @@ def load_weights(directory: Path, model: Llama) -> None:
         _load(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
-    for name, parameter in model.named_parameters():
-        put_shard(parameter, stored[name].read())
+    for name, weight in stored.items():
+        put_shard(model.get_parameter(name), weight.read())
 
 
 def load_pretrained(
@@ -504,12 +556,27 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
     loaded = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(about)
     if loaded:
         check_tokenizer(about, loaded)
+    write_checkpoint(target, config, stored, loaded)
+
+
+def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
+    """A checkpoint at `target` of a model and an adapter beside it, one matrix at a time."""
+    config, stored = open_weights(base)
+    write_checkpoint(
+        target, *merge_adapter(config, stored, *open_adapter(adapter, config)), tokenizer
+    )
+
+
+def write_checkpoint(
+    target: Path, config: LlamaConfig, stored: dict[str, Stored], tokenizer: Tokenizer | None
+) -> None:
+    """Of step 0, without an optimizer; by one process, which holds one matrix at a time."""
     with _new_directory(target) as temporary:
         plan = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in stored.items()}
         with _alone():
             dcp.save(plan, checkpoint_id=temporary / "weights", planner=OneByOne(stored))
         sums = checksums(temporary, (temporary / "weights").glob("__*"))
-        complete(temporary, config, loaded, 0, {}, sums)
+        complete(temporary, config, tokenizer, 0, {}, sums)
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
@@ -564,13 +631,16 @@ def _new_directory(target: Path):
 
 def main() -> None:
     parser = Parser(description="Weights from and to the files of others.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     take = commands.add_parser("import", help="make a checkpoint of Meta's or Hugging Face's files")
     give = commands.add_parser("export", help="write Meta's or Hugging Face's files")
-    for command in (take, give):
+    join = commands.add_parser("merge", help="make a checkpoint of a model and an adapter")
+    for command in (take, give, join):
         command.add_argument(
             "source", type=Path, help="a checkpoint, a run, or a model's directory"
         )
+        if command is join:
+            command.add_argument("adapter", type=Path, help="a run of finetune_lora.py, or PEFT's")
         command.add_argument("target", type=Path, help="a directory that does not exist yet")
     take.add_argument("--tokenizer", help="where the source has no tokenizer.model")
     give.add_argument("--format", choices=["hf", "meta"], required=True)
@@ -580,6 +650,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "import":
         import_weights(args.source, args.target, args.tokenizer)
+    elif args.command == "merge":
+        source = find_checkpoint(args.source)
+        tokenizer = _own_tokenizer(read_config(source))
+        merge(source, find_adapter(args.adapter), args.target, tokenizer)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         export_weights(args.source, args.target, args.format, dtype)

@@ -3,6 +3,7 @@
     python generate.py out/tiny --prompt "def"
     python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
     python generate.py DIR --chat --prompt "What is a tensor?"      in Llama 3's chat format
+    python generate.py DIR --adapter out/tiny-lora --chat ...       with what LoRA has learnt
 
 DIR is a run, a checkpoint of it, or a model's directory by Meta or Hugging Face.
 
@@ -15,8 +16,15 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import check_tokenizer, find_checkpoint, load_pretrained, read_config
+from checkpoint import (
+    check_tokenizer,
+    find_adapter,
+    find_checkpoint,
+    load_pretrained,
+    read_config,
+)
 from data import load_tokenizer
+from lora import LoRALinear, load_adapter
 from model import UserError, stream
 from parallel import Parser, amount, count, positive, run
 
@@ -26,6 +34,8 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     parser.add_argument("checkpoint", type=Path,
                         help="a run, one of its step-N, or a model's directory")
+    parser.add_argument("--adapter", type=Path, metavar="DIR",
+                        help="a run of finetune_lora.py, or an adapter in PEFT's format")
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; several are continued side by side")
     parser.add_argument("--chat", action="store_true", help="prompts are what a user says")
@@ -61,6 +71,11 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     model = load_pretrained(directory, dtype, "cuda" if on_gpu else "cpu")
+    if args.adapter:
+        load_adapter(model, find_adapter(args.adapter))
+        for module in model.modules():
+            if isinstance(module, LoRALinear):
+                module.merge()  # from here on the adapter costs nothing
 
     turns = stream(
         model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,

@@ -346,7 +346,7 @@ def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: Wor
         raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
     if asked.offload and dp not in ("fsdp", "hsdp"):
         raise UserError("--offload is for --dp fsdp and --dp hsdp")
-    if asked.reshard != "auto" and not asked.fully_sharded and dp != "auto":
+    if asked.reshard in ("none", "adapters", "all") and not asked.fully_sharded:
         raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
     if shard and dp != "hsdp":
         raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")

@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 import checkpoint
+from chat import Packed
 from data import (
     DEFAULT_TOKENIZER,
     Batch,
@@ -42,6 +43,7 @@ from data import (
     tokenizer_of,
     window_of,
 )
+from lora import LoRA
 from model import (
     IGNORE,
     PRESETS,
@@ -86,6 +88,9 @@ EXPERIMENT = (
     "clip",
     "seed",
     "dtype",
+    "init",
+    "long",
+    "train_on_prompt",
 )  # that resuming should not change
 
 
@@ -109,14 +114,24 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--seq-len", type=positive, default=256, help="tokens in a sequence")
     data.add_argument("--document-mask", action="store_true",
                       help="no attention across the documents that share a sequence")
+    # fmt: on
+    add_flags(parser)
+    parser.add_argument("--prompt", default="def", help="start of the samples at evaluations")
+    args = parser.parse_args()
+    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
+    return args
 
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every training script: of a step, its split, its speed, and the run's files."""
+    # fmt: off
     step = parser.add_argument_group("optimizer step")
     step.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     step.add_argument("--microbatch", type=positive,
                       help="sequences a process takes at a time (default: its whole share)")
     step.add_argument("--steps", type=positive, default=1700)
     step.add_argument("--lr", type=amount, default=5e-3,
-                      help="at its peak; larger models want less, such as 3e-4")
+                      help="at its peak (default: %(default)s); larger models want less")
     step.add_argument("--warmup", type=count, default=50, help="steps until it is reached")
     step.add_argument("--weight-decay", type=amount, default=0.1, help="of matrices")
     step.add_argument("--clip", type=amount, default=1.0,
@@ -130,9 +145,11 @@ def parse_args() -> argparse.Namespace:
                        help="ranks that share one copy in hsdp (default: those of a node)")
     split.add_argument("--tp", type=positive, default=1,
                        help="ranks that share every matrix product and the same sequences")
-    split.add_argument("--reshard", choices=["auto", "none", "weights", "all"], default="auto",
-                       help="what fsdp and hsdp do not keep whole between uses; all: gradients too "
-                            "(default: weights, or all where memory is short)")
+    split.add_argument("--reshard", choices=["auto", "none", "adapters", "weights", "all"],
+                       default="auto",
+                       help="what fsdp and hsdp do not keep whole between uses; all: gradients "
+                            "too; adapters: a frozen base stays (default: weights, or all where "
+                            "memory is short)")
     split.add_argument("--offload", action="store_true",
                        help="fsdp, hsdp: keep weights and AdamW in the memory of the CPU")
     split.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
@@ -147,7 +164,7 @@ def parse_args() -> argparse.Namespace:
                        help="write OUT/trace-RANK.json of three steps, for chrome://tracing")
 
     files = parser.add_argument_group("run")
-    files.add_argument("--out", type=Path, help="directory of the run (default: out/MODEL)")
+    files.add_argument("--out", type=Path, help="directory of the run (default: out/NAME)")
     files.add_argument("--resume", action="store_true",
                        help="continue OUT's newest checkpoint, or start where there is none")
     files.add_argument("--save-every", type=count, default=500,
@@ -158,11 +175,7 @@ def parse_args() -> argparse.Namespace:
     files.add_argument("--eval-every", type=count, default=500, help="steps; 0 for never")
     files.add_argument("--eval-windows", type=positive, default=512, help="sequences to evaluate")
     files.add_argument("--log-every", type=positive, default=10, help="steps")
-    files.add_argument("--prompt", default="def", help="start of the samples shown at evaluations")
     # fmt: on
-    args = parser.parse_args()
-    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
-    return args
 
 
 def choose_config(args: argparse.Namespace, initial: dict | None) -> LlamaConfig:
@@ -204,6 +217,8 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
             f"--batch {args.batch} over {parts} processes is {share} sequences each: no "
             f"multiple of --microbatch {args.microbatch}"
         )
+    if args.reshard == "adapters" and args.init is None:
+        raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     if checkpoint.checkpoints(args.out) and not args.resume:
         raise UserError(f"{args.out} holds a run: --resume continues it, another --out keeps it")
 
@@ -331,7 +346,9 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world: World) -> Totals:
+def evaluate(
+    model: Llama, windows: Windows | Packed, limit: int, microbatch: int, world: World
+) -> Totals:
     """Loss over at most `limit` windows spread evenly, each rank taking its part of them.
 
     Every rank runs equally many batches, as a split model demands: rows that are too many are
@@ -362,7 +379,7 @@ def memory_bytes(device: torch.device) -> int:
 def warn_of_changes(before: dict, now: dict) -> None:
     """Say which flags of an experiment are not what they were when it began."""
     for name in EXPERIMENT:
-        if name in before and before[name] != now[name]:
+        if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")
             show(f"warning: --{flag} was {before[name]}, is {now[name]}", file=sys.stderr)
 
@@ -399,108 +416,116 @@ def progress(row: dict, steps: int, left: float) -> str:
     )
 
 
-def start_profiler(path: Path) -> torch.profiler.profile:
-    """Record three steps after two of warm-up, and write them for chrome://tracing or Perfetto."""
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
-    )
-    profiler.start()
-    return profiler
-
-
 def show(text: str, **where) -> None:
     """Print on the first rank alone."""
     if dist.get_rank() == 0:
         print(text, flush=True, **where)
 
 
-# -------------------------------------------------------------------------------------- the script
+# --------------------------------------------------------------------------------------- the loop
 
 
-def main() -> None:
-    args = parse_args()
+def begin(args: argparse.Namespace) -> World:
+    """Join the other processes, and settle what the device decides."""
     world = set_up()
     world.agree(vars(args))
     on_gpu = world.device.type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
+    return world
 
-    # The shape of what learns, what it learns from, and where it begins.
-    initial = None
-    if args.init:
-        directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
-        initial = checkpoint.read_config(directory)
-    config = choose_config(args, initial)
-    check(args, config, world)
+
+def split_model(
+    args: argparse.Namespace, model: Llama, world: World, fill: Callable[[Llama], None]
+) -> tuple[World, nn.Module]:
+    """The world in the mesh that flags or sizes ask for, and what a training step calls."""
     share = args.batch * args.tp // world.size  # sequences of a step that are this rank's
     args.microbatch = args.microbatch or share
-    tokenizer = world.one_first(
-        "tokenizer", partial(load_tokenizer, choose_tokenizer(args, initial))
-    )
-    train_windows, val_windows = world.one_first(
-        "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
-    )
-    newest = world.from_first(partial(checkpoint.claim, args.out))
-    if initial:
-        checkpoint.check_tokenizer(initial, tokenizer)
-        fill = partial(checkpoint.load_weights, initial["directory"])
-    else:
-        config = replace(config, vocab_size=tokenizer.vocab_size)
-        fill = partial(Llama.init_weights, seed=args.seed, put=put_shard, device=world.device)
-
-    # The model, split over this world, and its optimizer; both as they were, if the run goes on.
-    with torch.device("meta"):
-        model = Llama(config)
     microbatches = share // args.microbatch
     tokens = args.microbatch * args.seq_len
-    asked = asked_split(args)
-    split, why = choose_split(asked, args.shard, model, world, tokens, microbatches)
+    split, why = choose_split(asked_split(args), args.shard, model, world, tokens, microbatches)
     if args.dp == "auto" and world.size > 1:
         show(f"--dp auto takes {split.dp}: {why}")
-    sent = predict_traffic(model, split, microbatches, args.microbatch, args.seq_len)
+    if sent := predict_traffic(model, split, microbatches, args.microbatch, args.seq_len):
+        show(f"a step sends {describe(sent)}")
     world = arrange(world, split)
-    runner = parallelize(model, world, fill)
+    return world, parallelize(model, world, fill)
+
+
+def fit(
+    args: argparse.Namespace,
+    world: World,
+    model: Llama,
+    runner: nn.Module,
+    train_set: Windows | Packed,
+    val_set: Windows | Packed,
+    tokenizer: Tokenizer,
+    newest: Path | None,
+    samples: Callable[[int], str],
+    lora: LoRA | None = None,
+) -> None:
+    """Train from the `newest` checkpoint, or the first step, to the last; evaluate, save, record.
+
+    `samples` is called on all ranks at evaluations, and gives text to show. With `lora`, what
+    `model` learns and what is saved are adapters."""
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
     if newest:
-        done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
+        done, flags = checkpoint.resume(newest, model, optimizer, tokenizer, lora)
         show(f"resumed from {newest}")
         warn_of_changes(flags, vars(args))
 
     # The run's record, on the first rank; its first line on the terminal.
-    metrics = open_run(args, config, tokenizer, done) if world.rank == 0 else None
+    metrics = open_run(args, model.config, tokenizer, done) if world.rank == 0 else None
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
     n_parameters = sum(p.numel() for p in model.parameters())
     show(
-        f"{args.out}: {n_parameters / 1e6:,.2f} M parameters; {args.batch} x {args.seq_len} "
-        f"tokens a step, {len(train_windows):,} sequences an epoch; {world.size} process(es) on "
-        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+        f"{args.out}: {n_parameters / 1e6:,.2f} M parameters"
+        f"{f', of which {learnt / 1e6:,.3f} M learn' if lora else ''}; {args.batch} x "
+        f"{args.seq_len} tokens a step, {len(train_set):,} sequences an epoch; {world.size} "
+        f"process(es) on {world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
     )
-    if sent:
-        show(f"a step sends {describe(sent)}")
 
     # A step's batch is a function of (seed, step), and this rank reads its share of it.
+    share = args.batch // world.data_size
+
     def read(step: int) -> Batch:
         first = (step - 1) * args.batch + world.data_rank * share
-        n = len(train_windows)
-        return train_windows.batch([window_of(first + i, n, args.seed) for i in range(share)])
+        n = len(train_set)
+        return train_set.batch([window_of(first + i, n, args.seed) for i in range(share)])
+
+    def evaluated(step: int) -> dict[str, float]:
+        val = evaluate(model, val_set, args.eval_windows, args.microbatch, world)
+        with torch.compiler.set_stance("force_eager"):  # every token has a shape of its own
+            text = samples(step)
+        show(
+            f"step {step}: validation loss {val.mean_loss:.4f}, "
+            f"{val.bits_per_byte:.4f} bits/byte\n{text}"
+        )
+        return {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
 
     stop = []  # a signal leaves its number here; then the step under way is the last
     for caught in (signal.SIGINT, signal.SIGTERM):
         signal.signal(caught, lambda number, frame: stop.append(number))
     profiler = start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
+    on_gpu = world.device.type == "cuda"
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    flops = flops_per_token(model.config, args.seq_len, learnt if lora else None)
+    if lora and args.eval_every and not done:
+        evaluated(0)  # of the base, to compare with
     began = clock = time.perf_counter()
 
     steps = range(done + 1, args.steps + 1)
     saver = checkpoint.Saver(
-        args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
+        args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save, lora
     )
     with saver:  # which ends a save that is under way, whatever happens
         for step, batch in zip(steps, read_ahead(read, steps, world.device)):
             lr = learning_rate(step, args.lr, args.warmup, args.steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
+            if lora and lora.dropout:  # what it drops is a function of the step, too
+                torch.manual_seed(args.seed + step * world.size + world.rank)
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
@@ -518,7 +543,7 @@ def main() -> None:
                 "tokens": step * args.batch * args.seq_len,
                 "seconds": now - clock,
                 "tokens_per_second": speed,
-                "mfu": peak and flops_per_token(config, args.seq_len) * speed / (peak * world.size),
+                "mfu": peak and flops * speed / (peak * world.size),
                 "memory_bytes": memory_bytes(world.device),
             }
             last = step == args.steps or totals.stop
@@ -527,18 +552,7 @@ def main() -> None:
                 show(progress(row, args.steps, left), file=sys.stderr)
             due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
             if due and not totals.stop:
-                val = evaluate(model, val_windows, args.eval_windows, args.microbatch, world)
-                row |= {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
-                prompt = [tokenizer.encode(args.prompt, bos=True)]
-                with torch.compiler.set_stance("force_eager"):  # every token has a shape of its own
-                    (text,) = generate(
-                        model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step
-                    )
-                show(
-                    f"step {step}: validation loss {val.mean_loss:.4f}, "
-                    f"{val.bits_per_byte:.4f} bits/byte\n"
-                    f"--- {args.prompt}{tokenizer.decode(text)}\n---"
-                )
+                row |= evaluated(step)
             if metrics:
                 print(json.dumps(row), file=metrics)
             if last or (args.save_every and step % args.save_every == 0):
@@ -555,6 +569,57 @@ def main() -> None:
     show(f"checkpoint: {saved}")
     if totals.stop:
         show(f"stopped at step {step} of {args.steps}; the same command with --resume goes on")
+
+
+def start_profiler(path: Path) -> torch.profiler.profile:
+    """Record three steps after two of warm-up, and write them for chrome://tracing or Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
+# -------------------------------------------------------------------------------------- the script
+
+
+def main() -> None:
+    args = parse_args()
+    world = begin(args)
+
+    # The shape of what learns, what it learns from, and where it begins.
+    initial = None
+    if args.init:
+        directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
+        initial = checkpoint.read_config(directory)
+    config = choose_config(args, initial)
+    check(args, config, world)
+    tokenizer = world.one_first(
+        "tokenizer", partial(load_tokenizer, choose_tokenizer(args, initial))
+    )
+    train_windows, val_windows = world.one_first(
+        "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+    )
+    newest = world.from_first(partial(checkpoint.claim, args.out))
+    if initial:
+        checkpoint.check_tokenizer(initial, tokenizer)
+        fill = partial(checkpoint.load_weights, initial["directory"])
+    else:
+        config = replace(config, vocab_size=tokenizer.vocab_size)
+        fill = partial(Llama.init_weights, seed=args.seed, put=put_shard, device=world.device)
+
+    # The model, split over this world, and the training.
+    with torch.device("meta"):
+        model = Llama(config)
+    world, runner = split_model(args, model, world, fill)
+
+    def samples(step: int) -> str:
+        prompt = [tokenizer.encode(args.prompt, bos=True)]
+        (text,) = generate(model, prompt, 64, temperature=0.8, stop=tokenizer.stop, seed=step)
+        return f"--- {args.prompt}{tokenizer.decode(text)}\n---"
+
+    fit(args, world, model, runner, train_windows, val_windows, tokenizer, newest, samples)
     show(f"generate:   python generate.py {args.out} --prompt {shlex.quote(args.prompt)}")
 
 

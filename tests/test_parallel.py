@@ -12,8 +12,9 @@ from conftest import succeed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from workers.train_split import BATCH, batch_of
+from workers.train_split import BATCH, batch_of, fill
 
+from lora import TARGETS, LoRA, add_adapters
 from model import IGNORE, PRESETS, Llama, LlamaConfig, UserError
 from parallel import (
     Split,
@@ -29,11 +30,21 @@ ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=1
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 FOUR = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
 TIED = dict(tie_embeddings=True)
+ALL = dict(rank=3, alpha=5, targets=TARGETS)
+SEVEN = dict(rank=4, alpha=8, rslora=True)
 
 
-def case(config: dict, microbatch: int = 0, packed: bool = False, **split) -> dict:
+def case(
+    config: dict, microbatch: int = 0, packed: bool = False, lora: dict | None = None, **split
+) -> dict:
     options = {"microbatch": microbatch} if microbatch else {}
+    options |= {"lora": lora} if lora else {}
     return dict(config=config, packed=packed, split=split, **options)
+
+
+def beside(targets: str) -> dict:
+    """Adapters beside these matrices alone: backward ends where the first of them is."""
+    return dict(rank=2, alpha=64, targets=targets.split())
 
 
 TWO = {
@@ -55,6 +66,24 @@ TWO = {
     "tp selective": case(GROUPED, 4, dp="ddp", tp=2, checkpointing="selective"),
     "tp full": case(GROUPED, packed=True, dp="fsdp", tp=2, checkpointing="full"),
     "tp reshard all": case(GROUPED, 2, dp="fsdp", tp=2, reshard="all"),
+    "lora ddp": case(ODD | TIED, 1, lora=ALL, dp="ddp", replicate=2),
+    "lora ddp selective": case(
+        GROUPED, 2, packed=True, lora=SEVEN, dp="ddp", replicate=2, checkpointing="selective"
+    ),
+    "lora fsdp": case(ODD, 1, lora=ALL, dp="fsdp", shard=2),
+    "lora fsdp tied": case(ODD | TIED, lora=ALL, dp="fsdp", shard=2, checkpointing="full"),
+    "lora fsdp reshard none": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="none"),
+    "lora fsdp reshard all": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="all"),
+    "lora fsdp adapters": case(ODD | TIED, 1, lora=ALL, dp="fsdp", shard=2, reshard="adapters"),
+    "lora fsdp w2": case(GROUPED, 2, lora=beside("w2"), dp="fsdp", shard=2),
+    "lora fsdp output": case(GROUPED, 2, lora=beside("output"), dp="fsdp", shard=2),
+    "lora tp": case(GROUPED, 2, lora=SEVEN, dp="ddp", tp=2, checkpointing="selective"),
+    "lora tp tied": case(GROUPED | TIED, 4, packed=True, lora=ALL, dp="ddp", tp=2),
+    "lora tp full": case(GROUPED, lora=SEVEN, dp="ddp", tp=2, checkpointing="full"),
+    "lora tp reshard all": case(GROUPED, 2, lora=SEVEN, dp="fsdp", tp=2, reshard="all"),
+    "lora tp wo": case(GROUPED, lora=beside("wo"), dp="ddp", tp=2),
+    "lora tp w1 w3": case(GROUPED, 2, lora=beside("w1 w3"), dp="ddp", tp=2),
+    "lora tp output": case(GROUPED, 2, lora=beside("output"), dp="ddp", tp=2),
     "ddp compiled": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2, compile=True),
     "fsdp compiled": case(ODD, 2, dp="fsdp", shard=2, checkpointing="selective", compile=True),
     "tp compiled": case(GROUPED, dp="ddp", tp=2, checkpointing="full", compile=True),
@@ -64,6 +93,7 @@ ONE = {
     "selective": case(ODD | TIED, 2, checkpointing="selective"),
     "full": case(ODD, checkpointing="full"),
     "fsdp": case(ODD, 4, dp="fsdp", offload=True),
+    "lora": case(ODD | TIED, 2, packed=True, lora=ALL, checkpointing="selective"),
 }
 FOURFOLD = {
     "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
@@ -76,6 +106,17 @@ FOURFOLD = {
     "fsdp tp": case(GROUPED, packed=True, dp="fsdp", shard=2, tp=2),
     "fsdp tp tied": case(GROUPED | TIED, 1, dp="fsdp", shard=2, tp=2, checkpointing="selective"),
     "tp": case(FOUR | TIED, 2, packed=True, dp="fsdp", tp=4),
+    "lora ddp": case(ODD | TIED, packed=True, lora=ALL, dp="ddp", replicate=4),
+    "lora hsdp": case(ODD, 1, lora=ALL, dp="hsdp", replicate=2, shard=2),
+    "lora hsdp adapters": case(
+        ODD, 1, lora=SEVEN, dp="hsdp", replicate=2, shard=2, reshard="adapters"
+    ),
+    "lora ddp tp": case(GROUPED, 1, lora=SEVEN, dp="ddp", replicate=2, tp=2),
+    "lora fsdp tp": case(GROUPED | TIED, 1, lora=ALL, dp="fsdp", shard=2, tp=2),
+    "lora fsdp tp adapters": case(
+        GROUPED, packed=True, lora=SEVEN, dp="fsdp", shard=2, tp=2, reshard="adapters"
+    ),
+    "lora tp": case(FOUR, 2, lora=SEVEN, dp="fsdp", tp=4),
 }
 # Every combination, of which the tests above are a choice; compiling makes them slow.
 DATA = {
@@ -85,9 +126,9 @@ DATA = {
 }
 
 
-def combinations(dp: str, tp: int, compiled: bool) -> dict:
+def combinations(dp: str, tp: int, compiled: bool, lora: dict | None) -> dict:
     config = FOUR if tp == 4 else GROUPED
-    options = dict(tp=tp, compile=compiled, **DATA[dp](4 // tp))
+    options = dict(lora=lora, tp=tp, compile=compiled, **DATA[dp](4 // tp))
     return {
         f"{dp} tp={tp} {mode} {microbatch}": case(
             config, microbatch, packed=microbatch == 2, checkpointing=mode, **options
@@ -120,22 +161,34 @@ def four(tmp_path_factory):
     return train(tmp_path_factory.mktemp("four"), 4, FOURFOLD)
 
 
-def plain(config: dict, packed: bool) -> dict:
-    """Five steps of the whole batch on one process, written out; no line of parallel.py runs."""
-    model = Llama(LlamaConfig(**config)).double()
-    model.init_weights(seed=3)
+def plain(config: dict, packed: bool, lora: dict | None = None) -> dict:
+    """Five steps of the whole batch on one process, written out; no line of parallel.py runs.
+
+    Adapters are added to the weights, W + scale B A, for a model that knows nothing of them."""
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**config)).double()
+        if lora:
+            add_adapters(model, LoRA(**lora))
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    fill(model)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    decayed = [p for p in model.parameters() if p.ndim == 2]
-    free = [p for p in model.parameters() if p.ndim == 1]
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for p in learning.values() if p.ndim == 2]
+    free = [p for p in learning.values() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=False, foreach=False)
+    lr = 1e-3 if lora else 1e-2
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
     batch, rows, gradients = batch_of(packed), [], {}
+    bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(5):
-        logits = model(batch.tokens, positions=batch.positions)
+        weights = effective(model, lora)
+        given = {"tokens": batch.tokens, "positions": batch.positions}
+        logits = torch.func.functional_call(bare, weights, (), given)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(learning.values(), 0.1)
+        gradients = gradients or {n: p.grad.clone() for n, p in learning.items()}
         optimizer.step()
         optimizer.zero_grad()
         rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm.item()))
@@ -144,8 +197,21 @@ def plain(config: dict, packed: bool) -> dict:
             "last": dict(model.named_parameters())}  # fmt: skip
 
 
+def effective(model: Llama, lora: dict | None) -> dict:
+    """The weights that a model computes with, under the names of one without adapters."""
+    named = dict(model.named_parameters())
+    weights = {name: p for name, p in named.items() if "lora" not in name}
+    weights["output.weight"] = model.output.weight  # not listed where it is tied
+    for name, weight in weights.items():
+        if (A := named.get(name.replace("weight", "lora_A"))) is not None:
+            B, r = named[name.replace("weight", "lora_B")], lora["rank"]
+            scale = lora.get("alpha", 16) / (r**0.5 if lora.get("rslora") else r)
+            weights[name] = weight + scale * B @ A
+    return weights
+
+
 def equals_plain(result: dict, case: dict) -> None:
-    expected = plain(case["config"], case["packed"])
+    expected = plain(case["config"], case["packed"], case.get("lora"))
     for ours, theirs in zip(result["rows"], expected["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
     for what in ("gradients", "last"):
@@ -212,11 +278,12 @@ def test_neighbours_share_what_talks_most(four):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, SEVEN], ids=["full", "lora"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dp", DATA)
-def test_every_combination_equals_one_process(tmp_path, dp, tp, compiled):
-    cases = combinations(dp, tp, compiled)
+def test_every_combination_equals_one_process(tmp_path, dp, tp, compiled, lora):
+    cases = combinations(dp, tp, compiled, lora)
     for name, result in train(tmp_path, 4, cases, timeout=600).items():
         holds(result, cases[name], 4)
 

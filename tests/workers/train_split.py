@@ -1,7 +1,7 @@
 """Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
 
 A case has "split" (fields of Split), "config" (of LlamaConfig), "microbatch", "packed", "dtype",
-and for adapters "lora" (fields of LoRA).
+and for adapters "lora" (fields of LoRA); those are trained with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
 
@@ -71,7 +71,7 @@ def train(world, case: dict) -> dict:
     runner = parallelize(model, world, fill)
     adapt_loss(model)
     first = {name: whole(p) for name, p in model.named_parameters()}
-    optimizer = make_optimizer(model, 1e-2, 0.1)
+    optimizer = make_optimizer(model, 1e-3 if "lora" in case else 1e-2, 0.1)
     gradients = {}
 
     def keep(optimizer, args, kwargs):
