@@ -1,8 +1,9 @@
 """Measure how fast this is, and how far from what the machine can do.
 
     python bench.py limit       a training step beside the bare matrix products it cannot do without
+    python bench.py lora        a LoRA step beside its bare products, peft's, and a full step
     python bench.py loss        memory of the chunked loss beside the plain one
-    torchrun --nproc-per-node 4 bench.py compare ddp fsdp hsdp
+    torchrun --nproc-per-node 4 bench.py compare one ddp fsdp hsdp [--lora]
                                 the same step, split in different ways
 
 Timings on a shared machine wander. So what is compared runs interleaved in one process, and what is
@@ -16,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data import Batch
+from lora import LoRA, adapt_loss, add_adapters, init_adapters
 from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
 from parallel import (
     Parser,
@@ -43,7 +44,7 @@ from parallel import (
 )
 from train import make_optimizer, memory_bytes, train_step
 
-STRATEGIES = ("ddp", "fsdp", "hsdp", "wrong", "tp", "selective", "full", "compiled")
+STRATEGIES = "one ddp fsdp fsdp-none fsdp-adapters hsdp wrong tp selective full compiled".split()
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,19 +52,24 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     commands = parser.add_subparsers(dest="command", required=True)
     limit = commands.add_parser("limit", help="a training step beside its bare matrix products")
-    limit.add_argument("--model", default="medium", choices=PRESETS, help="preset")
-    limit.add_argument("--batch", type=positive, default=4, help="sequences a step")
-    limit.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
-    limit.add_argument("--repeats", type=positive, default=11, help="rounds of all contestants")
-    limit.add_argument("--compile", action="store_true", help="also with compiled blocks")
+    lora = commands.add_parser("lora", help="a LoRA step beside its bare products, and peft's")
+    for command in (limit, lora):
+        command.add_argument("--model", default="medium", choices=PRESETS, help="preset")
+        command.add_argument("--batch", type=positive, default=4, help="sequences a step")
+        command.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
+        command.add_argument("--repeats", type=positive, default=11, help="rounds of all")
+        command.add_argument("--compile", action="store_true", help="also with compiled blocks")
+    lora.add_argument("--rank", type=positive, default=8)
     compare = commands.add_parser("compare", help="the same step, split in different ways")
     compare.add_argument("strategies", nargs="+", metavar="STRATEGY", choices=STRATEGIES,
-                         help=f"of {', '.join(STRATEGIES)}; selective, full and compiled are ddp")
+                         help=f"of {', '.join(STRATEGIES)}; one: the first process alone; "
+                              "fsdp-X: with --reshard X; selective, full, compiled: ddp with it")
     compare.add_argument("--model", default="tiny", choices=PRESETS, help="preset")
     compare.add_argument("--batch", type=positive, default=8, help="sequences a step, in all")
     compare.add_argument("--microbatch", type=positive, default=1)
     compare.add_argument("--seq-len", type=positive, default=128, help="tokens in a sequence")
     compare.add_argument("--repeats", type=positive, default=5, help="rounds of all contestants")
+    compare.add_argument("--lora", action="store_true", help="train adapters of rank 8")
     loss = commands.add_parser("loss", help="memory of the chunked loss beside the plain one")
     loss.add_argument("--tokens", type=positive, default=4096)
     loss.add_argument("--dim", type=positive, default=512)
@@ -77,6 +83,8 @@ def interleaved(contestants: dict[str, Callable], repeats: int) -> dict[str, lis
     seconds = {name: [] for name in contestants}
     for turn in range(repeats + 1):
         for name, step in contestants.items():
+            if dist.is_initialized():
+                dist.barrier()  # nobody computes beside a step that is not theirs
             start = time.perf_counter()
             step()
             if torch.cuda.is_available():
@@ -153,17 +161,23 @@ class Counted(TorchDispatchMode):
 # ------------------------------------------------------------------------------------------- limit
 
 
-def bare_products(config: LlamaConfig, batch: int, seq_len: int, device: torch.device) -> Callable:
+def bare_products(
+    config: LlamaConfig, batch: int, seq_len: int, device: torch.device, rank: int = 0
+) -> Callable:
     """The matrix products and the attention of a training step, with nothing between them.
 
     Each weight [out, in] is multiplied three times: by its input, and by the gradient of its output
-    for that of its input and for its own. What a step takes beyond this is overhead."""
+    for that of its input and for its own. With adapters of a `rank` beside all but the output the
+    last of these falls away, and both factors, A [r, in] and B [out, r], are multiplied three times
+    instead, each in the fastest order of several. What a step takes beyond this is overhead."""
     with torch.device("meta"):
-        shapes = [m.weight.shape for m in Llama(config).modules() if isinstance(m, nn.Linear)]
+        layers = [m for m in Llama(config).modules() if isinstance(m, nn.Linear)]
+    shapes = [layer.weight.shape for layer in layers]
     n = batch * seq_len
     weights = [torch.randn(shape, device=device) for shape in shapes]
-    widths = {width for shape in shapes for width in shape}
+    widths = {width for shape in shapes for width in shape} | {rank}
     rows = {width: torch.randn(n, width, device=device) for width in widths}
+    factors = {width: torch.randn(rank, width, device=device) for width in widths}
     heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     q, k, v, grad = (
         torch.randn(batch, seq_len, h, config.head_dim, device=device).transpose(1, 2)
@@ -172,11 +186,17 @@ def bare_products(config: LlamaConfig, batch: int, seq_len: int, device: torch.d
     q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
 
     def step():
-        for weight in weights:
+        for i, weight in enumerate(weights):
             x, g = rows[weight.shape[1]], rows[weight.shape[0]]
             torch.mm(x, weight.T)
-            torch.mm(g, weight)
-            torch.mm(g.T, x)
+            if not (rank and i < 3):  # nothing below the first wq, wk and wv learns
+                torch.mm(g, weight)
+            if not rank:
+                torch.mm(g.T, x)
+            elif i < len(weights) - 1:
+                A, B, low = factors[weight.shape[1]], factors[weight.shape[0]], rows[rank]
+                for left, right in ((x, A.T), (low, B), (g, B.T), (low, A), (low.T, x), (low.T, g)):
+                    torch.mm(left, right)
         for _ in range(config.n_layers):
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=config.n_heads != config.n_kv_heads
@@ -186,22 +206,46 @@ def bare_products(config: LlamaConfig, batch: int, seq_len: int, device: torch.d
     return step
 
 
-def our_step(config: LlamaConfig, batch: Batch, world: World, compiled: bool) -> Callable:
+def our_step(
+    config: LlamaConfig,
+    batch: Batch,
+    world: World,
+    compiled: bool = False,
+    lora: LoRA | None = None,
+) -> Callable:
     """train.py's own step: forward, backward, clipping, fused AdamW."""
+    world = arrange(world, replace(world.split, compile=compiled))
+    return step_of(config, batch, len(batch.tokens), world, lora)
+
+
+def step_of(
+    config: LlamaConfig, batch: Batch, microbatch: int, world: World, lora: LoRA | None
+) -> Callable:
     with torch.device("meta"):
         model = Llama(config)
-    world = arrange(world, replace(world.split, compile=compiled))
-    runner = parallelize(model, world, Llama.init_weights)
+        if lora:
+            add_adapters(model, lora)
+
+    def fill(model: Llama) -> None:
+        model.init_weights(put=put_shard)
+        init_adapters(model, put=put_shard)
+
+    runner = parallelize(model, world, fill)
+    adapt_loss(model)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
-    return lambda: train_step(runner, optimizer, batch, len(batch.tokens), 1.0, world, step=0)
+    return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)
 
 
-def transformers_step(config: LlamaConfig, batch: Batch, world: World) -> Callable:
-    """The same step with transformers' LlamaForCausalLM and plain PyTorch around it."""
+def transformers_step(
+    config: LlamaConfig, batch: Batch, world: World, lora: LoRA | None = None
+) -> Callable:
+    """The same step with transformers' LlamaForCausalLM, and peft's adapters beside seven matrices
+    of a block, with plain PyTorch around it."""
     try:
+        import peft
         import transformers
     except ImportError:
-        raise UserError("this compares with transformers: pip install -r requirements-dev.txt")
+        raise UserError("this compares with other packages: pip install -r requirements-dev.txt")
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=config.dim,
@@ -215,6 +259,11 @@ def transformers_step(config: LlamaConfig, batch: Batch, world: World) -> Callab
             use_cache=False,
         )
     ).to(world.device)
+    if lora:
+        options = peft.LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, options)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
 
     def step():
@@ -229,20 +278,66 @@ def transformers_step(config: LlamaConfig, batch: Batch, world: World) -> Callab
     return step
 
 
+def any_batch(args: argparse.Namespace, world: World) -> Batch:
+    vocabulary = PRESETS[args.model].vocab_size
+    tokens = torch.randint(vocabulary, (args.batch, args.seq_len + 1), device=world.device)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+
+
 def measure_limit(args: argparse.Namespace) -> str:
     world, config = set_up(), PRESETS[args.model]
-    tokens = torch.randint(config.vocab_size, (args.batch, args.seq_len + 1), device=world.device)
-    batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+    batch = any_batch(args, world)
     contestants = {
         "bare matrix products and attention": bare_products(
             config, args.batch, args.seq_len, world.device
         ),
         "transformers": transformers_step(config, batch, world),
-        "flatllama": our_step(config, batch, world, compiled=False),
+        "flatllama": our_step(config, batch, world),
     }
     if args.compile:
         contestants["flatllama, compiled blocks"] = our_step(config, batch, world, compiled=True)
     return table(interleaved(contestants, args.repeats), args.batch * args.seq_len)
+
+
+# -------------------------------------------------------------------------------------------- LoRA
+
+
+def measure_lora(args: argparse.Namespace) -> str:
+    """Time of a step, and the memory that adapters take to train, each in a process of its own."""
+    memory = ["", "| adapters by | peak memory |", "|---|--:|"]
+    for name, make in {"peft on transformers": transformers_step, "flatllama": our_step}.items():
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # while this process is small
+            peak = pool.apply(lora_peak, (make, args, torch.get_num_threads()))
+        memory.append(f"| {name} | {peak / 1e9:.2f} GB |")
+    world, config, lora = set_up(), PRESETS[args.model], LoRA(args.rank)
+    batch = any_batch(args, world)
+    contestants = {
+        "bare products of LoRA and attention": bare_products(
+            config, args.batch, args.seq_len, world.device, lora.rank
+        ),
+        "peft on transformers": transformers_step(config, batch, world, lora),
+        "flatllama LoRA": our_step(config, batch, world, lora=lora),
+        "flatllama, all weights": our_step(config, batch, world),
+    }
+    if args.compile:
+        contestants["flatllama LoRA, compiled blocks"] = our_step(config, batch, world, True, lora)
+    return "\n".join(
+        [table(interleaved(contestants, args.repeats), args.batch * args.seq_len), *memory]
+    )
+
+
+def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
+    """Bytes that three steps need beyond a process with everything imported, weights included."""
+    torch.set_num_threads(threads)
+    world, config, lora = set_up(), PRESETS[args.model], LoRA(args.rank)
+    batch = any_batch(args, world)
+    small = argparse.Namespace(model="tiny", batch=1, seq_len=8)
+    make(PRESETS["tiny"], any_batch(small, world), world, lora=lora)()
+    before = memory_bytes(world.device)
+    step = make(config, batch, world, lora=lora)
+    for _ in range(3):
+        step()
+    return memory_bytes(world.device) - before
 
 
 # ----------------------------------------------------------------------------------------- compare
@@ -256,13 +351,16 @@ def measure_compare(args: argparse.Namespace) -> str:
     contestants, sent = {}, {}
     for name in args.strategies:
         world = lay_out(name, base)
+        if name == "one" and base.rank > 0:
+            contestants[name] = lambda: None
+            continue
         check_split(world.split, None, config, world)
         if args.batch % (world.data_size * args.microbatch) or args.seq_len > config.max_seq_len:
             raise UserError(
                 f"{name}: {world.data_size} parts of a batch, and --microbatch {args.microbatch}, "
                 f"must divide --batch {args.batch}; --seq-len goes to {config.max_seq_len}"
             )
-        step = split_step(config, args, world)
+        step = split_step(config, args, world, LoRA() if args.lora else None)
         for _ in range(3):  # DDP settles its buckets in the first two
             # Blocks to compile are not counted: what a mode sees first is never compiled.
             counted = contextlib.nullcontext() if world.split.compile else Counted(world)
@@ -271,17 +369,22 @@ def measure_compare(args: argparse.Namespace) -> str:
         contestants[name] = step
         sent[name] = "(not counted)" if world.split.compile else describe(counted.sent)
     seconds = interleaved(contestants, args.repeats)
-    lines = [f"{name} sends {sent[name]}" for name in args.strategies]
+    lines = [f"{name} sends {sent[name]}" for name in sent]
     return "\n".join([table(seconds, args.batch * args.seq_len), "", *lines])
 
 
 def lay_out(name: str, base: World) -> World:
     """The world of one of STRATEGIES."""
     size, node = base.size, base.per_node
+    if name == "one":
+        ranks = torch.zeros(1, 1, 1, dtype=torch.int)
+        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=base.mesh.mesh_dim_names)
+        return replace(base, size=1, split=Split(), mesh=mesh, group=dist.new_group([0]))
     if name in ("hsdp", "wrong"):
         split = Split(dp="hsdp", replicate=size // node, shard=node)
-    elif name == "fsdp":
-        split = Split(dp="fsdp", shard=size)
+    elif name.startswith("fsdp"):
+        reshard = name.removeprefix("fsdp-") if "-" in name else "weights"
+        split = Split(dp="fsdp", shard=size, reshard=reshard)
     elif name == "tp":
         split = Split(tp=size)
     else:
@@ -295,16 +398,14 @@ def lay_out(name: str, base: World) -> World:
     return world
 
 
-def split_step(config: LlamaConfig, args: argparse.Namespace, world: World) -> Callable:
-    with torch.device("meta"):
-        model = Llama(config)
-    runner = parallelize(model, world, partial(Llama.init_weights, put=put_shard))
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+def split_step(
+    config: LlamaConfig, args: argparse.Namespace, world: World, lora: LoRA | None
+) -> Callable:
     share = (args.batch // world.data_size, args.seq_len)
     same_along_tp = torch.Generator().manual_seed(world.data_rank)
     tokens = torch.randint(config.vocab_size, share, generator=same_along_tp).to(world.device)
     batch = Batch(tokens, tokens, None, text_bytes=1)
-    return lambda: train_step(runner, optimizer, batch, args.microbatch, 1.0, world, step=0)
+    return step_of(config, batch, args.microbatch, world, lora)
 
 
 # -------------------------------------------------------------------------------------------- loss
@@ -337,8 +438,13 @@ def loss_peak(name: str, tokens: int, dim: int, vocab_size: int) -> int:
 
 def main() -> None:
     args = parse_args()
-    measure = {"limit": measure_limit, "compare": measure_compare, "loss": measure_loss}
-    result = measure[args.command](args)
+    measures = {
+        "limit": measure_limit,
+        "lora": measure_lora,
+        "compare": measure_compare,
+        "loss": measure_loss,
+    }
+    result = measures[args.command](args)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(result)
 

@@ -231,7 +231,7 @@ def find_files(sources: Iterable[str]) -> list[Path]:
     for source in map(str, sources):
         path = Path(source)
         if source == "python" and not path.exists():
-            files += _standard_library()
+            files += standard_library()
         elif path.is_dir():
             kinds = (".txt", ".jsonl", ".md", ".py")
             found = sorted(p for p in path.rglob("*") if p.suffix in kinds and p.is_file())
@@ -245,7 +245,7 @@ def find_files(sources: Iterable[str]) -> list[Path]:
     return files
 
 
-def _standard_library() -> list[Path]:
+def standard_library() -> list[Path]:
     """The default corpus, on every machine that runs this: Python's own source, without its tests
     and without the packages that are tables rather than code."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -275,10 +275,10 @@ def read_pieces(files: list[Path], val_fraction: float = 0.05) -> Iterator[Piece
                 for number, line in enumerate(file, 1):
                     if line.isspace():
                         continue
-                    split = "val" if _chance(f"{name}:{number}") < val_fraction else "train"
+                    split = "val" if chance(f"{name}:{number}") < val_fraction else "train"
                     yield Piece(_text_field(line, path, number), True, split)
                 continue
-            picked = not by_range and _chance(name) < val_fraction
+            picked = not by_range and chance(name) < val_fraction
             split, starts = "val" if picked or before >= border else "train", True
             while True:
                 left = border - before - file.tell()  # to the border; nothing is read across it
@@ -292,7 +292,7 @@ def read_pieces(files: list[Path], val_fraction: float = 0.05) -> Iterator[Piece
         before += path.stat().st_size
 
 
-def _chance(name: str) -> float:
+def chance(name: str) -> float:
     """A number in [0, 1) that depends on a document's name alone."""
     return zlib.crc32(name.encode()) / 2**32
 

@@ -127,6 +127,7 @@ class World:
     device: torch.device
     split: Split
     mesh: DeviceMesh
+    group: dist.ProcessGroup | None = None  # of these processes, where they are not all there are
 
     @property
     def data_size(self) -> int:
@@ -163,7 +164,7 @@ class World:
         for slot, value in zip(row, values):
             slot.add_(value)  # a number goes with the kernel: no copy that waits for the device
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row)  # 8 bytes a number and rank, over the whole world
+        dist.all_gather(rows, row, self.group)  # 8 bytes a number and rank, over the whole world
         return torch.stack(rows)
 
     def agree(self, flags: dict) -> None:

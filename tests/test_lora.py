@@ -1,0 +1,379 @@
+"""lora.py against adapters added by hand, and against peft on transformers."""
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import launch, refused, succeed
+from torch import nn
+
+import formats
+from checkpoint import load_pretrained, merge, write_checkpoint
+from formats import Stored, open_safetensors, save_hf, save_safetensors
+from lora import (
+    FILES,
+    TARGETS,
+    LoRA,
+    LoRALinear,
+    adapt_loss,
+    adapters,
+    add_adapters,
+    gather_adapters,
+    init_adapters,
+    load_adapter,
+    open_adapter,
+    save_adapter,
+)
+from model import Llama, LlamaConfig, UserError
+from parallel import recompute_and_compile
+from train import make_optimizer
+
+CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
+
+
+def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
+    """A model with adapters whose B, too, is not zero."""
+    model = Llama(config).to(dtype)
+    model.init_weights(seed=1)
+    add_adapters(model, lora)
+    init_adapters(model, seed=2)
+    torch.manual_seed(0)
+    for name, factor in adapters(model).items():
+        if name.endswith("lora_B"):
+            nn.init.normal_(factor, std=0.1)
+    adapt_loss(model)
+    return model
+
+
+def tokens_of(config: LlamaConfig) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+def merged_by_hand(model: Llama, lora: LoRA) -> tuple[dict, dict]:
+    """Factors, and the weights of a plain, untied Llama as functions of them."""
+    factors = {name: p.detach().clone().requires_grad_() for name, p in adapters(model).items()}
+    weights = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
+    weights["output.weight"] = model.output.weight.detach()
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A" in factors:
+            change = factors[f"{layer}.lora_B"] @ factors[f"{layer}.lora_A"]
+            weights[name] = weight + lora.alpha / lora.rank * change
+    return factors, weights
+
+
+def bare(config: LlamaConfig) -> Llama:
+    return Llama(dataclasses.replace(config, tie_embeddings=False)).double()
+
+
+# ------------------------------------------------------------------------------------- the module
+
+
+@pytest.mark.parametrize("targets", [TARGETS, LoRA.targets, *((target,) for target in TARGETS)])
+def test_gradients_are_those_of_added_weights(targets):
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    lora = LoRA(rank=3, alpha=7, targets=targets)
+    model, tokens = adapted(config, lora), tokens_of(config)
+    factors, weights = merged_by_hand(model, lora)
+    names = {name.split(".")[-2] for name in factors}
+    assert names == set(targets)
+
+    logits = torch.func.functional_call(bare(config), weights, (tokens,))
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    loss.backward()
+    ours = model(tokens, targets=tokens)
+    ours.backward()
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-13)
+    assert torch.allclose(model(tokens), logits, rtol=0, atol=1e-12)
+    for name, factor in adapters(model).items():
+        error = (factor.grad - factors[name].grad).norm() / factors[name].grad.norm()
+        assert error < 1e-12, (name, error)
+
+
+def test_adapters_alone_learn():
+    model = adapted(CONFIG, LoRA())
+    tokens = tokens_of(CONFIG)
+    model(tokens, targets=tokens).backward()
+    optimizer = make_optimizer(model, 1e-3, 0.0)
+    optimizer.step()
+    named = {id(p): name for name, p in model.named_parameters()}
+    learnt = {named[id(p)] for p in optimizer.state}
+    assert learnt == adapters(model).keys()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == learnt
+
+
+def test_training_starts_from_the_model_as_it_is():
+    model = Llama(CONFIG)
+    model.init_weights()
+    before = model(tokens_of(CONFIG))
+    add_adapters(model, LoRA(targets=TARGETS))
+    init_adapters(model)
+    assert torch.equal(model(tokens_of(CONFIG)), before)
+    for name, factor in adapters(model).items():
+        if name.endswith("lora_A"):  # uniform within 1 / sqrt(in)
+            bound = factor.shape[1] ** -0.5
+            assert 0.9 * bound < factor.abs().max() <= bound
+            assert factor.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_merge_and_unmerge(dtype):
+    model = adapted(CONFIG, LoRA(rank=3, alpha=7, targets=TARGETS), dtype)
+    tokens = tokens_of(CONFIG)
+    before, weights = model(tokens), {n: p.clone() for n, p in model.named_parameters()}
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    for layer in layers:
+        layer.merge()
+        wide = layer.unmerged.double() + 7 / 3 * layer.lora_B.double() @ layer.lora_A.double()
+        assert torch.allclose(layer.weight.double(), wide, rtol=2 * torch.finfo(dtype).eps)
+    error = (model(tokens) - before).norm() / before.norm()
+    assert error < {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    for layer in layers:
+        layer.unmerge()
+    assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    assert torch.equal(model(tokens), before)
+
+
+def test_dropout_is_of_what_adapters_see():
+    """A mask of x, scaled up, with gradients as autograd has them; none without gradients."""
+    layer = LoRALinear(nn.Linear(24, 16, bias=False).double(), LoRA(rank=4, dropout=0.4))
+    nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(5)
+    y = layer(x)
+    torch.manual_seed(5)
+    seen = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
+    assert 0.2 < (seen == 0).double().mean() < 0.6
+    plain = x @ layer.weight.T + 4 * (seen @ layer.lora_A.T) @ layer.lora_B.T
+    assert torch.allclose(y, plain, rtol=0, atol=1e-12)
+    grad = torch.randn_like(y)
+    inputs = (x, layer.lora_A, layer.lora_B)
+    ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (y, plain))
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        low = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
+        assert torch.allclose(layer(x), x @ layer.weight.T + low, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_drops_the_same_again(mode):
+    gradients = []
+    for checkpointing in ("none", mode):
+        model = adapted(CONFIG, LoRA(dropout=0.3))
+        recompute_and_compile(model, checkpointing, compile=False)
+        torch.manual_seed(7)
+        model(tokens_of(CONFIG), targets=tokens_of(CONFIG)).backward()
+        gradients.append({name: p.grad for name, p in adapters(model).items()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_a_model_takes_one_adapter():
+    model = adapted(CONFIG, LoRA())
+    with pytest.raises(UserError, match="an adapter already"):
+        add_adapters(model, LoRA())
+
+
+# ------------------------------------------------------------------------------------ PEFT's files
+
+
+def save(directory, model: Llama, lora: LoRA) -> None:
+    directory.mkdir(exist_ok=True)
+    save_adapter(directory, lora, model.config, gather_adapters(model), "base")
+
+
+def base_of(model: Llama, directory):
+    """What is beneath the adapters, as transformers' model."""
+    import transformers
+
+    directory.mkdir()
+    named = {n: p for n, p in model.named_parameters() if "lora" not in n}
+    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
+    save_hf(directory, model.config, stored)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = transformers.LlamaForCausalLM.from_pretrained(
+            directory, attn_implementation="sdpa", dtype=next(iter(named.values())).dtype
+        )
+    return loaded.eval()
+
+
+KINDS = {
+    "lora": (CONFIG, LoRA(rank=4, alpha=12, dropout=0.1)),
+    "rslora": (CONFIG, LoRA(rank=9, alpha=6, rslora=True, targets=("wq", "wk", "w2"))),
+    "output": (CONFIG, LoRA(rank=2, alpha=8, targets=TARGETS)),
+    "tied": (dataclasses.replace(CONFIG, tie_embeddings=True), LoRA(rank=4)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_ours(tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    config, lora = KINDS[kind]
+    model = adapted(config, lora, torch.float32)
+    save(tmp_path / "adapter", model, lora)
+    base = base_of(model, tmp_path / "base")
+    tokens = tokens_of(config)
+    with torch.no_grad():
+        plain = base(tokens).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # peft only warns of keys it does not find
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        logits, expected = model(tokens), theirs(tokens).logits
+    assert (plain - expected).abs().max() > 0.01 * expected.abs().max()
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_we_load_what_peft_saves(tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    config, lora = KINDS[kind]
+    model = adapted(config, lora, torch.float32)
+    save(tmp_path / "adapter", model, lora)
+    theirs = peft.PeftModel.from_pretrained(
+        base_of(model, tmp_path / "base"), tmp_path / "adapter", is_trainable=True
+    )
+    for factor in theirs.parameters():  # other numbers than those that we wrote
+        factor.data.mul_(1.5) if factor.requires_grad else None
+    theirs.save_pretrained(tmp_path / "theirs")
+    plain = Llama(config)
+    plain.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" not in n})
+    load_adapter(plain, tmp_path / "theirs")
+    tokens = tokens_of(config)
+    with torch.no_grad():
+        logits, expected = plain(tokens), theirs.eval()(tokens).logits
+        assert (model(tokens) - expected).abs().max() > 0.01 * expected.abs().max()
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_gradients_equal_pefts(tmp_path):
+    """The same loss on the same adapter, in float32: every factor's gradient, rows put in order."""
+    peft = pytest.importorskip("peft")
+    lora = LoRA(rank=4, alpha=12)
+    model = adapted(CONFIG, lora, torch.float32)
+    save(tmp_path / "adapter", model, lora)
+    theirs = peft.PeftModel.from_pretrained(
+        base_of(model, tmp_path / "base"), tmp_path / "adapter", is_trainable=True
+    )
+    tokens = tokens_of(CONFIG)
+    logits = theirs(tokens).logits
+    F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
+    model(tokens, targets=tokens).backward()
+    expected = dict(theirs.named_parameters())
+    for name, factor in adapters(model).items():
+        layer, part = name.rsplit(".", 1)
+        hf = formats.hf_name(f"{layer}.weight").removesuffix("weight")
+        grad, heads = factor.grad, formats.rotated_heads(name, CONFIG)
+        if heads and part == "lora_B":
+            grad = formats.pairs_to_halves(grad, heads)
+        reference = expected[f"base_model.model.{hf}{part}.default.weight"].grad
+        assert (grad - reference).norm() < 1e-4 * reference.norm(), name
+
+
+def test_round_trip_to_the_last_bit(tmp_path):
+    lora = LoRA(rank=4, alpha=1.5, dropout=0.25, rslora=True, targets=("wq", "wo", "output"))
+    model = adapted(CONFIG, lora)
+    save(tmp_path, model, lora)
+    found, stored = open_adapter(tmp_path, CONFIG)
+    assert found == lora
+    factors = adapters(model)
+    assert stored.keys() == factors.keys()
+    assert all(torch.equal(stored[name].read(), factors[name]) for name in factors)
+
+
+def rename(directory, change) -> None:
+    """Write the tensors of an adapter anew under other names."""
+    found = open_safetensors(directory / FILES[1])
+    copies = {name: t.read().clone() for name, t in found.items()}  # the file is about to go
+    kept = {name: Stored(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in copies.items()}
+    save_safetensors(directory / FILES[1], change(kept), {})
+
+
+WRONG = {
+    "prefix": lambda found: {n.removeprefix("base_model.model."): t for n, t in found.items()},
+    "lacks": lambda found: dict(list(found.items())[1:]),
+    "unknown": lambda found: found | {"base_model.model.score.lora_A.weight": found[min(found)]},
+    "a layer": lambda found: {n: t for n, t in found.items() if ".layers.1." not in n},
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_unmatched_keys_are_refused(tmp_path, how):
+    model = adapted(CONFIG, LoRA())
+    save(tmp_path, model, LoRA())
+    rename(tmp_path, WRONG[how])
+    with pytest.raises(UserError, match="are not this Llama's"):
+        load_adapter(Llama(CONFIG), tmp_path)
+
+
+def test_another_models_adapter_is_refused(tmp_path):
+    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
+    with pytest.raises(UserError, match="other shapes"):
+        load_adapter(Llama(dataclasses.replace(CONFIG, ffn_dim=64)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("rank_pattern", {"q_proj": 2}),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("modules_to_save", ["lm_head"]),
+        ("init_lora_weights", "pissa"),
+        ("fan_in_fan_out", True),
+        ("r", "8"),
+        ("r", 0),
+        ("lora_alpha", None),
+        ("lora_dropout", -1),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(tmp_path, key, value):
+    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
+    path = tmp_path / FILES[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=key):
+        load_adapter(Llama(CONFIG), tmp_path)
+
+
+def test_no_adapter_there(tmp_path):
+    with pytest.raises(UserError, match="it has no adapter_config"):
+        load_adapter(Llama(CONFIG), tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ merged
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_merged_checkpoint(tmp_path, tied):
+    """Base and adapter in, one model out: as the two computed, here and in transformers."""
+    import transformers
+
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    lora = LoRA(rank=3, targets=TARGETS)
+    model = adapted(config, lora, torch.float32)
+    save(tmp_path / "adapter", model, lora)
+    named = {n: p for n, p in model.named_parameters() if "lora" not in n}
+    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
+    write_checkpoint(tmp_path / "base", config, stored, None)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", None)
+    tokens = tokens_of(config)
+    with torch.no_grad():
+        expected = model(tokens)
+        merged = load_pretrained(tmp_path / "merged")
+        assert not merged.config.tie_embeddings
+        assert (merged(tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
+        succeed("checkpoint.py", "export", tmp_path / "merged", tmp_path / "hf", "--format", "hf")
+        theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+        assert (theirs(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_weights_are_asked_of_an_adapter(tmp_path):
+    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
+    refused(launch("generate.py", tmp_path), "is an adapter of base", "--adapter")
