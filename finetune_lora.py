@@ -63,9 +63,7 @@ def parse_args() -> argparse.Namespace:
                       help="at the end write OUT/merged, the model with the adapter added")
     # fmt: on
     add_flags(parser)
-    parser.set_defaults(
-        steps=300, lr=5e-3, warmup=20, weight_decay=0.0, eval_every=100, save_every=100
-    )
+    parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
     args = parser.parse_args()
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} leaves nothing: give a number below 1")

@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
 
 
 def shared(name: str) -> Path:

@@ -270,6 +270,16 @@ def test_four_processes_equal_one(four, name):
     holds(four[name], FOURFOLD[name], 4)
 
 
+def test_saving_gathers_adapters_and_no_more(two, four):
+    for results, name in ((two, "lora ddp"), (two, "lora fsdp"), (four, "lora fsdp tp")):
+        result = results[name]
+        size = 0
+        for key, factor in result["adapters"].items():
+            assert torch.equal(factor, result["last"][key])
+            size += factor.nbytes
+        assert result["saving"] <= (0 if name == "lora ddp" else 2.2 * size)  # rounded up twice
+
+
 def test_neighbours_share_what_talks_most(four):
     """As seen from rank 0: tp and shard lie within a node of two, replicate goes across."""
     assert four["hsdp"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from bench import Counted
 from data import Batch
-from lora import LoRA, adapt_loss, adapters, add_adapters, init_adapters
+from lora import LoRA, adapt_loss, adapters, add_adapters, gather_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
 from parallel import Split, arrange, parallelize, predict_traffic, put_shard, run, set_up
 from train import make_optimizer, train_step
@@ -93,8 +93,12 @@ def train(world, case: dict) -> dict:
         if hook:
             hook.remove()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+    with Counted(world) as saving:
+        gathered = gather_adapters(model)
     return {
         "rows": rows,
+        "saving": sum(nbytes for _, nbytes in saving.sent.values()),
+        "adapters": gathered,
         "gradients": gradients,
         "first": first,
         "last": {name: whole(p) for name, p in model.named_parameters()},

@@ -1,0 +1,266 @@
+"""finetune_lora.py as its users run it, against a loop written out in plain PyTorch."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import launch, refused, succeed
+
+from chat import open_samples
+from checkpoint import load_pretrained, read_index, write_checkpoint
+from data import load_tokenizer, window_of
+from finetune_lora import load_adapter
+from formats import Stored, open_safetensors
+from lora import FILES, LoRA, adapters, add_adapters, init_adapters
+from model import IGNORE, Llama, LlamaConfig, generate
+
+CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
+SEQ = 96
+
+
+def slow(*case):
+    """A case of a test that only -m slow runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A checkpoint in float64, of a model whose weights are large enough to say something."""
+    model = Llama(CONFIG).double()
+    model.init_weights(seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.ndim > 1 else 1)
+    named = dict(model.named_parameters())
+    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
+    path = tmp_path_factory.mktemp("base") / "base"
+    write_checkpoint(path, CONFIG, stored, load_tokenizer("bytes"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory) -> Path:
+    """Sixty short conversations, whose answers can be learnt a little."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
+    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-2,
+                 warmup=2, eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
+    flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
+    return [flag.removesuffix("=True") for flag in flags]
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {name: t.read() for name, t in open_safetensors(checkpoint / FILES[1]).items()}
+
+
+def same_run(out: Path, expected: Path, step: int) -> None:
+    for ours, theirs in zip(metrics(out), metrics(expected), strict=True):
+        for key in {"loss", "grad_norm", "val_loss", "val_bits_per_byte"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
+    ours, theirs = (factors(run / f"step-{step:08d}") for run in (out, expected))
+    for name, factor in theirs.items():
+        assert (ours[name] - factor).norm() < 1e-11 * factor.norm(), name
+
+
+# ---------------------------------------------------------------------------- one run, many splits
+
+
+def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
+    """W + scale B A in a model without adapters, AdamW on A and B, loss on the answers alone."""
+    out = tmp_path / "run"
+    options = dict(rank=4, alpha=6, clip=0.05, microbatch=2, checkpointing="selective")
+    succeed("finetune_lora.py", *flags(base, sums, out, **options))
+
+    model, tokenizer = load_pretrained(base, torch.float64), load_tokenizer("bytes")
+    with_factors = load_pretrained(base, torch.float64)
+    add_adapters(with_factors, LoRA(rank=4))
+    init_adapters(with_factors, seed=0)
+    learnt = {name: p.detach().requires_grad_() for name, p in adapters(with_factors).items()}
+    optimizer = torch.optim.AdamW(
+        learnt.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
+    )
+    rows, *_ = open_samples([str(sums)], tokenizer, SEQ)
+    assert any(len(row) > 1 for row in rows.rows)  # samples share rows
+    for step, row in enumerate(metrics(out)):
+        batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        for name in weights:
+            if f"{name.removesuffix('weight')}lora_A" in learnt:
+                A, B = (learnt[f"{name.removesuffix('weight')}lora_{x}"] for x in "AB")
+                weights[name] = weights[name] + 6 / 4 * B @ A
+        given = (batch.tokens, None, batch.positions)
+        logits = torch.func.functional_call(model, weights, given)
+        targets = batch.targets.flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(learnt.values(), 0.05)
+        for group in optimizer.param_groups:
+            group["lr"] = row["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert norm > 0.05  # so that clipping is seen to work
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-11)
+    load_adapter(with_factors := load_pretrained(base, torch.float64), out / "step-00000004")
+    for name, factor in adapters(with_factors).items():
+        assert (factor - learnt[name]).norm() < 1e-11 * learnt[name].norm(), name
+
+
+WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, keep=0)
+
+
+@pytest.fixture(scope="module")
+def one_run(base, sums, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN))
+    return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
+
+
+@pytest.mark.parametrize(
+    "nproc, split",
+    [
+        (2, ["--microbatch", "1"]),
+        slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
+        slow(2, ["--dp", "fsdp", "--checkpointing", "selective"]),
+        slow(2, ["--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
+        slow(2, ["--dp", "fsdp", "--offload"]),
+        slow(2, ["--tp", "2", "--checkpointing", "full"]),
+        slow(4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1"]),
+        slow(2, ["--compile", "--microbatch", "2"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
+)
+def test_a_run_split_in_any_way_is_the_same_run(base, sums, one_run, tmp_path, nproc, split):
+    """Training, evaluation, samples; then it goes on from what one process saved in the middle."""
+    out = tmp_path / "run"
+    arguments = [*flags(base, sums, out, **WHOLE_RUN), *split]
+    result = succeed("finetune_lora.py", *arguments, nproc=nproc)
+    assert "a step would send --dp ddp" in result.out and "a step sends " in result.out
+    same_run(out, one_run[0], step=4)
+    samples = [line for line in result.out.splitlines() if line.startswith("--- ")]
+    assert samples == one_run[1] and len(samples) > 6
+
+    shutil.rmtree(out)
+    shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004"])
+    resumed = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc)
+    assert f"resumed from {out / 'step-00000002'}" in resumed.out
+    same_run(out, one_run[0], step=4)
+
+
+@pytest.mark.parametrize("nproc", [0, slow(2)])
+def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path, nproc):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = dict(steps=4, save_every=2, dtype="float32", dropout=0.3, async_save=True)
+    succeed("finetune_lora.py", *flags(base, sums, whole, **options), nproc=nproc)
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "step-00000004")
+    arguments = [*flags(base, sums, parts, **options), "--resume"]
+    resumed = succeed("finetune_lora.py", *arguments, nproc=nproc)
+    assert f"resumed from {parts / 'step-00000002'}" in resumed.out
+    for a, b in zip(metrics(whole), metrics(parts), strict=True):
+        assert [a[key] for key in ("loss", "grad_norm")] == [
+            b[key] for key in ("loss", "grad_norm")
+        ]
+    expected = factors(whole / "step-00000004")
+    for name, factor in factors(parts / "step-00000004").items():
+        assert torch.equal(factor, expected[name]), name
+
+
+# --------------------------------------------------------------------------- what comes out of it
+
+
+def test_it_learns_and_what_it_learnt_is_used_elsewhere(base, sums, tmp_path):
+    """Loss falls; the adapter, the merged model and its export say what training's sample said."""
+    out = tmp_path / "run"
+    options = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **options))
+    losses = [
+        float(line.split()[4].rstrip(","))
+        for line in result.out.splitlines()
+        if "validation loss" in line
+    ]
+    assert losses[1] < 0.9 * losses[0]
+
+    (checkpoint,) = out.glob("step-*")
+    files = {path.name for path in checkpoint.iterdir()}
+    assert files == {*FILES, "optimizer", "config.json", "SHA256SUMS"}  # no weights of the base
+    moments = {
+        name.rsplit(".", 1)[0] for name in read_index(checkpoint / "optimizer").state_dict_metadata
+    }
+    assert moments and all(".lora_" in name for name in moments)
+
+    asked = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
+    by_adapter = succeed("generate.py", base, "--adapter", out, *asked).out
+    by_merged = succeed("generate.py", out / "merged", *asked).out
+    prompt = load_tokenizer("bytes").encode_chat([{"role": "user", "content": "20 + 6?"}])
+    load_adapter(model := load_pretrained(base), checkpoint)
+    (tokens,) = generate(model, [prompt], 12, temperature=0, stop=load_tokenizer("bytes").stop)
+    expected = load_tokenizer("bytes").decode(t for t in tokens if t < 256)
+    assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *asked).out
+
+
+def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
+    out = tmp_path / "run"
+    succeed("finetune_lora.py", *flags(base, sums, tmp_path / "wide", steps=2, dtype="float32"))
+    succeed("finetune_lora.py", *flags(base, sums, out, steps=2, dtype="bfloat16"))
+    for a, b in zip(metrics(tmp_path / "wide"), metrics(out), strict=True):
+        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2e-2)
+    assert {factor.dtype for factor in factors(out / "step-00000002").values()} == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (dict(init="/no/model"), ["no checkpoint in '/no/model'"]),
+        (dict(data="/no/such.jsonl"), ["/no/such.jsonl does not exist"]),
+        (dict(dropout=1), ["--dropout 1", "below 1"]),
+        (dict(rank=0), ["--rank", "above 0"]),
+        (dict(targets="w4"), ["w4", "wq"]),
+        (dict(dp="ddp", reshard="adapters"), ["--reshard adapters", "fsdp"]),
+        (dict(seq_len=500), ["--seq-len 500", "beyond the model's 256"]),
+        (dict(seq_len=8), ["--seq-len 8", "longest"]),
+        (dict(tokenizer="python-300"), ["another tokenizer"]),
+    ],
+)
+def test_wrong_flags_are_refused(base, sums, tmp_path, options, parts):
+    refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "run", **options)), *parts)
+
+
+def test_a_model_to_start_from_has_to_be_given():
+    refused(launch("finetune_lora.py"), "--init")
+
+
+def test_malformed_data_is_told_once_by_two(base, sums, tmp_path):
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text(sums.read_text() + '\n{"prompt": "no answer"}\n')
+    arguments = flags(base, wrong, tmp_path / "run")
+    result = launch("finetune_lora.py", *arguments, nproc=2)
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"{wrong}, line 61" in lines[0], result.err
+    assert "exitcode  : 2" in result.err and result.code != 0
+
+
+def test_runs_that_cannot_go_on(base, sums, one_run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(one_run[0], out)
+    arguments = flags(base, sums, out, **WHOLE_RUN)
+    refused(launch("finetune_lora.py", *arguments), "holds a run", "--resume")
+    refused(launch("finetune_lora.py", *arguments, "--resume", "--rank=3"), "rank=8", "rank=3")
+    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "on")), "is an adapter of")
+    (out / "step-00000004" / FILES[1]).write_bytes(b"damaged")
+    refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", FILES[1])
