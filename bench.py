@@ -369,7 +369,7 @@ def measure_compare(args: argparse.Namespace) -> str:
         contestants[name] = step
         sent[name] = "(not counted)" if world.split.compile else describe(counted.sent)
     seconds = interleaved(contestants, args.repeats)
-    lines = [f"{name} sends {sent[name]}" for name in sent]
+    lines = [f"{name} sends {what}" for name, what in sent.items() if name != "one"]
     return "\n".join([table(seconds, args.batch * args.seq_len), "", *lines])
 
 

@@ -45,12 +45,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import formats
 from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
 from formats import Stored
 from lora import (
+    FILES,
     LoRA,
     adapters,
     gather_adapters,
@@ -129,6 +131,9 @@ class Saver:
     def save(self, step: int) -> Path:
         """Write OUT/step-N. UserError, on every rank, where the disk does not take it."""
         self.wait()
+        for module in self.model.modules():  # an evaluation leaves gathered what is used at once
+            if isinstance(module, FSDPModule):
+                module.reshard()
         state = {"optimizer": _share(_moments(self.model, self.optimizer))}
         factors = gather_adapters(self.model) if self.lora else {}
         if not self.lora:
@@ -303,17 +308,18 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     return sums
 
 
-def verify(directory: Path, *parts: str) -> None:
+def verify(directory: Path, *parts: str, alone: bool = False) -> None:
     """Refuse a checkpoint whose files are not what was written; a rank that finds one ends all.
 
     `parts` begin the names of the files to look at. Ranks share the work on those in weights/ and
-    optimizer/; the few small files beside them are looked at by each."""
+    optimizer/, but for one that reads `alone`; the few small files beside them each looks at."""
     path = directory / SUMS
     content = path.read_bytes() if path.exists() else b""
     *lines, last = content.splitlines(keepends=True) or [b""]
     if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
         raise UserError(f"{directory} is not complete: {SUMS} is missing or damaged. {ELSE}")
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    many = dist.is_initialized() and not alone
+    rank, size = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
     files = dict(line.decode().rstrip("\n").split("  ", 1)[::-1] for line in lines)
     names = [name for name in files if name.startswith(parts)]
     small = [name for name in names if "/" not in name]
@@ -373,10 +379,10 @@ def find_checkpoint(directory: Path) -> Path:
         if is_own(found) or formats.is_meta(found) or formats.is_hf(found):
             return found
         if is_adapter(found):
-            base = formats.Json(found / "adapter_config.json").get("base_model_name_or_path")
+            base = formats.Json(found / FILES[0]).get("base_model_name_or_path") or "its base"
             raise UserError(
-                f"{found} is an adapter of {base}: give {base} and --adapter {found}, or add it "
-                f"by python checkpoint.py merge {base} {found} DIR"
+                f"{found} is an adapter: generate.py takes it as --adapter, with {base} as the "
+                f"model, and python checkpoint.py merge makes a model of both"
             )
     raise UserError(
         f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
@@ -424,8 +430,8 @@ def check_tokenizer(about: dict, tokenizer: Tokenizer) -> None:
         )
 
 
-def differences(theirs: LlamaConfig, ours: LlamaConfig) -> str:
-    """What sets two shapes apart, as `dim 256, not 512`."""
+def differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
+    """What sets two of a kind apart, as `dim 256, not 512`."""
     pairs = zip(asdict(theirs).items(), asdict(ours).values())
     return ", ".join(f"{name} {a}, not {b}" for (name, a), b in pairs if a != b)
 
@@ -457,7 +463,10 @@ def resume(
     if lora:
         found, stored = open_adapter(directory, model.config)
         if found != lora:
-            raise UserError(f"{directory} holds {found}, not {lora}: give the flags it began with")
+            raise UserError(
+                f"{directory} holds another adapter ({differences(found, lora)}): give the flags "
+                f"it began with, or another --out"
+            )
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 put_shard(factor, stored[name].read())
@@ -498,16 +507,17 @@ def load_pretrained(
 
 
 def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """The shape and the weights, still in their files, of any directory find_checkpoint finds."""
+    """The shape and the weights, still in their files, of any directory find_checkpoint finds. A
+    rank reads them by itself."""
     if not is_own(directory):
         is_meta = formats.is_meta(directory)
         return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
-    verify(directory, "weights")
+    verify(directory, "weights", alone=True)
     entries = read_index(directory / "weights").state_dict_metadata
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        _load({name: tensor}, directory / "weights")
+        _load({name: tensor}, directory / "weights", alone=True)
         return tensor
 
     return read_config(directory)["model"], {
@@ -516,19 +526,20 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
     }
 
 
-def _load(tensors: dict[str, Tensor], part: Path) -> None:
-    """Fill tensors, or this rank's shards of them, with what has their names in a part."""
+def _load(tensors: dict[str, Tensor], part: Path, alone: bool = False) -> None:
+    """Fill tensors, or this rank's shards of them, with what has their names in a part. All ranks
+    call it together, or one `alone`."""
     read_index(part)
     try:
-        with _alone():
-            dcp.load(tensors, checkpoint_id=part)
+        with _no_remarks():
+            dcp.load(tensors, checkpoint_id=part, no_dist=alone)
     except CheckpointException as error:
         raise UserError(f"cannot load {part}: {_reason(error)}")
 
 
 @contextlib.contextmanager
-def _alone():
-    """Keep torch from remarking that a process has no others."""
+def _no_remarks():
+    """Keep torch from remarking that a process works alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -573,8 +584,9 @@ def write_checkpoint(
     """Of step 0, without an optimizer; by one process, which holds one matrix at a time."""
     with _new_directory(target) as temporary:
         plan = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in stored.items()}
-        with _alone():
-            dcp.save(plan, checkpoint_id=temporary / "weights", planner=OneByOne(stored))
+        planner = OneByOne(stored)
+        with _no_remarks():
+            dcp.save(plan, checkpoint_id=temporary / "weights", planner=planner, no_dist=True)
         sums = checksums(temporary, (temporary / "weights").glob("__*"))
         complete(temporary, config, tokenizer, 0, {}, sums)
 

@@ -18,6 +18,8 @@ Every checkpoint is an adapter in PEFT's format; --merge also writes the model w
 """
 
 import argparse
+import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -65,8 +67,11 @@ def parse_args() -> argparse.Namespace:
     add_flags(parser)
     parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
     args = parser.parse_args()
+    args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} leaves nothing: give a number below 1")
+    if args.alpha == 0:
+        raise UserError("--alpha 0 learns nothing: give a number above 0")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
     args.out = args.out or Path("out") / f"{name}-lora"
@@ -76,17 +81,18 @@ def parse_args() -> argparse.Namespace:
 def traffic_of_all(args: argparse.Namespace, model: Llama, world: World) -> str:
     """Megabytes that a step sends in each split of the batch that these processes could have."""
     choices = {f"--dp {dp}": {"dp": dp, "reshard": "auto"} for dp in ("ddp", "fsdp", "hsdp")}
+    shard = args.shard if args.dp == "hsdp" else None
     for reshard in ("none", "adapters"):
         choices[f"--dp fsdp --reshard {reshard}"] = {"dp": "fsdp", "reshard": reshard}
-    if world.per_node == world.size:
+    if world.per_node == world.size and not shard:
         del choices["--dp hsdp"]  # which would be fsdp
     share = args.batch * args.tp // world.size
     microbatch = args.microbatch or share
     told = []
     for name, choice in choices.items():
-        asked = asked_split(argparse.Namespace(**(vars(args) | choice)))
+        asked = replace(asked_split(args), offload=False, **choice)
         tokens, microbatches = microbatch * args.seq_len, share // microbatch
-        split, _ = choose_split(asked, None, model, world, tokens, microbatches)
+        split, _ = choose_split(asked, shard, model, world, tokens, microbatches)
         sent = predict_traffic(model, split, microbatches, microbatch, args.seq_len)
         told.append(f"{name} {sum(nbytes for _, nbytes in sent.values()) / 1e6:,.2f} MB")
     return "; ".join(told)
@@ -100,7 +106,10 @@ def main() -> None:
     # The base, and what it is to learn.
     directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
     base = checkpoint.read_config(directory)
+    args.init = directory  # of which the run's record says exactly what it began with
     check(args, base["model"], world)
+    if args.rank > base["model"].dim:
+        raise UserError(f"--rank {args.rank} is more than the model's width {base['model'].dim}")
     merged = args.out / "merged"
     if args.merge and merged.exists():
         raise UserError(f"{merged} exists: remove it, or leave out --merge")
@@ -109,14 +118,14 @@ def main() -> None:
     train_set, val_set, examples, counts = open_samples(
         args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, world.rank > 0
     )
+    if len(set(world.gather([train_set.checksum()]).flatten().tolist())) > 1:
+        raise UserError(f"{' '.join(args.data)} holds other samples on other ranks: copy the files")
     show(counts)
     newest = world.from_first(partial(checkpoint.claim, args.out))
 
     # The model with adapters beside its matrices, split over this world, and the training.
     with torch.device("meta"):
         model = Llama(base["model"])
-        if args.dtype == "bfloat16":
-            model.to(torch.bfloat16)  # what never changes need not be kept wider than it is used
         add_adapters(model, lora)
 
     def fill(model: Llama) -> None:
@@ -129,6 +138,8 @@ def main() -> None:
     adapt_loss(model)
 
     def samples(step: int) -> str:
+        if not examples:
+            return "no held-out prompt is short enough to show"
         prompts = [prompt for prompt, _ in examples]
         answers = generate(model, prompts, 64, temperature=0.0, stop=tokenizer.stop)
         told = [
@@ -138,12 +149,12 @@ def main() -> None:
         ]
         return "\n".join([*told, "---"])
 
-    fit(args, world, model, runner, train_set, val_set, tokenizer, newest, samples, lora)
-    adapter = checkpoint.checkpoints(args.out)[-1]
-    if args.merge and world.rank == 0:
-        checkpoint.merge(directory, adapter, merged, tokenizer)
+    finished = fit(args, world, model, runner, train_set, val_set, tokenizer, newest, samples, lora)
+    if args.merge and finished and world.rank == 0:
+        checkpoint.merge(directory, checkpoint.find_adapter(args.out), merged, tokenizer)
         show(f"merged:     {merged}")
-    show(f"generate:   python generate.py {args.init} --adapter {args.out} --chat --prompt ...")
+    names = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
+    show(f"generate:   python generate.py {names} --chat --prompt ...")
 
 
 if __name__ == "__main__":

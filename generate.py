@@ -2,7 +2,7 @@
 
     python generate.py out/tiny --prompt "def"
     python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
-    python generate.py DIR --chat --prompt "What is a tensor?"      in Llama 3's chat format
+    python generate.py DIR --chat --prompt "What is a tensor?"      as chat.py has it
     python generate.py DIR --adapter out/tiny-lora --chat ...       with what LoRA has learnt
 
 DIR is a run, a checkpoint of it, or a model's directory by Meta or Hugging Face.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from chat import encode_prompt
 from checkpoint import (
     check_tokenizer,
     find_adapter,
@@ -59,7 +60,7 @@ def main() -> None:
     check_tokenizer(about, tokenizer)
     texts = args.prompt or [""]
     if args.chat:
-        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+        prompts = [encode_prompt([{"role": "user", "content": t}], tokenizer) for t in texts]
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     longest = max(map(len, prompts))

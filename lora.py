@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from formats import (
     HF_NAMES,
@@ -100,7 +100,7 @@ def _lora_linear_backward(ctx, grad, _):
         x_grad = grad @ weight  # [n, in]
         if not ctx.dropped:
             x_grad.addmm_(low_grad, A)
-    if ctx.dropped:
+    if ctx.needs_input_grad[1]:
         seen_grad = low_grad @ A
     B_grad = (low.T @ grad).T * ctx.scale
     return x_grad, seen_grad, None, low_grad.T @ seen, B_grad, None
@@ -185,6 +185,8 @@ def adapt_loss(model: Llama) -> None:
         return
 
     def adapted(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if output.unmerged is not None:
+            return loss(hidden, weight, targets)
         A, B = output.lora_A.to(weight.dtype), output.lora_B.to(weight.dtype)
         hidden = hidden.to(weight.dtype)
         low = F.linear(dropped(hidden, output.dropout), A) * output.scale
@@ -226,6 +228,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 NEUTRAL = dict(
     peft_type=("LORA",),
     bias=("none",),
+    use_rslora=(False, True, None),
     init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),  # others change the base
     **dict.fromkeys(
         "use_dora lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
@@ -244,10 +247,18 @@ def peft_name(name: str) -> str:
 
 def gather_adapters(model: Llama) -> dict[str, Tensor]:
     """Every factor in full, on the CPU. Every rank calls it; it sends the adapters and no more."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to("cpu", copy=True)
-        for name, p in adapters(model).items()
-    }
+
+    def whole(factor: Tensor) -> Tensor:
+        if not isinstance(factor, DTensor):
+            return factor
+        for dim in range(factor.device_mesh.ndim):  # the way that parallel.py's put_shard cut it
+            places = list(factor.placements)
+            places[dim] = Replicate()
+            factor = factor.redistribute(placements=places)
+        return factor.to_local()
+
+    with torch.no_grad():
+        return {name: whole(p).to("cpu", copy=True) for name, p in adapters(model).items()}
 
 
 def save_adapter(
@@ -295,10 +306,14 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
             raise UserError(f"{path} has {key} {value!r:.80}: only plain LoRA is known here")
     names = {_hf_module(target): target for target in TARGETS}
     modules = {name.rsplit(".", 3)[1] for name in found if name.count(".") >= 3}
+    told = about.get("target_modules")
+    told = {str(name).split(".")[-1] for name in told} if isinstance(told, list) else modules
+    if missing := (told & names.keys()) - modules or not modules:
+        raise UserError(f"{file} has no factors for {missing if modules else 'any matrix'}")
     lora = LoRA(
         rank=_number(about, "r", int),
         alpha=_number(about, "lora_alpha", float),
-        dropout=_number(about, "lora_dropout", float) if about.get("lora_dropout") else 0.0,
+        dropout=_number(about, "lora_dropout", float, 1) if about.get("lora_dropout") else 0.0,
         rslora=bool(about.get("use_rslora")),
         targets=tuple(target for name, target in names.items() if name in modules),
     )
@@ -306,6 +321,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
         model = Llama(config)
     add_adapters(model, lora)
     ours = {name: tuple(p.shape) for name, p in adapters(model).items()}
+    found.pop("base_model.model.lm_head.base_layer.weight", None)  # frozen: PEFT adds a copy
     match(found, {peft_name(name): shape for name, shape in ours.items()}, file)
 
     def read(name: str) -> Tensor:
@@ -324,9 +340,9 @@ def _hf_module(target: str) -> str:
     return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]
 
 
-def _number(about: Json, key: str, kind: type) -> int | float:
+def _number(about: Json, key: str, kind: type, limit: float = 2**31) -> int | float:
     value = about[key]
-    if type(value) not in (kind, int) or not 0 < value < 1e6:
+    if type(value) not in (kind, int) or not 0 < value < limit:
         raise UserError(f"{about.path} is damaged: {key} cannot be {value!r:.50}")
     return kind(value)
 

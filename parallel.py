@@ -238,7 +238,7 @@ def run(main: Callable[[], None]) -> None:
         main()
     except Exception as error:
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in DISK:
-            error = UserError(f"{error}: make room, or choose a place that may be written")
+            error = UserError(f"{error}: make room, or choose a place that may be used")
         if isinstance(error, UserError):
             if _count_errors(1) == 1:
                 print(f"error: {error}", file=sys.stderr)
@@ -347,6 +347,10 @@ def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: Wor
         raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
     if asked.offload and dp not in ("fsdp", "hsdp"):
         raise UserError("--offload is for --dp fsdp and --dp hsdp")
+    if asked.offload and asked.reshard == "adapters":
+        raise UserError(
+            "--offload moves the weights that --reshard adapters keeps: give one of them"
+        )
     if asked.reshard in ("none", "adapters", "all") and not asked.fully_sharded:
         raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
     if shard and dp != "hsdp":
@@ -447,8 +451,12 @@ def parallelize(model: Llama, world: World, fill: Callable[[Llama], None]) -> nn
     split = world.split
     if split.dtype == torch.float64:
         model.double()
-    if split.dtype == torch.bfloat16 and not split.fully_sharded:
-        mixed_precision(model)
+    if split.dtype == torch.bfloat16:
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # never updated, so never wider than it is used
+                parameter.data = parameter.data.bfloat16()
+        if not split.fully_sharded:
+            mixed_precision(model)
     if split.tp > 1:
         tensor_parallel(model, world.mesh["tp"])
     recompute_and_compile(model, split.checkpointing, split.compile)
@@ -470,7 +478,8 @@ def mixed_precision(model: Llama) -> None:
     smaller than the step between two neighbouring bfloat16 numbers, and would be lost. Here, with
     plain tensors, a weight is cast where it is used, and the residual stream stays float32. FSDP
     casts its slices before it gathers them, for half the bytes; all a block does is then bfloat16,
-    but for the sums within norms, the angles of RoPE and the loss.
+    but for the sums within norms, the angles of RoPE and the loss. A frozen base is bfloat16 from
+    the start, and so is then the stream.
     """
     model.compute_dtype = torch.bfloat16
 

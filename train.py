@@ -217,7 +217,7 @@ def check(args: argparse.Namespace, config: LlamaConfig, world: World) -> None:
             f"--batch {args.batch} over {parts} processes is {share} sequences each: no "
             f"multiple of --microbatch {args.microbatch}"
         )
-    if args.reshard == "adapters" and args.init is None:
+    if args.reshard == "adapters" and "rank" not in args:
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     if checkpoint.checkpoints(args.out) and not args.resume:
         raise UserError(f"{args.out} holds a run: --resume continues it, another --out keeps it")
@@ -463,11 +463,11 @@ def fit(
     newest: Path | None,
     samples: Callable[[int], str],
     lora: LoRA | None = None,
-) -> None:
+) -> bool:
     """Train from the `newest` checkpoint, or the first step, to the last; evaluate, save, record.
 
     `samples` is called on all ranks at evaluations, and gives text to show. With `lora`, what
-    `model` learns and what is saved are adapters."""
+    `model` learns and what is saved are adapters. Whether the last step was reached."""
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     done = 0
     if newest:
@@ -525,7 +525,7 @@ def fit(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if lora and lora.dropout:  # what it drops is a function of the step, too
-                torch.manual_seed(args.seed + step * world.size + world.rank)
+                torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
@@ -565,10 +565,11 @@ def fit(
         profiler.stop()
     if done >= args.steps:
         show(f"{args.out} has done its {args.steps} steps; --steps N goes on")
-        return
+        return True
     show(f"checkpoint: {saved}")
     if totals.stop:
         show(f"stopped at step {step} of {args.steps}; the same command with --resume goes on")
+    return not totals.stop
 
 
 def start_profiler(path: Path) -> torch.profiler.profile:

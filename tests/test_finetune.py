@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, refused, succeed
+from conftest import finish, launch, refused, start, succeed
 
 from chat import open_samples
 from checkpoint import load_pretrained, read_index, write_checkpoint
@@ -131,8 +133,8 @@ def one_run(base, sums, tmp_path_factory):
 @pytest.mark.parametrize(
     "nproc, split",
     [
-        (2, ["--microbatch", "1"]),
-        slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
+        (2, ["--microbatch", "1", "--merge"]),
+        slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2", "--merge"]),
         slow(2, ["--dp", "fsdp", "--checkpointing", "selective"]),
         slow(2, ["--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
         slow(2, ["--dp", "fsdp", "--offload"]),
@@ -151,6 +153,10 @@ def test_a_run_split_in_any_way_is_the_same_run(base, sums, one_run, tmp_path, n
     same_run(out, one_run[0], step=4)
     samples = [line for line in result.out.splitlines() if line.startswith("--- ")]
     assert samples == one_run[1] and len(samples) > 6
+    if "--merge" in split:
+        load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
+        merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
+        assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
 
     shutil.rmtree(out)
     shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004"])
@@ -220,6 +226,26 @@ def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
     assert {factor.dtype for factor in factors(out / "step-00000002").values()} == {torch.float32}
 
 
+def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
+    """Targets in any order are the same run; nothing is shown where no prompt is short enough."""
+    out = tmp_path / "run"
+    options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
+    arguments = [*flags(base, sums, out, **options), "--targets", "wv", "wq"]
+    process = start("finetune_lora.py", *arguments)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (out / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert result.code == 0 and "no held-out prompt is short enough" in result.out
+    assert "with --resume goes on" in result.out and not (out / "merged").exists()
+    steps = f"--steps={metrics(out)[-1]['step'] + 1}"
+    again = [argument for argument in arguments[:-2] if "--steps" not in argument]
+    succeed("finetune_lora.py", *again, steps, "wq", "wv", "--resume")
+    assert load_pretrained(out / "merged").config == CONFIG
+
+
 # ------------------------------------------------------------------------------------ wrong input
 
 
@@ -230,8 +256,11 @@ def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
         (dict(data="/no/such.jsonl"), ["/no/such.jsonl does not exist"]),
         (dict(dropout=1), ["--dropout 1", "below 1"]),
         (dict(rank=0), ["--rank", "above 0"]),
+        (dict(rank=33), ["--rank 33", "width 32"]),
+        (dict(alpha=0), ["--alpha 0", "learns nothing"]),
         (dict(targets="w4"), ["w4", "wq"]),
         (dict(dp="ddp", reshard="adapters"), ["--reshard adapters", "fsdp"]),
+        (dict(dp="fsdp", reshard="adapters", offload=True), ["--offload", "--reshard adapters"]),
         (dict(seq_len=500), ["--seq-len 500", "beyond the model's 256"]),
         (dict(seq_len=8), ["--seq-len 8", "longest"]),
         (dict(tokenizer="python-300"), ["another tokenizer"]),
@@ -260,7 +289,8 @@ def test_runs_that_cannot_go_on(base, sums, one_run, tmp_path):
     shutil.copytree(one_run[0], out)
     arguments = flags(base, sums, out, **WHOLE_RUN)
     refused(launch("finetune_lora.py", *arguments), "holds a run", "--resume")
-    refused(launch("finetune_lora.py", *arguments, "--resume", "--rank=3"), "rank=8", "rank=3")
-    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "on")), "is an adapter of")
+    asked = "rank 8, not 3"
+    refused(launch("finetune_lora.py", *arguments, "--resume", "--rank=3"), asked)
+    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "on")), "is an adapter:")
     (out / "step-00000004" / FILES[1]).write_bytes(b"damaged")
     refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", FILES[1])

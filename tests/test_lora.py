@@ -124,6 +124,7 @@ def test_merge_and_unmerge(dtype):
     model = adapted(CONFIG, LoRA(rank=3, alpha=7, targets=TARGETS), dtype)
     tokens = tokens_of(CONFIG)
     before, weights = model(tokens), {n: p.clone() for n, p in model.named_parameters()}
+    loss = model(tokens, targets=tokens).item()
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.merge()
@@ -131,8 +132,10 @@ def test_merge_and_unmerge(dtype):
         assert torch.allclose(layer.weight.double(), wide, rtol=2 * torch.finfo(dtype).eps)
     error = (model(tokens) - before).norm() / before.norm()
     assert error < {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    assert model(tokens, targets=tokens).item() == pytest.approx(loss, rel=2 * error.item() + 1e-13)
     for layer in layers:
         layer.unmerge()
+    assert model(tokens, targets=tokens).item() == loss
     assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
     assert torch.equal(model(tokens), before)
 
@@ -302,6 +305,14 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("which", ["", "q_proj"])
+def test_matrices_that_lack_factors_are_noticed(tmp_path, which):
+    save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
+    rename(tmp_path, lambda found: {n: t for n, t in found.items() if which and which in n})
+    with pytest.raises(UserError, match="has no factors for"):
+        load_adapter(Llama(CONFIG), tmp_path)
+
+
 @pytest.mark.parametrize("how", WRONG)
 def test_unmatched_keys_are_refused(tmp_path, how):
     model = adapted(CONFIG, LoRA())
@@ -332,6 +343,8 @@ def test_another_models_adapter_is_refused(tmp_path):
         ("r", 0),
         ("lora_alpha", None),
         ("lora_dropout", -1),
+        ("lora_dropout", 1.5),
+        ("use_rslora", "false"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused(tmp_path, key, value):
@@ -376,4 +389,4 @@ def test_merged_checkpoint(tmp_path, tied):
 
 def test_weights_are_asked_of_an_adapter(tmp_path):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
-    refused(launch("generate.py", tmp_path), "is an adapter of base", "--adapter")
+    refused(launch("generate.py", tmp_path), "is an adapter", "--adapter, with base")
