@@ -242,7 +242,7 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
     assert "with --resume goes on" in result.out and not (out / "merged").exists()
     steps = f"--steps={metrics(out)[-1]['step'] + 1}"
     again = [argument for argument in arguments[:-2] if "--steps" not in argument]
-    succeed("finetune_lora.py", *again, steps, "wq", "wv", "--resume")
+    succeed("finetune_lora.py", *again, "wq", "wv", steps, "--resume")
     assert load_pretrained(out / "merged").config == CONFIG
 
 
