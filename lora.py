@@ -11,8 +11,9 @@ scale is alpha / r; with rsLoRA alpha / sqrt(r), which keeps the sum's size at l
 (Kalajdzievski 2023, arXiv:2312.03732).
 
 Adapters are kept in the files of PEFT, so that peft, transformers and servers load them, and theirs
-load here. A base in fewer bits, or DoRA, which also learns the length of W's rows, would be another
-`lora_linear`: nothing else here looks at how W and the factors are joined.
+load here. How W and the factors are joined is known to `lora_linear`, `merged_weight` and
+`adapt_loss` alone: DoRA, which also learns the length of W's rows, or a base in fewer bits would be
+other ones of these.
 
 Letters: r rank; n tokens; in, out a matrix's width.
 """
@@ -74,7 +75,7 @@ def lora_linear(
     One operator, so that checkpointing keeps or repeats it as a whole, like a plain product. The
     thin products are small work but long reads: hence they add to the wide result in place instead
     of making one of their own to be added, and multiply in the order that leaves the wide matrix
-    as it lies in memory, which makes them up to four times faster on a CPU.
+    as it lies in memory: on a CPU the other order takes up to four times as long.
     """
     low = (x if seen is None else seen) @ A.T
     y = x @ weight.T

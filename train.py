@@ -405,6 +405,19 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def headline(
+    args: argparse.Namespace, model: Llama, world: World, learnt: int, sequences: int
+) -> str:
+    """What is trained on what: of the model, `learnt` numbers; of the data, so many sequences."""
+    size = sum(p.numel() for p in model.parameters())
+    part = f", of which {learnt / 1e6:,.3f} M learn" if learnt < size else ""
+    return (
+        f"{args.out}: {size / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} tokens a "
+        f"step, {sequences:,} sequences an epoch; {world.size} process(es) on "
+        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+    )
+
+
 def progress(row: dict, steps: int, left: float) -> str:
     """One line of a step's numbers; `left` seconds to go."""
     mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
@@ -478,13 +491,7 @@ def fit(
     # The run's record, on the first rank; its first line on the terminal.
     metrics = open_run(args, model.config, tokenizer, done) if world.rank == 0 else None
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    n_parameters = sum(p.numel() for p in model.parameters())
-    show(
-        f"{args.out}: {n_parameters / 1e6:,.2f} M parameters"
-        f"{f', of which {learnt / 1e6:,.3f} M learn' if lora else ''}; {args.batch} x "
-        f"{args.seq_len} tokens a step, {len(train_set):,} sequences an epoch; {world.size} "
-        f"process(es) on {world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-    )
+    show(headline(args, model, world, learnt, len(train_set)))
 
     # A step's batch is a function of (seed, step), and this rank reads its share of it.
     share = args.batch // world.data_size
