@@ -241,9 +241,9 @@ def resume_all(place, launches: list[tuple[int, list[str]]], dtype: str) -> None
 
 def test_a_checkpoint_of_one_split_resumes_in_another(tmp_path):
     launches = [
-        (2, ["tp2", "fsdp2"]),
-        (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp2tp2", "fsdp2>hsdp2x2", "fsdp2tp2>fsdp4"]),
-        (1, ["fsdp2tp2>one", "tp2>one"]),
+        (2, ["tp2"]),
+        (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp4"]),
+        (1, ["fsdp2tp2>one"]),
     ]
     resume_all(tmp_path, launches, "float64")
 

@@ -217,6 +217,7 @@ def test_it_learns_and_what_it_learnt_is_used_elsewhere(base, sums, tmp_path):
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *asked).out
 
 
+@pytest.mark.slow
 def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
     out = tmp_path / "run"
     succeed("finetune_lora.py", *flags(base, sums, tmp_path / "wide", steps=2, dtype="float32"))

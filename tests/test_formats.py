@@ -240,6 +240,7 @@ def test_other_tokenizers_are_refused(content, message, tmp_path):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_metas_own_tokenizer_goes_along(tmp_path, text):
     """From the command line: import, generate, train on, and export what was trained."""
     config = replace(SMALL, vocab_size=128_256, dim=32, n_layers=1, n_heads=2, ffn_dim=32)

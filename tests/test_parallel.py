@@ -71,18 +71,13 @@ TWO = {
         GROUPED, 2, packed=True, lora=SEVEN, dp="ddp", replicate=2, checkpointing="selective"
     ),
     "lora fsdp": case(ODD, 1, lora=ALL, dp="fsdp", shard=2),
-    "lora fsdp tied": case(ODD | TIED, lora=ALL, dp="fsdp", shard=2, checkpointing="full"),
-    "lora fsdp reshard none": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="none"),
     "lora fsdp reshard all": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="all"),
     "lora fsdp adapters": case(ODD | TIED, 1, lora=ALL, dp="fsdp", shard=2, reshard="adapters"),
     "lora fsdp w2": case(GROUPED, 2, lora=beside("w2"), dp="fsdp", shard=2),
     "lora fsdp output": case(GROUPED, 2, lora=beside("output"), dp="fsdp", shard=2),
     "lora tp": case(GROUPED, 2, lora=SEVEN, dp="ddp", tp=2, checkpointing="selective"),
     "lora tp tied": case(GROUPED | TIED, 4, packed=True, lora=ALL, dp="ddp", tp=2),
-    "lora tp full": case(GROUPED, lora=SEVEN, dp="ddp", tp=2, checkpointing="full"),
-    "lora tp reshard all": case(GROUPED, 2, lora=SEVEN, dp="fsdp", tp=2, reshard="all"),
     "lora tp wo": case(GROUPED, lora=beside("wo"), dp="ddp", tp=2),
-    "lora tp w1 w3": case(GROUPED, 2, lora=beside("w1 w3"), dp="ddp", tp=2),
     "lora tp output": case(GROUPED, 2, lora=beside("output"), dp="ddp", tp=2),
     "ddp compiled": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2, compile=True),
     "fsdp compiled": case(ODD, 2, dp="fsdp", shard=2, checkpointing="selective", compile=True),
@@ -117,6 +112,13 @@ FOURFOLD = {
         GROUPED, packed=True, lora=SEVEN, dp="fsdp", shard=2, tp=2, reshard="adapters"
     ),
     "lora tp": case(FOUR, 2, lora=SEVEN, dp="fsdp", tp=4),
+}
+MORE = {
+    "lora fsdp tied": case(ODD | TIED, lora=ALL, dp="fsdp", shard=2, checkpointing="full"),
+    "lora tp full": case(GROUPED, lora=SEVEN, dp="ddp", tp=2, checkpointing="full"),
+    "lora tp w1 w3": case(GROUPED, 2, lora=beside("w1 w3"), dp="ddp", tp=2),
+    "lora fsdp reshard none": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="none"),
+    "lora tp reshard all": case(GROUPED, 2, lora=SEVEN, dp="fsdp", tp=2, reshard="all"),
 }
 # Every combination, of which the tests above are a choice; compiling makes them slow.
 DATA = {
@@ -285,6 +287,12 @@ def test_neighbours_share_what_talks_most(four):
     assert four["hsdp"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}
     assert four["fsdp tp"]["ranks"] == {"replicate": [0], "shard": [0, 2], "tp": [0, 1]}
     assert four["ddp tp"]["ranks"] == {"replicate": [0, 2], "shard": [0], "tp": [0, 1]}
+
+
+@pytest.mark.slow
+def test_more_adapters_on_two_processes(tmp_path):
+    for name, result in train(tmp_path, 2, MORE).items():
+        holds(result, MORE[name], 2)
 
 
 @pytest.mark.slow

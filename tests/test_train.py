@@ -98,7 +98,7 @@ def test_training_equals_the_plain_loop(shards, reference, tmp_path, nproc, micr
 @pytest.mark.parametrize(
     "nproc, split",
     [
-        (4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
+        slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2"]),
         slow(4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1", "--reshard", "none"]),
         slow(2, ["--tp", "2", "--checkpointing", "full"]),
         (2, ["--dp", "fsdp", "--offload", "--checkpointing", "selective"]),
@@ -139,6 +139,7 @@ def same_run(out: Path, expected: Path) -> None:
         assert (ours[name] - weight).norm() < 1e-12 * weight.norm(), name
 
 
+@pytest.mark.slow
 def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
     source = tmp_path / "lines.jsonl"
     lines = [json.dumps({"text": f"{i} is {i}."}) + "\n" for i in range(500)]
@@ -263,6 +264,7 @@ def test_a_run_learns_and_says_so(shards, tmp_path):
     assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_alike(shards, tmp_path):
     for name, option, nproc in [("eager", "--no-compile", 0), ("compiled", "--compile", 2)]:
         arguments = flags(shards, tmp_path / name, steps=3, eval_every=3, document_mask=True)
@@ -274,7 +276,9 @@ def test_compiled_blocks_train_alike(shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "nproc, split", [(0, []), (2, ["--dp", "fsdp"]), (2, ["--tp", "2"])], ids=["one", "fsdp", "tp"]
+    "nproc, split",
+    [(0, []), (2, ["--dp", "fsdp"]), slow(2, ["--tp", "2"])],
+    ids=["one", "fsdp", "tp"],
 )
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(shards, tmp_path, nproc, split):
     succeed("train.py", *flags(shards, tmp_path / "float32", steps=3, dtype="float32"))
@@ -372,7 +376,7 @@ def test_a_mistake_that_one_rank_meets_is_told_once(tmp_path):
     assert "[rank" not in result.err  # how torch begins a traceback of a rank
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
+@pytest.mark.parametrize("nproc", [slow(0), 2])
 def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, nproc):
     out = tmp_path / "run"
     succeed("train.py", *flags(shards, out, steps=2), nproc=nproc)
