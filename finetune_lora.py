@@ -143,8 +143,9 @@ def main() -> None:
         prompts = [prompt for prompt, _ in examples]
         answers = generate(model, prompts, 64, temperature=0.0, stop=tokenizer.stop)
         told = [
-            f"{tokenizer.decode(prompt) if step == 0 else ''}--- {args.init} at step {step}: "
-            f"{tokenizer.decode(answer)}\n--- as it should be: {wanted}"
+            f"{'' if step else tokenizer.decode(prompt)}"
+            f"--- {f'after {step} steps' if step else 'the base'}: {tokenizer.decode(answer)}\n"
+            f"--- as it should be: {wanted}"
             for (prompt, wanted), answer in zip(examples, answers)
         ]
         return "\n".join([*told, "---"])
