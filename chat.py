@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data import Batch, Tokenizer, chance, standard_library
+from data import Batch, Tokenizer, chance, standard_library, whole_characters
 from model import IGNORE, UserError
 
 Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
@@ -115,9 +115,7 @@ def _checked(messages: object, where: str) -> Conversation:
             raise UserError(f'{at} has the "content" {content!r:.60}: give it as a string')
         if role == "assistant" and not content.strip():
             raise UserError(f"{at} is an empty answer: write one, or leave the line out")
-        # JSON can hold halves of characters (surrogates), which no UTF-8 and no tokenizer can.
-        content = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        checked.append({"role": role, "content": content})
+        checked.append({"role": role, "content": whole_characters(content)})
         answers += [i] * (role == "assistant")
     if not answers:
         raise UserError(f"{where}: no message has role assistant: give an answer to learn")
@@ -283,7 +281,7 @@ class Packed:
                 positions[b, start:end] = np.arange(end - start)
                 start = end
             positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
-        text_bytes = int(self.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
+        text_bytes = self.tokenizer.count_bytes(targets)
         return Batch(*map(torch.from_numpy, (tokens, targets, positions)), text_bytes)
 
 

@@ -143,6 +143,10 @@ class Tokenizer:
             lengths[rank] = len(token)
         return lengths
 
+    def count_bytes(self, targets: np.ndarray) -> int:
+        """Bytes of text that targets stand for."""
+        return int(self.token_bytes[targets[targets != IGNORE]].sum())
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by name or path.
@@ -314,7 +318,11 @@ def _text_field(line: bytes, path: Path, number: int) -> str:
         text = None
     if not isinstance(text, str):
         raise UserError(f'{path}, line {number}: expected {{"text": "..."}}, got {line[:60]!r}')
-    # JSON can hold halves of characters (surrogates), which no UTF-8 and no tokenizer can.
+    return whole_characters(text)
+
+
+def whole_characters(text: str) -> str:
+    """JSON can hold halves of characters (surrogates), which no UTF-8 and no tokenizer can."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -524,7 +532,7 @@ class Windows:
             )
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [b, T] both
         targets[[number is None for number in numbers]] = IGNORE
-        text_bytes = int(self.tokenizer.token_bytes[targets[targets != IGNORE]].sum())
+        text_bytes = self.tokenizer.count_bytes(targets)
         positions = None
         if self.document_mask:
             place = np.arange(self.seq_len)  # [T]
