@@ -458,9 +458,15 @@ def test_traffic_in_bfloat16_is_as_predicted(tmp_path):
         "fsdp": case(ODD, 1, dp="fsdp", shard=2),
         "tp": case(GROUPED, dp="fsdp", tp=2),
         "tp accumulating": case(GROUPED, 2, dp="fsdp", tp=2),
+        "lora ddp": case(ODD | TIED, 1, lora=ALL, dp="ddp", replicate=2),
+        "lora fsdp": case(ODD, 1, lora=ALL, dp="fsdp", shard=2),
+        "lora fsdp adapters": case(ODD, 1, lora=ALL, dp="fsdp", shard=2, reshard="adapters"),
+        "lora tp": case(GROUPED, 2, lora=ALL, dp="fsdp", tp=2),
     }
     for options in cases.values():
         options["dtype"] = "bfloat16"
     for name, result in train(tmp_path, 2, cases).items():
         sends_as_predicted(result, cases[name], 2)
-        assert result["last"]["norm.weight"].dtype == torch.float32
+        lora, last = "lora" in name, result["last"]
+        assert last["norm.weight"].dtype == (torch.bfloat16 if lora else torch.float32)
+        assert not lora or last["layers.0.attention.wq.lora_A"].dtype == torch.float32
