@@ -723,7 +723,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
     So parameters keep their names, and FSDP's gathering stays outside. Full checkpointing calls the
     compiled block a second time; selective goes inside, where the compiler sees what to keep. One
-    graph serves all blocks; every shape of the input has its own (`dynamic` would confuse DTensor).
+    graph serves all blocks, but for the first above a frozen embedding, whose input needs no
+    gradient; every shape of the input has its own (`dynamic` would confuse DTensor).
     Compiling joins what lies between the matrix products, and takes a while at the start.
     """
     for name, block in model.layers.items():
