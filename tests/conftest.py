@@ -1,6 +1,10 @@
+import atexit
+import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
 
@@ -64,7 +69,7 @@ def start(script: str, *args, nproc: int = 0, torchrun=("--standalone",)) -> sub
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # signals for it do not reach the tests
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=ENVIRONMENT,
     )
 
 
@@ -79,7 +84,30 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
 
 
 def launch(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
-    return finish(start(script, *args, nproc=nproc), timeout)
+    if nproc:
+        return finish(start(script, *args, nproc=nproc), timeout)
+    return forked(script, *args, timeout=timeout)
+
+
+server: list[subprocess.Popen] = []  # once one is needed
+
+
+def forked(script: str, *args, timeout: float) -> Result:
+    """A script of the project by python alone, without the time that its imports take."""
+    if not server:
+        command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        server.append(subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **pipes))
+        atexit.register(server[0].kill)
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = Path(directory) / "out", Path(directory) / "err"
+        request = [str(ROOT / script), [*map(str, args)], str(out), str(err)]
+        print(json.dumps(request), file=server[0].stdin, flush=True)
+        if not select.select([server[0].stdout], [], [], timeout)[0]:
+            subprocess.run(["pkill", "-P", str(server.pop().pid)])
+            pytest.fail(f"{request} took more than {timeout} s\n{out.read_text()}")
+        code = int(server[0].stdout.readline())
+        return Result(code, out.read_text(), err.read_text())
 
 
 def succeed(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
