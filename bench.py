@@ -171,8 +171,7 @@ def bare_products(
     last of these falls away, and both factors, A [r, in] and B [out, r], are multiplied three times
     instead, each in the fastest order of several. What a step takes beyond this is overhead."""
     with torch.device("meta"):
-        layers = [m for m in Llama(config).modules() if isinstance(m, nn.Linear)]
-    shapes = [layer.weight.shape for layer in layers]
+        shapes = [m.weight.shape for m in Llama(config).modules() if isinstance(m, nn.Linear)]
     n = batch * seq_len
     weights = [torch.randn(shape, device=device) for shape in shapes]
     widths = {width for shape in shapes for width in shape} | {rank}
@@ -221,6 +220,7 @@ def our_step(
 def step_of(
     config: LlamaConfig, batch: Batch, microbatch: int, world: World, lora: LoRA | None
 ) -> Callable:
+    """The step of a new model, with adapters or without, split as the world says."""
     with torch.device("meta"):
         model = Llama(config)
         if lora:
@@ -279,6 +279,7 @@ def transformers_step(
 
 
 def any_batch(args: argparse.Namespace, world: World) -> Batch:
+    """Random tokens: how long a step takes does not depend on what they say."""
     vocabulary = PRESETS[args.model].vocab_size
     tokens = torch.randint(vocabulary, (args.batch, args.seq_len + 1), device=world.device)
     return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)

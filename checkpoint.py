@@ -52,7 +52,7 @@ import formats
 from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
 from formats import Stored
 from lora import (
-    FILES,
+    PEFT_FILES,
     LoRA,
     adapters,
     gather_adapters,
@@ -379,7 +379,7 @@ def find_checkpoint(directory: Path) -> Path:
         if is_own(found) or formats.is_meta(found) or formats.is_hf(found):
             return found
         if is_adapter(found):
-            base = formats.Json(found / FILES[0]).get("base_model_name_or_path") or "its base"
+            base = formats.Json(found / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
             raise UserError(
                 f"{found} is an adapter: generate.py takes it as --adapter, with {base} as the "
                 f"model, and python checkpoint.py merge makes a model of both"

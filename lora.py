@@ -113,8 +113,7 @@ lora_linear.register_autograd(_lora_linear_backward, setup_context=_keep)
 def lora_product(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float, dropout: float):
     """lora_linear of x [..., in], in the weight's dtype: factors may be wider, to learn in."""
     flat = x.flatten(0, -2).to(weight.dtype)  # [n, in]
-    seen = dropped(flat, dropout)
-    seen = None if seen is flat else seen
+    seen = dropped(flat, dropout) if dropout else None
     y, _ = lora_linear(flat, seen, weight, A.to(flat.dtype), B.to(flat.dtype), scale)
     return y.unflatten(0, x.shape[:-1])
 
@@ -223,7 +222,7 @@ def init_adapters(
 #
 # The rows of wq and wk stand in another order there, hence those of their lora_B, too.
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 # What a config may say about things that are not done here, if it says this.
 NEUTRAL = dict(
@@ -244,6 +243,11 @@ def peft_name(name: str) -> str:
     """output.lora_A -> base_model.model.lm_head.lora_A.weight"""
     layer, factor = name.rsplit(".", 1)
     return f"base_model.model.{hf_name(f'{layer}.weight').removesuffix('weight')}{factor}.weight"
+
+
+def _heads(name: str, config: LlamaConfig) -> int:
+    """How many heads a factor makes whose rows stand in another order in PEFT's files; mostly 0."""
+    return rotated_heads(name, config) if name.endswith("lora_B") else 0
 
 
 def gather_adapters(model: Llama) -> dict[str, Tensor]:
@@ -268,14 +272,14 @@ def save_adapter(
     """Write PEFT's two files. `base` is what the adapter was trained beside."""
 
     def read(name: str) -> Tensor:
-        heads = rotated_heads(name, config) if name.endswith("lora_B") else 0
+        heads = _heads(name, config)
         return pairs_to_halves(factors[name], heads) if heads else factors[name]
 
     stored = {
         peft_name(name): Stored(factor.dtype, tuple(factor.shape), partial(read, name))
         for name, factor in factors.items()
     }
-    save_safetensors(directory / FILES[1], stored, {"format": "pt"})
+    save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
     about = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -288,19 +292,19 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / FILES[0]).write_text(json.dumps(about, indent=1))
+    (directory / PEFT_FILES[0]).write_text(json.dumps(about, indent=1))
 
 
 def is_adapter(directory: Path) -> bool:
-    return (directory / FILES[0]).is_file()
+    return (directory / PEFT_FILES[0]).is_file()
 
 
 def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, Stored]]:
     """Settings and factors, under our names and in our order, of an adapter for a Llama of this
     shape. UserError for one that does not fit, or that is more than LoRA."""
-    path, file = (directory / name for name in FILES)
+    path, file = (directory / name for name in PEFT_FILES)
     if not path.is_file() or not file.is_file():
-        raise UserError(f"no adapter in '{directory}': it has no {' and '.join(FILES)}")
+        raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
     about, found = Json(path), open_safetensors(file)
     for key, values in NEUTRAL.items():
         if (value := about.get(key, values[0])) not in values:
@@ -327,7 +331,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
 
     def read(name: str) -> Tensor:
         factor = found[peft_name(name)].read()
-        heads = rotated_heads(name, config) if name.endswith("lora_B") else 0
+        heads = _heads(name, config)
         return halves_to_pairs(factor, heads) if heads else factor
 
     return lora, {

@@ -429,6 +429,16 @@ def progress(row: dict, steps: int, left: float) -> str:
     )
 
 
+def start_profiler(path: Path) -> torch.profiler.profile:
+    """Record three steps after two of warm-up, and write them for chrome://tracing or Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
 def show(text: str, **where) -> None:
     """Print on the first rank alone."""
     if dist.get_rank() == 0:
@@ -577,16 +587,6 @@ def fit(
     if totals.stop:
         show(f"stopped at step {step} of {args.steps}; the same command with --resume goes on")
     return not totals.stop
-
-
-def start_profiler(path: Path) -> torch.profiler.profile:
-    """Record three steps after two of warm-up, and write them for chrome://tracing or Perfetto."""
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
-    )
-    profiler.start()
-    return profiler
 
 
 # -------------------------------------------------------------------------------------- the script

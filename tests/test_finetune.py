@@ -16,7 +16,7 @@ from checkpoint import load_pretrained, read_index, write_checkpoint
 from data import load_tokenizer, window_of
 from finetune_lora import load_adapter
 from formats import Stored, open_safetensors
-from lora import FILES, LoRA, adapters, add_adapters, init_adapters
+from lora import PEFT_FILES, LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig, generate
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
@@ -53,7 +53,7 @@ def sums(tmp_path_factory) -> Path:
 
 
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
-    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-2,
+    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-3,
                  warmup=2, eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
     return [flag.removesuffix("=True") for flag in flags]
@@ -64,7 +64,7 @@ def metrics(out: Path) -> list[dict]:
 
 
 def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {name: t.read() for name, t in open_safetensors(checkpoint / FILES[1]).items()}
+    return {name: t.read() for name, t in open_safetensors(checkpoint / PEFT_FILES[1]).items()}
 
 
 def same_run(out: Path, expected: Path, step: int) -> None:
@@ -73,7 +73,7 @@ def same_run(out: Path, expected: Path, step: int) -> None:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
     ours, theirs = (factors(run / f"step-{step:08d}") for run in (out, expected))
     for name, factor in theirs.items():
-        assert (ours[name] - factor).norm() < 1e-11 * factor.norm(), name
+        assert (ours[name] - factor).norm() < 1e-12 * factor.norm(), name
 
 
 # ---------------------------------------------------------------------------- one run, many splits
@@ -114,10 +114,10 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
         optimizer.zero_grad()
         assert norm > 0.05  # so that clipping is seen to work
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
-        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-11)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
     load_adapter(with_factors := load_pretrained(base, torch.float64), out / "step-00000004")
     for name, factor in adapters(with_factors).items():
-        assert (factor - learnt[name]).norm() < 1e-11 * learnt[name].norm(), name
+        assert (factor - learnt[name]).norm() < 1e-12 * learnt[name].norm(), name
 
 
 WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, keep=0)
@@ -201,7 +201,12 @@ def test_it_learns_and_what_it_learnt_is_used_elsewhere(base, sums, tmp_path):
 
     (checkpoint,) = out.glob("step-*")
     files = {path.name for path in checkpoint.iterdir()}
-    assert files == {*FILES, "optimizer", "config.json", "SHA256SUMS"}  # no weights of the base
+    assert files == {
+        *PEFT_FILES,
+        "optimizer",
+        "config.json",
+        "SHA256SUMS",
+    }  # no weights of the base
     moments = {
         name.rsplit(".", 1)[0] for name in read_index(checkpoint / "optimizer").state_dict_metadata
     }
@@ -293,5 +298,5 @@ def test_runs_that_cannot_go_on(base, sums, one_run, tmp_path):
     asked = "rank 8, not 3"
     refused(launch("finetune_lora.py", *arguments, "--resume", "--rank=3"), asked)
     refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "on")), "is an adapter:")
-    (out / "step-00000004" / FILES[1]).write_bytes(b"damaged")
-    refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", FILES[1])
+    (out / "step-00000004" / PEFT_FILES[1]).write_bytes(b"damaged")
+    refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", PEFT_FILES[1])

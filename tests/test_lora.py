@@ -14,7 +14,7 @@ import formats
 from checkpoint import load_pretrained, merge, write_checkpoint
 from formats import Stored, open_safetensors, save_hf, save_safetensors
 from lora import (
-    FILES,
+    PEFT_FILES,
     TARGETS,
     LoRA,
     LoRALinear,
@@ -213,34 +213,34 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_ours(tmp_path, kind):
+def in_peft(directory, config: LlamaConfig, lora: LoRA, **options):
+    """A model with adapters, and what peft makes of the files that we write of it."""
     peft = pytest.importorskip("peft")
-    config, lora = KINDS[kind]
     model = adapted(config, lora, torch.float32)
-    save(tmp_path / "adapter", model, lora)
-    base = base_of(model, tmp_path / "base")
-    tokens = tokens_of(config)
-    with torch.no_grad():
-        plain = base(tokens).logits
+    save(directory / "adapter", model, lora)
+    base = base_of(model, directory / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # peft only warns of keys it does not find
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        return model, peft.PeftModel.from_pretrained(base, directory / "adapter", **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_ours(tmp_path, kind):
+    config, lora = KINDS[kind]
+    model, theirs = in_peft(tmp_path, config, lora)
+    tokens = tokens_of(config)
     with torch.no_grad():
         logits, expected = model(tokens), theirs(tokens).logits
+        with theirs.disable_adapter():
+            plain = theirs(tokens).logits
     assert (plain - expected).abs().max() > 0.01 * expected.abs().max()
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_we_load_what_peft_saves(tmp_path, kind):
-    peft = pytest.importorskip("peft")
     config, lora = KINDS[kind]
-    model = adapted(config, lora, torch.float32)
-    save(tmp_path / "adapter", model, lora)
-    theirs = peft.PeftModel.from_pretrained(
-        base_of(model, tmp_path / "base"), tmp_path / "adapter", is_trainable=True
-    )
+    model, theirs = in_peft(tmp_path, config, lora, is_trainable=True)
     for factor in theirs.parameters():  # other numbers than those that we wrote
         factor.data.mul_(1.5) if factor.requires_grad else None
     theirs.save_pretrained(tmp_path / "theirs")
@@ -256,13 +256,7 @@ def test_we_load_what_peft_saves(tmp_path, kind):
 
 def test_gradients_equal_pefts(tmp_path):
     """The same loss on the same adapter, in float32: every factor's gradient, rows put in order."""
-    peft = pytest.importorskip("peft")
-    lora = LoRA(rank=4, alpha=12)
-    model = adapted(CONFIG, lora, torch.float32)
-    save(tmp_path / "adapter", model, lora)
-    theirs = peft.PeftModel.from_pretrained(
-        base_of(model, tmp_path / "base"), tmp_path / "adapter", is_trainable=True
-    )
+    model, theirs = in_peft(tmp_path, CONFIG, LoRA(rank=4, alpha=12), is_trainable=True)
     tokens = tokens_of(CONFIG)
     logits = theirs(tokens).logits
     F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
@@ -275,7 +269,7 @@ def test_gradients_equal_pefts(tmp_path):
         if heads and part == "lora_B":
             grad = formats.pairs_to_halves(grad, heads)
         reference = expected[f"base_model.model.{hf}{part}.default.weight"].grad
-        assert (grad - reference).norm() < 1e-4 * reference.norm(), name
+        assert (grad - reference).norm() < 1e-5 * reference.norm(), name
 
 
 def test_round_trip_to_the_last_bit(tmp_path):
@@ -291,10 +285,10 @@ def test_round_trip_to_the_last_bit(tmp_path):
 
 def rename(directory, change) -> None:
     """Write the tensors of an adapter anew under other names."""
-    found = open_safetensors(directory / FILES[1])
+    found = open_safetensors(directory / PEFT_FILES[1])
     copies = {name: t.read().clone() for name, t in found.items()}  # the file is about to go
     kept = {name: Stored(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in copies.items()}
-    save_safetensors(directory / FILES[1], change(kept), {})
+    save_safetensors(directory / PEFT_FILES[1], change(kept), {})
 
 
 WRONG = {
@@ -349,7 +343,7 @@ def test_another_models_adapter_is_refused(tmp_path):
 )
 def test_what_is_not_plain_lora_is_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
-    path = tmp_path / FILES[0]
+    path = tmp_path / PEFT_FILES[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match=key):
         load_adapter(Llama(CONFIG), tmp_path)
