@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ from parallel import (
     arrange,
     check_split,
     describe,
+    local,
     parallelize,
     positive,
     put_shard,
@@ -156,6 +158,40 @@ class Counted(TorchDispatchMode):
             self.sent[key] = calls + 1, nbytes + max(sides)
         self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
         return out
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors on this rank, `now` and at their `peak`: of those that an
+    operator has touched while it is entered, until they are freed.
+
+    What a kernel needs for itself is not seen, nor is anything within a compiled block."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, tuple[weakref.ref, int]] = {}  # address -> storage, bytes
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace in ("fsdp", "c10d"):  # FSDP lends and takes back memory by resizing it
+            for address, (storage, _) in list(self.storages.items()):
+                self.count(address, storage())
+        out = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, torch.Tensor):
+                storage = getattr(local(tensor), "elem", local(tensor)).untyped_storage()
+                self.count(storage._cdata, storage)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def count(self, address: int, storage: torch.UntypedStorage) -> None:
+        if address not in self.storages:
+            self.storages[address] = weakref.ref(storage, lambda _: self.forget(address)), 0
+        known, nbytes = self.storages[address]
+        self.storages[address] = known, storage.nbytes()
+        self.now += storage.nbytes() - nbytes
+
+    def forget(self, address: int) -> None:
+        self.now -= self.storages.pop(address)[1]
 
 
 # ------------------------------------------------------------------------------------------- limit

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import checkpoint
 from chat import Packed
@@ -96,6 +96,14 @@ EXPERIMENT = (
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a Llama.")
+    add_pretraining_flags(parser)
+    args = parser.parse_args()
+    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
+    return args
+
+
+def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this script: what learns from what, and all that every training needs."""
     # fmt: off
     model = parser.add_argument_group("model")
     model.add_argument("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
@@ -117,9 +125,6 @@ def parse_args() -> argparse.Namespace:
     # fmt: on
     add_flags(parser)
     parser.add_argument("--prompt", default="def", help="start of the samples at evaluations")
-    args = parser.parse_args()
-    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
-    return args
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -287,31 +292,37 @@ class Totals:
         return self.loss / math.log(2) / max(self.text_bytes, 1)
 
 
-def train_step(
-    runner: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    microbatch: int,
-    clip: float,
-    world: World,
-    step: int,
-    stop: Sequence[int] = (),
-) -> Totals:
-    """Gradient of the mean loss over the target tokens of the global batch, clipped, and an update.
+def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -> Tensor:
+    """Forward and backward of this rank's share of a step, a microbatch at a time. Gradients add
+    up, and the last microbatch's backward sends them, as parallel.py describes.
 
-    `batch` is this rank's share. Microbatches and ranks may hold different numbers of targets: sums
-    are accumulated, and divided once, by the count over all of them. `stop` is filled by signals,
-    and all ranks learn of it. Raises UserError, on all ranks and before the update, if a loss or
-    the gradient is not finite.
-    """
+    Returns the sum of the losses, a float64 scalar that has not left the device."""
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.split(microbatch)
     for i, (tokens, targets, positions) in enumerate(microbatches):
         with gradient_sync(runner, world.split, last=i == len(microbatches) - 1):
             part = runner(tokens, targets, positions)
-            part.backward()  # the last microbatch's sends gradients, as parallel.py describes
+            part.backward()
         loss += part.detach()
+    return loss
 
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    batch: Batch,
+    clip: float,
+    world: World,
+    step: int,
+    stop: Sequence[int] = (),
+) -> Totals:
+    """Make of accumulated gradients that of the mean loss over the target tokens of the global
+    batch, clip it, and take a step.
+
+    Microbatches and ranks may hold different numbers of targets: sums were accumulated, and are
+    divided once, by the count over all of them. `stop` is filled by signals, and all ranks learn of
+    it. Raises UserError, on all ranks and before the update, if a loss or the gradient is not
+    finite."""
     targets = (batch.targets != IGNORE).sum()
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     squares = squared_norm(gradients, world)
@@ -340,6 +351,21 @@ def train_step(
     optimizer.zero_grad()
     tp = world.split.tp
     return Totals(loss / tp, round(targets / tp), round(text_bytes / tp), norm, stops > 0)
+
+
+def train_step(
+    runner: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    microbatch: int,
+    clip: float,
+    world: World,
+    step: int,
+    stop: Sequence[int] = (),
+) -> Totals:
+    """One optimizer step, of which `batch` is this rank's share; raises what `update` does."""
+    loss = accumulate(runner, batch, microbatch, world)
+    return update(optimizer, loss, batch, clip, world, step, stop)
 
 
 # ------------------------------------------------------------------------ evaluation and the record
@@ -475,6 +501,15 @@ def split_model(
     return world, parallelize(model, world, fill)
 
 
+def share_of_step(
+    args: argparse.Namespace, world: World, train_set: Windows | Packed, step: int
+) -> Batch:
+    """This rank's part of a step's batch, which is a function of (seed, step)."""
+    share, n = args.batch // world.data_size, len(train_set)
+    first = (step - 1) * args.batch + world.data_rank * share
+    return train_set.batch([window_of(first + i, n, args.seed) for i in range(share)])
+
+
 def fit(
     args: argparse.Namespace,
     world: World,
@@ -503,13 +538,7 @@ def fit(
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
     show(headline(args, model, world, learnt, len(train_set)))
 
-    # A step's batch is a function of (seed, step), and this rank reads its share of it.
-    share = args.batch // world.data_size
-
-    def read(step: int) -> Batch:
-        first = (step - 1) * args.batch + world.data_rank * share
-        n = len(train_set)
-        return train_set.batch([window_of(first + i, n, args.seed) for i in range(share)])
+    read = partial(share_of_step, args, world, train_set)
 
     def evaluated(step: int) -> dict[str, float]:
         val = evaluate(model, val_set, args.eval_windows, args.microbatch, world)
@@ -592,11 +621,9 @@ def fit(
 # -------------------------------------------------------------------------------------- the script
 
 
-def main() -> None:
-    args = parse_args()
-    world = begin(args)
-
-    # The shape of what learns, what it learns from, and where it begins.
+def prepare(args: argparse.Namespace, world: World) -> tuple:
+    """What flags ask for: the model, on meta, and how it is filled; the tokenizer, and what to
+    learn from and to be judged by."""
     initial = None
     if args.init:
         directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
@@ -606,20 +633,25 @@ def main() -> None:
     tokenizer = world.one_first(
         "tokenizer", partial(load_tokenizer, choose_tokenizer(args, initial))
     )
-    train_windows, val_windows = world.one_first(
+    windows = world.one_first(
         "data", partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     )
-    newest = world.from_first(partial(checkpoint.claim, args.out))
     if initial:
         checkpoint.check_tokenizer(initial, tokenizer)
         fill = partial(checkpoint.load_weights, initial["directory"])
     else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
         fill = partial(Llama.init_weights, seed=args.seed, put=put_shard, device=world.device)
-
-    # The model, split over this world, and the training.
     with torch.device("meta"):
         model = Llama(config)
+    return model, fill, tokenizer, *windows
+
+
+def main() -> None:
+    args = parse_args()
+    world = begin(args)
+    model, fill, tokenizer, train_windows, val_windows = prepare(args, world)
+    newest = world.from_first(partial(checkpoint.claim, args.out))
     world, runner = split_model(args, model, world, fill)
 
     def samples(step: int) -> str:
