@@ -23,7 +23,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -176,27 +176,31 @@ class Counted(TorchDispatchMode):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors on this rank, `now` and at their `peak`: of those that an
-    operator has touched while it is entered, until they are freed.
+    """Counts the bytes of tensors on this rank, `now` and at their `peak`: of those `held` from the
+    start, and those that an operator has touched while it is entered, until they are freed.
 
     What a kernel needs for itself is not seen, nor is anything within a compiled block."""
 
-    def __init__(self):
+    def __init__(self, held: Iterable[Tensor] = ()):
         super().__init__()
         self.storages: dict[int, tuple[weakref.ref, int]] = {}  # address -> storage, bytes
         self.now = self.peak = 0
+        self.see(held)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace in ("fsdp", "c10d"):  # FSDP lends and takes back memory by resizing it
             for address, (storage, _) in list(self.storages.items()):
                 self.count(address, storage())
         out = op(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor):
+        self.see(tree_leaves((args, kwargs, out)))
+        return out
+
+    def see(self, tensors: Iterable) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
                 storage = getattr(local(tensor), "elem", local(tensor)).untyped_storage()
                 self.count(storage._cdata, storage)
         self.peak = max(self.peak, self.now)
-        return out
 
     def count(self, address: int, storage: torch.UntypedStorage) -> None:
         if address not in self.storages:
