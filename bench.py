@@ -33,7 +33,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,8 +47,6 @@ from parallel import (
     Split,
     World,
     arrange,
-    check_split,
-    describe,
     local,
     parallelize,
     positive,
@@ -54,7 +54,8 @@ from parallel import (
     run,
     set_up,
 )
-from train import make_optimizer, memory_bytes, show, train_step, write_whole
+from plan import check_split, describe
+from train import accumulate, make_optimizer, memory_bytes, show, train_step, write_whole
 
 STRATEGIES = "one ddp fsdp fsdp-none fsdp-adapters hsdp wrong tp selective full compiled".split()
 
@@ -145,7 +146,7 @@ COLLECTIVES = {
 class Counted(TorchDispatchMode):
     """Counts what a rank sends while it is entered, and how often attention runs forward.
 
-    `sent` is as parallel.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
+    `sent` is as plan.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
     the world of all ranks, where it is no dimension of the mesh, is called so.
     """
 
@@ -211,6 +212,68 @@ class Live(TorchDispatchMode):
 
     def forget(self, address: int) -> None:
         self.now -= self.storages.pop(address)[1]
+
+
+def emulate(
+    model: Llama, split: Split, share: int, microbatch: int, seq_len: int
+) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
+    """The first rank's part in a step of a whole cluster, in this process alone: what it sent, as
+    plan.predict_traffic, and the bytes it held of each kind and at the peak, as plan.memory.
+
+    The other ranks are not there: torch's fake process group sends nothing. And tensors have shapes
+    but no contents, so that a laptop holds its part of a model of any size; but for DDP, whose C++
+    wants contents. `model` is on `meta`; the rank's share of the step has so many sequences."""
+    size = split.replicate * split.shard * split.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    world = arrange(World(0, size, 0, size, cpu, split, mesh=None), replace(split, compile=False))
+    if split.fully_sharded or size == 1:  # FSDP cuts what is still on meta
+        runner = parallelize(model, replace(world, device=meta), fill=lambda model: None)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+    else:
+        runner = parallelize(model, world, fill=Llama.init_weights)
+        runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
+        mode = contextlib.nullcontext()
+    with mode:
+        if isinstance(mode, FakeTensorMode):
+            model.to_empty(device=cpu)
+            model.tie_weights()
+        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+        tokens = torch.zeros(share, seq_len, dtype=torch.int64)
+        batch = Batch(tokens, tokens, None, text_bytes=1)
+        for _ in range(3):  # the first makes AdamW's moments, and DDP settles its buckets in two
+            kinds = state_tensors(model, optimizer)
+            with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
+                accumulate(runner, batch, microbatch, world)
+                held = state_bytes(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=split.fully_sharded or size == 1)
+    dist.destroy_process_group()
+    return counted.sent, held | {"peak": live.peak}
+
+
+def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """What a rank holds between steps, by kind."""
+    parameters = list(model.parameters())
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return {"parameters": parameters, "gradients": gradients, "optimizer": moments}
+
+
+def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The bytes of a rank's part of these."""
+    kinds = state_tensors(model, optimizer)
+    return {kind: sum(local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
+
+
+def all_reduce_at_once(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """What DDP does with a bucket, but for waiting: a fake group has no result to wait for."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 # ------------------------------------------------------------------------------------------- limit

@@ -76,7 +76,7 @@ from torch.utils.checkpoint import (
 )
 
 from lora import LoRALinear
-from model import LOSS_CHUNK, Block, Llama, LlamaConfig, UserError, cross_entropy_sum
+from model import Block, Llama, UserError, cross_entropy_sum
 
 TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 SILENCE = 20  # seconds without a sign of life after which a rank counts as dead
@@ -332,113 +332,6 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-# ------------------------------------------------------------------------------ choosing the split
-
-
-def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: World) -> None:
-    """Refuse a split that these processes or this model cannot have."""
-    dp, tp = asked.dp, asked.tp
-    shared = {"key/value heads": config.n_kv_heads, "numbers in the feed-forward": config.ffn_dim}
-    for what, n in shared.items():
-        if n % tp:
-            raise UserError(f"--tp {tp} cannot share {n} {what} evenly: it must divide {n}")
-    data, rest = divmod(world.size, tp)
-    if rest:
-        raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
-    if asked.offload and dp not in ("fsdp", "hsdp"):
-        raise UserError("--offload is for --dp fsdp and --dp hsdp")
-    if asked.offload and asked.reshard == "adapters":
-        raise UserError(
-            "--offload moves the weights that --reshard adapters keeps: give one of them"
-        )
-    if asked.reshard in ("none", "adapters", "all") and not asked.fully_sharded:
-        raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
-    if shard and dp != "hsdp":
-        raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")
-    if shard and data % shard:
-        raise UserError(
-            f"{world.size} processes with --tp {tp} hold {data} parts of the batch, no multiple of "
-            f"--shard {shard}"
-        )
-
-
-def choose_split(
-    asked: Split, shard: int | None, model: Llama, world: World, tokens: int, microbatches: int
-) -> tuple[Split, str]:
-    """The split with its sizes, and in words why; its `dp` and `reshard` may be asked as auto.
-
-    What every rank must hold decides: DDP where a whole copy fits on a device; else FSDP within a
-    node; over nodes HSDP, where a copy fits in one, and FSDP over all where it does not. Gradients
-    of several microbatches are added up whole where there is room, and in slices where not.
-    `tokens` are those of a microbatch. Each case is in tests/test_parallel.py.
-    """
-    data = world.size // asked.tp
-    node = math.gcd(data, max(1, world.per_node // asked.tp))  # data parts within a node
-    state = state_bytes(model, asked) / asked.tp
-    work = activation_bytes(model.config, asked, tokens)
-    room = device_room(world.device, world.per_node)
-    dp = asked.dp
-    if dp == "auto":
-        if state + work < room:
-            dp = "ddp"
-        else:
-            dp = "hsdp" if node < data and state / node + work < room else "fsdp"
-    wide = {"ddp": 1, "fsdp": data, "hsdp": shard or node}[dp]
-    reshard = asked.reshard
-    if reshard == "auto":
-        learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        whole = learnt * asked.grad_bytes / asked.tp
-        fits = microbatches == 1 or state / wide + whole + work < room
-        reshard = "weights" if fits else "all"
-    why = (
-        f"a copy's weights, gradients and AdamW take {state / 1e9:.3g} GB a process, activations "
-        f"{work / 1e9:.3g}; a process has {room / 1e9:.3g} GB, a node {world.per_node} of "
-        f"{world.size} processes"
-    )
-    return replace(asked, dp=dp, reshard=reshard, replicate=data // wide, shard=wide), why
-
-
-def state_bytes(model: Llama, split: Split) -> int:
-    """Bytes of a whole copy while it trains: weight, gradient and AdamW's two moments of each
-    parameter, and the copy to compute with, where that has another type. Of a frozen parameter
-    there is only what is computed with."""
-    copy = split.weight_bytes if split.weight_bytes < split.grad_bytes else 0
-    learnt = 4 * split.grad_bytes + copy
-    return sum(
-        p.numel() * (learnt if p.requires_grad else split.weight_bytes) for p in model.parameters()
-    )
-
-
-def activation_bytes(config: LlamaConfig, split: Split, tokens: int) -> int:
-    """Bytes that forward keeps for backward on one rank, and the largest chunk of logits.
-
-    A block keeps, of width D: q, attention's output, and for each of two norms what goes in, that
-    in its normalized form (which a fused kernel would not keep), and what comes out, under tensor
-    parallelism after it is gathered; of the key/value width: k and v; of width F: gate, up and
-    their product. Selective checkpointing keeps the input, attention's output and half of the
-    products, full the input; both hold one block's worth while backward computes it again.
-    Counted in float32, to a few percent; in bfloat16 some of these stay float32, and it is less
-    than what is kept: by half with autocast on a CPU.
-    """
-    D, F, KV = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
-    whole = 2 * D + (6 * D + 2 * KV + 3 * F) / split.tp
-    kept = {
-        "none": whole,
-        "selective": D + (2 * D + KV + F) / split.tp,
-        "full": D / split.tp,
-    }[split.checkpointing]
-    numbers = config.n_layers * kept + (0 if split.checkpointing == "none" else whole) + 3 * D
-    chunk = min(LOSS_CHUNK, tokens) * config.vocab_size / split.tp
-    return int(tokens * numbers * split.weight_bytes + chunk * (split.weight_bytes + 4 + 4))
-
-
-def device_room(device: torch.device, processes: int) -> int:
-    """What a process may fill: nine tenths of its GPU, or of its part of the machine's memory."""
-    if device.type == "cuda":
-        return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
-    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
-
-
 # ----------------------------------------------------------------------------- splitting the model
 
 
@@ -523,7 +416,7 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
     Sends, over shard, a microbatch: all-gather of P w bytes in forward, in one call a block, and in
     backward again, but for embedding, last norm and output, which stay. A step: reduce-scatter of
     P g bytes, in L + 1 calls. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
-    (What is cut is rounded up to a multiple of shard: `predict_traffic` counts it all.)
+    (What is cut is rounded up to a multiple of shard: plan.py counts it all.)
 
     With several microbatches in a step, `reshard` says what is not kept whole between uses:
         none      weights are gathered once a step, and gradients cut once: the least sent,
@@ -815,124 +708,6 @@ def squared_norm(gradients: list[Tensor], world: World) -> Tensor:
         by_copies.setdefault(copies, []).append(local(gradient))
     norms = ((n, torch.nn.utils.get_total_norm(some)) for n, some in by_copies.items())
     return sum(norm.double() ** 2 / n for n, norm in norms)
-
-
-# ------------------------------------------------------------------------------------ what is sent
-
-
-def predict_traffic(
-    model: Llama, split: Split, microbatches: int, batch: int, seq_len: int
-) -> dict[tuple[str, str], tuple[int, int]]:
-    """Collectives of one training step: (mesh dimension, collective) -> (calls, bytes in all).
-
-    The sums of the docstrings above, with what is cut rounded up; microbatches of `batch` rows a
-    rank. `model` is whole, as it is before it is split. bench.py counts what really happens.
-    """
-    config, g, w = model.config, split.grad_bytes, split.weight_bytes
-    L, m = config.n_layers, microbatches
-    idle = _unreached(model)  # of backward's 2 L + 1 pairs of collectives under tp
-    last = str(L - 1)  # the block that FSDP gathers for backward before it sees whether it is due
-    calls, size = Counter(), Counter()
-
-    def send(dim: str, collective: str, n: int, nbytes: int) -> None:
-        if n and nbytes:
-            calls[dim, collective] += n
-            size[dim, collective] += n * nbytes
-
-    if not split.fully_sharded:
-        if split.replicate > 1:
-            sizes = [p.numel() * g for p in model.parameters() if p.requires_grad]
-            send("replicate", "all-reduce", 1, sum(sizes))
-            calls["replicate", "all-reduce"] = _buckets(sizes[::-1])
-    for unit, (n, learnt) in _units(model, split).items() if split.fully_sharded else ():
-        uses = 1 if unit == "root" or (idle > 2 * L and unit != last) else 2
-        if split.shard > 1:
-            held = learnt if split.reshard == "adapters" else n
-            send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, held * w)
-            send("shard", "reduce-scatter", m if split.reshard == "all" else 1, learnt * g)
-        if split.replicate > 1:
-            send("replicate", "all-reduce", 1, learnt // split.shard * g)
-
-    if split.tp > 1:
-        row = batch * _round_up(seq_len, split.tp) * w
-        a, tokens = row * config.dim, batch * seq_len
-        send("tp", "all-gather", m * (4 * L + 1 - idle), a)
-        send("tp", "reduce-scatter", m * (4 * L + 1 - min(idle, 2 * L)), a)
-        rank = getattr(model.output, "rank", 0)  # an adapter's numbers go with what the loss takes
-        send("tp", "all-gather", m, a + row * rank)
-        send("tp", "reduce-scatter", m, a + row * rank)
-        for start in range(0, tokens, LOSS_CHUNK):
-            send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
-        send("tp", "all-reduce", m, g)
-        early = m == 1 or split.reshard == "all"  # gradients sent as they are, not as sums in g
-        times = m if split.reshard == "all" else 1
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and _tp_dim(name) is None:
-                send("tp", "all-reduce", times, parameter.numel() * (w if early else g))
-        if split.checkpointing != "none" and idle <= 2 * L:
-            send("tp", "all-gather", m * 2 * L, a)
-        if split.checkpointing == "full" and idle <= 2 * L:
-            send("tp", "reduce-scatter", m * L, a)
-    return {key: (calls[key], size[key]) for key in calls}
-
-
-def _unreached(model: Llama) -> int:
-    """Backward ends where the first thing that learns has its gradient. How many of its 2 L + 1
-    pairs of all-gather and reduce-scatter under tensor parallelism lie beyond: none, where the
-    embedding learns; with adapters, those below the first that has one."""
-    learning = [name for name, p in model.named_parameters() if p.requires_grad]
-    for idle, module in enumerate(("tok_embeddings", "attention", "feed_forward")):
-        if any(module in name for name in learning):
-            return idle
-    return 2 * model.config.n_layers + 1
-
-
-def _tp_dim(name: str) -> int | None:
-    """The dimension of a parameter that tensor parallelism cuts; None where it stays whole."""
-    rows = ".wo." in name or ".w2." in name
-    if "norm" in name or name.endswith(".lora_B" if rows else ".lora_A"):
-        return None
-    return 0 if not rows else 1
-
-
-def _units(model: Llama, split: Split) -> dict[str, tuple[int, int]]:
-    """Numbers that FSDP gathers in one call, and those of them that learn: of each block, and of
-    the root, which holds the rest.
-
-    As they are on the first rank of tp, and with the first dimension rounded up for shard."""
-    numbers = {"root": (0, 0)} | dict.fromkeys(model.layers, (0, 0))
-    for name, parameter in model.named_parameters():
-        shape = list(parameter.shape)
-        if (dim := _tp_dim(name)) is not None:
-            shape[dim] = math.ceil(shape[dim] / split.tp)
-        n = _round_up(shape[0], split.shard) * math.prod(shape[1:])
-        unit = name.split(".")[1] if name.startswith("layers.") else "root"
-        gathered, learnt = numbers[unit]
-        numbers[unit] = gathered + n, learnt + n * parameter.requires_grad
-    return numbers
-
-
-def _round_up(n: int, parts: int) -> int:
-    return math.ceil(n / parts) * parts
-
-
-def describe(traffic: dict[tuple[str, str], tuple[int, int]]) -> str:
-    """Traffic in words, with the most bytes first."""
-    parts = sorted(traffic.items(), key=lambda item: -item[1][1])
-    return ", ".join(
-        f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"
-        for (dim, collective), (calls, nbytes) in parts
-    )
-
-
-def _buckets(sizes: list[int]) -> int:
-    """How many buckets DDP makes of gradients of these bytes, in the order they become ready."""
-    n, filled = 0, math.inf
-    for nbytes in sizes:
-        if filled >= (1 << 20 if n <= 1 else 25 << 20):
-            n, filled = n + 1, 0
-        filled += nbytes
-    return n
 
 
 # ----------------------------------------------------------------------------------- command line

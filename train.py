@@ -60,20 +60,17 @@ from parallel import (
     World,
     amount,
     arrange,
-    check_split,
-    choose_split,
     count,
-    describe,
     gradient_sync,
     local,
     parallelize,
     positive,
-    predict_traffic,
     put_shard,
     run,
     set_up,
     squared_norm,
 )
+from plan import check_split, choose_split, describe, predict_traffic
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # that flags can replace
 EXPERIMENT = (
@@ -348,7 +345,8 @@ def update(
             f"the last checkpoint, and a lower --lr may help"
         )
     optimizer.step()
-    optimizer.zero_grad()
+    # DDP's gradients lie in its buckets: once let go, those of more microbatches would lie beside.
+    optimizer.zero_grad(set_to_none=world.split.fully_sharded or world.size == 1)
     tp = world.split.tp
     return Totals(loss / tp, round(targets / tp), round(text_bytes / tp), norm, stops > 0)
 

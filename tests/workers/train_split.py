@@ -19,7 +19,8 @@ from bench import Counted
 from data import Batch
 from lora import LoRA, adapt_loss, adapters, add_adapters, gather_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
-from parallel import Split, arrange, parallelize, predict_traffic, put_shard, run, set_up
+from parallel import Split, arrange, parallelize, put_shard, run, set_up
+from plan import predict_traffic
 from train import make_optimizer, train_step
 
 BATCH, SEQ, VOCAB = 8, 13, 101
