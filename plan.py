@@ -103,16 +103,18 @@ def memory(
     """Bytes of tensors on a rank in a step: each kind's, and the `peak` of all of them together.
 
     `model` is whole, as before it is split; microbatches of `tokens` a rank. Between steps a rank
-    holds its part of parameters, gradients and of AdamW's two moments: exactly so many bytes. Within
-    one, `gathered` are whole weights that FSDP has lent and gradients that it has not cut yet, and
+    holds its part of parameters, gradients and AdamW's two moments: exactly so many bytes. In one,
+    `gathered` are whole weights that FSDP has lent and gradients that it has not cut yet, and
     `activations` what forward keeps and what is being computed, the logits among it. Not all of it
     is there at the same time: the peak is that of three moments, in the loss, and in backward of
     the last block and of the first. `fused`: norms in one kernel, as on a GPU and when compiled.
     """
     config, g, w = model.config, split.grad_bytes, split.weight_bytes
     units = _units(model, split.tp, split.shard)
-    held = sum(n for n, _ in units.values()) // split.shard
     learnt = sum(n for _, n in units.values()) // split.shard
+    held = sum(n for n, _ in units.values()) // split.shard
+    if split.reshard == "adapters":
+        held = learnt + sum(n - own for n, own in _units(model, split.tp, 1).values())
     tensors = sum(p.requires_grad for p in model.parameters())
     parameters = learnt * g + (held - learnt) * w
     optimizer = learnt * 2 * g + tensors * 4  # of each tensor, also the number of its steps

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from bench import Counted
 from data import Batch
 from lora import LoRA, adapt_loss, adapters, add_adapters, gather_adapters, init_adapters
+from measure import Counted
 from model import IGNORE, Llama, LlamaConfig
 from parallel import Split, arrange, parallelize, put_shard, run, set_up
 from plan import predict_traffic
