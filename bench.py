@@ -37,6 +37,7 @@ from parallel import (
     run,
     set_up,
 )
+from plan import GPUS, LINKS, plan_cluster
 from train import make_optimizer, memory_bytes
 
 
@@ -67,6 +68,26 @@ def parse_args() -> argparse.Namespace:
     compare.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to it too")
     compare.add_argument("--plot", type=Path, metavar="FILE.png",
                          help="draw them; needs matplotlib")
+    plan = commands.add_parser("plan", help="what every split would cost on a cluster")
+    plan.add_argument("--model", default="llama3.1-8b", choices=PRESETS, help="preset")
+    plan.add_argument("--gpus", type=positive, default=8, help="of the whole cluster")
+    plan.add_argument("--per-node", type=positive, default=8, help="GPUs of a node")
+    plan.add_argument("--gpu", default="h100",
+                      help=f"{', '.join(GPUS)}, or TFLOP/s:GB:GB/s:GB/s, which are its peak, its "
+                           "memory, its memory's bandwidth, its link within a node")
+    plan.add_argument("--link", default="400gbit",
+                      help=f"of each GPU to other nodes: {', '.join(LINKS)}, or a speed")
+    plan.add_argument("--measured", type=Path, metavar="FILE",
+                      help="of bench.py comm --model, in place of --gpu and --link")
+    plan.add_argument("--batch", type=positive, help="sequences a step (default: 2 a GPU)")
+    plan.add_argument("--seq-len", type=positive, default=8192, help="tokens in a sequence")
+    plan.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    plan.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    plan.add_argument("--top", type=positive, default=12, help="rows of the table")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all plans to it")
+    plan.add_argument("--check", action="store_true",
+                      help="run a step of the best one's first rank, without the others and without "
+                           "numbers, and count")
     loss = commands.add_parser("loss", help="memory of the chunked loss beside the plain one")
     loss.add_argument("--tokens", type=positive, default=4096)
     loss.add_argument("--dim", type=positive, default=512)
@@ -76,6 +97,10 @@ def parse_args() -> argparse.Namespace:
                       help=f"of messages (default: {' '.join(map(str, SIZES))})")
     comm.add_argument("--repeats", type=positive, default=11, help="rounds of all collectives")
     comm.add_argument("--out", type=Path, help="JSON file to write the numbers to, too")
+    comm.add_argument("--model", choices=PRESETS,
+                      help="also time a microbatch of it, for bench.py plan --measured")
+    comm.add_argument("--microbatch", type=positive, default=1)
+    comm.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
     # fmt: on
     return parser.parse_args()
 
@@ -287,6 +312,7 @@ def main() -> None:
         "lora": measure_lora,
         "compare": measure_compare,
         "loss": measure_loss,
+        "plan": plan_cluster,
         "comm": measure_comm,
     }
     result = measures[args.command](args)

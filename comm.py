@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 
@@ -19,15 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cost import ROOM, device_room
+from data import Batch
 from measure import interleaved
-from model import UserError
+from model import PRESETS, Llama, UserError
 from parallel import (
     Split,
     World,
     arrange,
+    parallelize,
     set_up,
+    squared_norm,
 )
-from train import show, write_whole
+from train import accumulate, make_optimizer, show, write_whole
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # where latency is all, to bandwidth
 ALL_PAIRS = 32  # so many ranks are tried each with each
@@ -49,6 +54,7 @@ def measure_comm(args: argparse.Namespace) -> str:
         show(f"{name}: {of_ranks(world.size, n)}", file=sys.stderr)
         times = time_collectives(group, sorted(set(args.sizes)), args.repeats, world)
         groups[name] = {"ranks": n, "times": times}
+    computed = time_computation(args, world) if args.model else None
     tried = pairs_to_try(world.size, world.per_node)
     show(f"pairs: {len(tried)}, one after the other", file=sys.stderr)
     pairs = time_pairs(tried, args.repeats, world)
@@ -60,8 +66,10 @@ def measure_comm(args: argparse.Namespace) -> str:
         "per_node": world.per_node,
         "torch": str(torch.__version__),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "memory": device_room(world.device, world.per_node) / ROOM,
         "groups": groups,
         "pairs": pairs,
+        "compute": computed,
     }
     if args.out and world.rank == 0:
         write_whole(args.out, json.dumps(report) + "\n")
@@ -112,6 +120,45 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
         "reduce-scatter": lambda: reduce_scatter(part, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, ranks[0], group),
         "send/recv": lambda: exchange(*ring),
+    }
+
+
+def time_computation(args: argparse.Namespace, world: World) -> dict:
+    """Seconds of forward and backward of one microbatch, and of clipping and AdamW, without
+    communication: every rank trains a model of its own, all at once, as they share memory and cores.
+    """
+    show(f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr)
+    config, dtype = PRESETS[args.model], torch.bfloat16 if world.device.type == "cuda" else None
+    split = Split(dtype=dtype or torch.float32)
+    alone = replace(world, size=1, split=split)
+    with torch.device("meta"):
+        model = Llama(config)
+    parallelize(model, alone, Llama.init_weights)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    shape = (args.microbatch, args.seq_len)
+    tokens = torch.randint(config.vocab_size, shape, device=world.device)
+    batch = Batch(tokens, tokens, None, text_bytes=1)
+    gradients = lambda: [p.grad for p in model.parameters()]  # noqa: E731
+
+    def forward_backward():
+        optimizer.zero_grad()
+        accumulate(model, batch, args.microbatch, alone)
+
+    def update():
+        scale = squared_norm(gradients(), alone).rsqrt()
+        torch._foreach_mul_(gradients(), scale.to(dtype=torch.float32))
+        optimizer.step()
+
+    seconds = interleaved({"forward": forward_backward, "update": update}, args.repeats)
+    rows = [statistics.median(times) for times in seconds.values()]
+    forward, optimizer_step = world.gather(rows).mean(0).tolist()
+    return {
+        "config": asdict(config),
+        "dtype": str(split.dtype).removeprefix("torch."),
+        "tokens": args.microbatch * args.seq_len,
+        "seq_len": args.seq_len,
+        "forward_backward": forward,
+        "optimizer": optimizer_step,
     }
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost import check_split, describe, device_room, memory
 from data import Batch
 from lora import LoRA
 from measure import Counted, Live, interleaved, on_meta, quartiles, ratios, step_of, table
@@ -27,7 +28,6 @@ from parallel import (
     arrange,
     set_up,
 )
-from plan import check_split, describe, device_room, memory
 from train import show, write_whole
 
 STRATEGIES = "one ddp fsdp fsdp-none fsdp-adapters hsdp wrong tp selective full compiled".split()

@@ -27,12 +27,12 @@ import torch
 
 import checkpoint
 from chat import open_samples
+from cost import choose_split, predict_traffic
 from data import load_tokenizer
 from lora import TARGETS, LoRA, adapt_loss, add_adapters, init_adapters
 from lora import load_adapter as load_adapter  # for those who look for it here
 from model import Llama, UserError, generate
 from parallel import Parser, World, amount, positive, put_shard, run
-from plan import choose_split, predict_traffic
 from train import add_flags, asked_split, begin, check, choose_tokenizer, fit, show, split_model
 
 

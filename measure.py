@@ -96,7 +96,7 @@ COLLECTIVES = {
 class Counted(TorchDispatchMode):
     """Counts what a rank sends while it is entered, and how often attention runs forward.
 
-    `sent` is as plan.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
+    `sent` is as cost.predict_traffic gives it: (mesh dimension, collective) -> (calls, bytes);
     the world of all ranks, where it is no dimension of the mesh, is called so.
     """
 
@@ -168,7 +168,7 @@ def emulate(
     model: Llama, split: Split, share: int, microbatch: int, seq_len: int
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
     """The first rank's part in a step of a whole cluster, in this process alone: what it sent, as
-    plan.predict_traffic, and the bytes it held of each kind and at the peak, as plan.memory.
+    cost.predict_traffic, and the bytes it held of each kind and at the peak, as cost.memory.
 
     The other ranks are not there: torch's fake process group sends nothing. And tensors have shapes
     but no contents, so that a laptop holds its part of a model of any size; but for DDP, whose C++

@@ -416,7 +416,7 @@ def shard_data_parallel(model: Llama, mesh: DeviceMesh, split: Split) -> None:
     Sends, over shard, a microbatch: all-gather of P w bytes in forward, in one call a block, and in
     backward again, but for embedding, last norm and output, which stay. A step: reduce-scatter of
     P g bytes, in L + 1 calls. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
-    (What is cut is rounded up to a multiple of shard: plan.py counts it all.)
+    (What is cut is rounded up to a multiple of shard: cost.py counts it all.)
 
     With several microbatches in a step, `reshard` says what is not kept whole between uses:
         none      weights are gathered once a step, and gradients cut once: the least sent,

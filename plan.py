@@ -1,345 +1,588 @@
-"""What a split costs, before anybody pays for it: memory, bytes sent, time; and which to take.
+"""`bench.py plan`: what every split of a model over a cluster would cost, told by a laptop.
 
-Everything here follows from shapes. So a laptop plans a cluster (`python bench.py plan`), train.py
-says at its start what a step will send, and `--dp auto` chooses. bench.py measures the same things.
+For each mesh of replicate x shard x tp, with each kind of checkpointing, and each microbatch,
+cost.py gives memory and bytes sent. The time of a step is estimated from a roofline: the sum of
 
-Letters, besides those of parallel.py: F feed-forward width, K width of keys and of values, N tokens
-of a microbatch; numbers are counted on the first rank, which has the largest part of what cannot be
-cut evenly.
+    products      FLOPs / (peak x PRODUCTS); of attention, half the square, / (peak x ATTENTION)
+    recompute     the same of what backward computes again
+    passes        bytes that norms, RoPE, SwiGLU, sums, the loss and FSDP's copies read and write,
+                  / memory's bandwidth
+    optimizer     bytes that clipping and AdamW read and write, / memory's bandwidth
+    waiting       for each dimension of the mesh, what of its collectives computation does not hide
+
+A collective takes its latency, and its bytes over each link at the link's speed. FSDP gathers the
+next block's weights, and reduces the last one's gradients, while a block computes, and DDP reduces
+what the last microbatch's backward has found: only what is longer waits, and what has nothing
+beside it, the first and the last. Tensor parallelism waits always. gloo hides nothing.
+
+What is assumed stands in the constants below. After `bench.py comm --model ...` has measured links
+and computation, `--measured FILE` takes its word instead of theirs.
+
+All times are seconds, all rates per second. Letters as in cost.py.
 """
 
+import argparse
+import itertools
+import json
 import math
-import os
-from collections import Counter
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-from torch import nn
 
-from model import LOSS_CHUNK, Llama, LlamaConfig, UserError
-from parallel import Split, World
+from cost import ROOM, memory, predict_traffic
+from measure import emulate
+from model import PEAK_FLOPS, PRESETS, Llama, LlamaConfig, UserError, flops_per_token
+from parallel import Split
+from train import write_whole
 
-# ------------------------------------------------------------------------------ choosing the split
+PRODUCTS = 0.7  # of a GPU's peak that large matrix products reach
+ATTENTION = 0.5  # of it that attention reaches
+EAGER = 2.0  # times the passes of compiled blocks that blocks take without
+CALL = 10e-6  # seconds until a collective begins
+HOP, FAR_HOP = 1e-6, 5e-6  # seconds from a rank to the next, within a node and to another one
+CHECKPOINTING = ("none", "selective", "full")
 
 
-def check_split(asked: Split, shard: int | None, config: LlamaConfig, world: World) -> None:
-    """Refuse a split that these processes or this model cannot have."""
-    dp, tp = asked.dp, asked.tp
-    shared = {"key/value heads": config.n_kv_heads, "numbers in the feed-forward": config.ffn_dim}
-    for what, n in shared.items():
-        if n % tp:
-            raise UserError(f"--tp {tp} cannot share {n} {what} evenly: it must divide {n}")
-    data, rest = divmod(world.size, tp)
-    if rest:
-        raise UserError(f"{world.size} processes are no multiple of --tp {tp}")
-    if asked.offload and dp not in ("fsdp", "hsdp"):
-        raise UserError("--offload is for --dp fsdp and --dp hsdp")
-    if asked.offload and asked.reshard == "adapters":
+@dataclass(frozen=True)
+class Machine:
+    """What a process computes with and talks over: from data sheets, or as it was measured."""
+
+    name: str
+    peak: float  # FLOP/s of dense products in bfloat16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    node_link: float  # bytes/s to others of its node, one way
+    link: float = math.inf  # bytes/s to other nodes, one way: of each GPU
+    per_node: int = 8
+    products: float = PRODUCTS
+    attention: float = ATTENTION
+    overlaps: bool = True
+    measured: dict | None = None  # of `bench.py comm`: group -> its ranks, and times by collective
+
+
+# From the makers' data sheets: memory in GB, its bandwidth and the links within a node in GB/s.
+GPUS = {
+    "h100": ("H100", 80, 3350, 450),
+    "h200": ("H200", 141, 4800, 450),
+    "b200": ("B200", 180, 8000, 900),
+    "a100": ("A100", 80, 2039, 300),
+    "l40s": ("L40S", 48, 864, 32),
+    "rtx4090": ("RTX 4090", 24, 1008, 32),
+    "mi300x": ("MI300X", 192, 5300, 448),
+}
+LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}
+
+
+def machine_of(gpu: str, link: str, per_node: int) -> Machine:
+    """From names, or from numbers: a GPU as TFLOP/s:GB:GB/s:GB/s, a link as 400gbit or 50GB."""
+    if gpu.lower() in GPUS:
+        peak_name, gigabytes, bandwidth, node_link = GPUS[gpu.lower()]
+        numbers = PEAK_FLOPS[peak_name] / 1e12, gigabytes, bandwidth, node_link
+    elif re.fullmatch(r"[\d.]+(:[\d.]+){3}", gpu):
+        numbers = tuple(map(float, gpu.split(":")))
+    else:
         raise UserError(
-            "--offload moves the weights that --reshard adapters keeps: give one of them"
+            f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory's "
+            f"bandwidth and links within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
         )
-    if asked.reshard in ("none", "adapters", "all") and not asked.fully_sharded:
-        raise UserError(f"--reshard {asked.reshard} is for --dp fsdp and hsdp: ddp keeps all whole")
-    if shard and dp != "hsdp":
-        raise UserError(f"--shard {shard} is for --dp hsdp: ddp shares nothing, fsdp everything")
-    if shard and data % shard:
+    peak, gigabytes, bandwidth, node_link = numbers
+    return Machine(
+        gpu,
+        peak * 1e12,
+        gigabytes * 1e9,
+        bandwidth * 1e9,
+        node_link * 1e9,
+        link_speed(link),
+        per_node,
+    )
+
+
+def link_speed(text: str) -> float:
+    """Bytes/s of a link by its name or speed."""
+    units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+    found = re.fullmatch(r"([\d.]+)(mbit|gbit|mb|gb)(/s)?", text.lower())
+    if text.lower() not in LINKS and not found:
         raise UserError(
-            f"{world.size} processes with --tp {tp} hold {data} parts of the batch, no multiple of "
-            f"--shard {shard}"
+            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed for each GPU, "
+            f"such as 400gbit or 50GB"
         )
+    return LINKS[text.lower()] if not found else float(found[1]) * units[found[2]]
 
 
-def choose_split(
-    asked: Split, shard: int | None, model: Llama, world: World, tokens: int, microbatches: int
-) -> tuple[Split, str]:
-    """The split with its sizes, and in words why; its `dp` and `reshard` may be asked as auto.
+def measured_machine(file: Path) -> Machine:
+    """The machine that `bench.py comm --model ... --out FILE` ran on.
 
-    What every rank must hold decides: DDP where a whole copy fits on a device; else FSDP within a
-    node; over nodes HSDP, where a copy fits in one, and FSDP over all where it does not. Gradients
-    of several microbatches are added up whole where there is room, and in slices where not.
-    `tokens` are those of a microbatch. Each case is in tests/test_plan.py.
-    """
-    data = world.size // asked.tp
-    node = math.gcd(data, max(1, world.per_node // asked.tp))  # data parts within a node
-    wide = {"ddp": 1, "hsdp": shard or node, "fsdp": data}
-    room = device_room(world.device, world.per_node)
-
-    def of(dp: str, reshard: str) -> Split:
-        return replace(asked, dp=dp, reshard=reshard, replicate=data // wide[dp], shard=wide[dp])
-
-    def fits(split: Split) -> bool:
-        return memory(model, split, tokens, microbatches)["peak"] < room
-
-    whole = "weights" if asked.reshard == "auto" else asked.reshard
-    order = [asked.dp] if asked.dp != "auto" else ["ddp", *["hsdp"] * (node < data), "fsdp"]
-    least = "all" if asked.reshard == "auto" else whole  # what FSDP cannot do without
-    dp = next((dp for dp in order if fits(of(dp, "weights" if dp == "ddp" else least))), order[-1])
-    split = of(dp, whole)
-    if asked.reshard == "auto" and microbatches > 1 and split.fully_sharded and not fits(split):
-        split = of(dp, "all")
-    needs = memory(model, of("ddp", "weights"), tokens, microbatches)
-    state = needs["parameters"] + needs["gradients"] + needs["optimizer"]
-    why = (
-        f"a copy's weights, gradients and AdamW take {state / 1e9:.3g} GB a process, all of a step "
-        f"{needs['peak'] / 1e9:.3g}; a process has {room / 1e9:.3g} GB, a node {world.per_node} of "
-        f"{world.size} processes"
+    Its training step's two rates follow from the two times that were measured: AdamW's passes over
+    memory give the bandwidth, and what forward and backward take beyond passes, the products."""
+    try:
+        report = json.loads(file.read_text())
+        computed = report["compute"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {error!r}")
+    config = LlamaConfig(**computed["config"])
+    split, tokens = Split(dtype=getattr(torch, computed["dtype"])), computed["tokens"]
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(config).parameters())
+    bandwidth = UPDATE * parameters / computed["optimizer"]
+    machine = Machine(
+        report["device"],
+        peak=1.0,
+        memory=report["memory"],
+        bandwidth=bandwidth,
+        node_link=math.inf,
+        per_node=report["per_node"],
+        products=1.0,
+        attention=1.0,
+        overlaps=report["backend"] == "nccl",
+        measured=report["groups"],
     )
-    return split, why
+    unit = compute_time(config, split, tokens, computed["seq_len"], machine, compiled=False)
+    passes = unit["passes"]
+    rate = unit["products"] / max(computed["forward_backward"] - passes, 0.1 * passes)
+    return replace(machine, peak=rate)
 
 
-def device_room(device: torch.device, processes: int) -> int:
-    """What a process may fill: nine tenths of its GPU, or of its part of the machine's memory."""
-    if device.type == "cuda":
-        return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
-    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes)
+# ------------------------------------------------------------------------------ the time of a step
+
+UPDATE = 40  # bytes a parameter: the norm reads 4, scaling 4 + 4, AdamW 4 x 4, and writes 3 x 4
 
 
-# ------------------------------------------------------------------------------------ what is held
+def compute_time(
+    config: LlamaConfig, split: Split, tokens: int, seq_len: int, machine: Machine, compiled: bool
+) -> dict[str, float]:
+    """Seconds of a microbatch's forward and backward on one rank, but for communication."""
+    D, F, K = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    L, w = config.n_layers, split.weight_bytes
+    block = 2 * (2 * D * (D + K) + 3 * D * F)  # FLOPs a token of its products
+    again = {"none": 0, "selective": 2 * D * (D + K + F), "full": block}[split.checkpointing]
+    head = 2 * D * config.vocab_size
+    attention = 2 * seq_len * D  # of scores and sums, over half of the square
+    again_attention = attention * (split.checkpointing == "full")
+    rate, attention_rate = machine.peak * machine.products, machine.peak * machine.attention
 
-
-def memory(
-    model: Llama, split: Split, tokens: int, microbatches: int, fused: bool = False
-) -> dict[str, int]:
-    """Bytes of tensors on a rank in a step: each kind's, and the `peak` of all of them together.
-
-    `model` is whole, as before it is split; microbatches of `tokens` a rank. Between steps a rank
-    holds its part of parameters, gradients and AdamW's two moments: exactly so many bytes. In one,
-    `gathered` are whole weights that FSDP has lent and gradients that it has not cut yet, and
-    `activations` what forward keeps and what is being computed, the logits among it. Not all of it
-    is there at the same time: the peak is that of three moments, in the loss, and in backward of
-    the last block and of the first. `fused`: norms in one kernel, as on a GPU and when compiled.
-    """
-    config, g, w = model.config, split.grad_bytes, split.weight_bytes
-    units = _units(model, split.tp, split.shard)
-    learnt = sum(n for _, n in units.values()) // split.shard
-    held = sum(n for n, _ in units.values()) // split.shard
-    if split.reshard == "adapters":
-        held = learnt + sum(n - own for n, own in _units(model, split.tp, 1).values())
-    tensors = sum(p.requires_grad for p in model.parameters())
-    parameters = learnt * g + (held - learnt) * w
-    optimizer = learnt * 2 * g + tensors * 4  # of each tensor, also the number of its steps
-    gradients = learnt * g
-
-    # Whole weights and gradients, which only FSDP has beside its slices.
-    lent = {name: n if split.reshard == "adapters" else all for name, (all, n) in units.items()}
-    lent = {name: n * w for name, n in lent.items()}
-    root, block = lent["root"], lent["0"]
-    gathered = root + 2 * block
-    if split.reshard == "none" or split.shard == 1:
-        gathered = sum(lent.values())
-    uncut = {name: n * w for name, (_, n) in units.items()}
-    if not split.fully_sharded:
-        lent, uncut = dict.fromkeys(lent, 0), dict.fromkeys(uncut, 0)
-        gathered = held * w if w < g else 0  # autocast's copies
-    adds_up = microbatches > 1 and split.fully_sharded and split.reshard != "all"
-    before = gradients if microbatches > 1 or split.replicate > 1 else 0  # DDP's stay in buckets
-    if split.fully_sharded:
-        before = learnt * split.shard * g if adds_up else gradients * (microbatches > 1)
-
-    # What forward has kept when the loss begins, and the most that one block's backward adds.
-    kept, block_work = (n * tokens * w for n in numbers_kept(config, split, fused))
-    last_norm = (norm_keeps(split, fused) + 1) * config.dim * tokens * w
-    stream = config.dim * tokens * w // split.tp  # the gradient on its way down
-    wide = 2 * config.ffn_dim * tokens * w // split.tp
-    words = math.ceil(config.vocab_size / split.tp) * config.dim  # the output's numbers
-    learns = model.output.weight.requires_grad
-    activations = config.n_layers * kept + last_norm
-    loss = (
-        activations + config.dim * tokens * w + logits_bytes(config, split, tokens, fused, learns)
-    )
-    first = config.n_layers * kept + stream + wide + block_work
-    last = kept + stream + wide + block_work
-    root_gradient = words * w * learns
-    # Of gradients, the first block's backward finds those of all that is above it.
-    embedding = 0 if config.tie_embeddings else words * learns
-    below = units["0"][1] + embedding
-    above = max(0, uncut["root"] - embedding * w)
-    moments = [
-        before + gathered + loss,
-        max(before, root_gradient) + gathered + first,
-        max(before, gradients - below * g // split.shard + above) + gathered + uncut["0"] + last,
-        max(before, gradients) + lent["root"] + uncut["root"] * (1 + g // w),
-    ]
-    peak = parameters + optimizer + max(moments)
+    # Numbers a token that go to and from memory: norms 4 D, sums 6 D, RoPE 2 (D + K), SwiGLU 3 F.
+    forward = w * (12 * D + 2 * K + 3 * F) * (1.0 if compiled else EAGER)
+    loss = (2 * w + 16) * config.vocab_size  # logits, softmax, its exponential, the gradient
+    passes = L * (3 * forward + forward * (split.checkpointing != "none")) + loss
+    share = tokens / split.tp
     return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "gathered": gathered + (before - gradients if adds_up else 0),
-        "activations": max(loss, first),
-        "peak": peak,
+        # Backward has two products for each of forward's; attention's also computes scores again.
+        "products": share * (3 * (L * block + head) / rate + 3.5 * L * attention / attention_rate),
+        "recompute": share * L * (again / rate + again_attention / attention_rate),
+        "passes": share * passes / machine.bandwidth,
     }
 
 
-def norm_keeps(split: Split, fused: bool) -> int:
-    """What a norm keeps beside its result, in widths D of computed numbers: its input and, where it
-    is no single kernel, that in its normalized form; both in float32."""
-    if fused:
-        return 1
-    return 2 * max(1, 4 // split.weight_bytes)
+def step_time(
+    model: Llama,
+    split: Split,
+    microbatch: int,
+    microbatches: int,
+    seq_len: int,
+    machine: Machine,
+) -> dict[str, float]:
+    """Seconds of a training step by what it does, waiting for each dimension included."""
+    config, tokens = model.config, microbatch * seq_len
+    parts = compute_time(config, split, tokens, seq_len, machine, split.compile)
+    parts = {name: seconds * microbatches for name, seconds in parts.items()}
+    held = memory(model, split, tokens, microbatches)
+    parts["optimizer"] = UPDATE / 4 * held["gradients"] / machine.bandwidth
+    sent = predict_traffic(model, split, microbatches, microbatch, seq_len)
+    if split.shard > 1:  # what is gathered and cut is also copied into place, there and back
+        copied = sum(nbytes for (dim, _), (_, nbytes) in sent.items() if dim == "shard")
+        parts["passes"] += 2 * copied / machine.bandwidth
+
+    backward = 2 / 3 * parts["products"] + parts["recompute"] + 2 / 3 * parts["passes"]
+    hides = {
+        "replicate": backward / microbatches,  # of the last microbatch, which alone sends
+        "shard": parts["products"] + parts["recompute"] + parts["passes"],
+        "tp": 0.0,
+    }
+    for dim in ("tp", "shard", "replicate"):
+        takes, edge = 0.0, 0.0  # in all, and what has nothing to hide behind
+        for (along, collective), (calls, nbytes) in sent.items():
+            if along == dim:
+                one = collective_time(collective, nbytes / calls, dim, split, machine)
+                takes += calls * one
+                edge += one * (2 if dim == "shard" else 1)  # the root, and a block
+        hidden = min(max(0.0, takes - edge), hides[dim]) if machine.overlaps else 0.0
+        parts[dim] = takes - hidden
+    return parts
 
 
-def numbers_kept(config: LlamaConfig, split: Split, fused: bool) -> tuple[float, float]:
-    """Numbers a token that a block keeps for backward, and that its backward first makes again.
+def collective_time(
+    collective: str, nbytes: float, dim: str, split: Split, machine: Machine
+) -> float:
+    """Seconds of one collective of so many bytes over a dimension of the mesh.
 
-    A block keeps, of width D: q, attention's output, and of each of two norms what it keeps and
-    what comes out, under tensor parallelism after it is gathered; of width K: k and v; of width F:
-    gate, up and their product; and for each head the sum of its weights. Selective checkpointing
-    keeps the input, attention's output and half of the products, full the input."""
-    D, F, K = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
-    sums = config.n_heads * 4 / split.weight_bytes
-    autocast = split.weight_bytes < 4 and not split.fully_sharded
-    x = 2 if autocast else 1  # the residual stream, which autocast leaves in float32...
-    out = 5 if autocast and not fused else 2  # ...and casts for each of five products
-    whole = out * D + ((2 * norm_keeps(split, fused) + 2) * D + 2 * K + 3 * F + sums) / split.tp
-    kept = {
-        "none": whole,
-        "selective": D + ((1 + x) * D + K + F + sums + 2 * D * (split.tp > 1)) / split.tp,
-        "full": x * D / split.tp,
-    }[split.checkpointing]
-    return kept, whole - kept
-
-
-def logits_bytes(config: LlamaConfig, split: Split, tokens: int, fused: bool, learns: bool) -> int:
-    """What the loss holds at its fullest: logits of one chunk, and their softmax, while those of
-    the chunk before are still there; and the gradient of the output's matrix."""
-    words, w = math.ceil(config.vocab_size / split.tp), split.weight_bytes
-    wide = max(4, w)  # of the softmax
-    cast = w if w < 4 else 0  # its gradient as it is multiplied with
-    copy = wide if w < 4 and not fused else 0  # the logits as softmax takes them
-    most = w + wide + max(copy, cast)
-    if tokens > LOSS_CHUNK:
-        most = w + wide + cast + copy + wide
-    n, matrix = min(LOSS_CHUNK, tokens) * words, words * config.dim
-    if not learns:
-        return n * most
-    return matrix * wide + max(n * most, n * (w + wide + cast) + matrix * w)
+    In a ring each rank sends (n - 1)/n of its payload to the next, in an all-reduce twice. Where a
+    group has several ranks in a node, as many of the node's links carry it to the next node."""
+    sizes = {"tp": split.tp, "shard": split.shard, "replicate": split.replicate}
+    stride = {"tp": 1, "shard": split.tp, "replicate": split.tp * split.shard}[dim]
+    n, node = sizes[dim], machine.per_node
+    in_node = max(1, min(n, node // stride))  # ranks of a group that share a node
+    if machine.measured:
+        return measured_time(collective, nbytes, n, in_node, machine)
+    nodes = n / in_node
+    speed = machine.node_link if nodes == 1 else in_node * machine.link
+    if in_node > 1:
+        speed = min(speed, machine.node_link)
+    rounds = 2 if collective == "all-reduce" else 1
+    hops = (n - nodes) * HOP + (nodes if nodes > 1 else 0) * FAR_HOP
+    return CALL + rounds * (hops + (n - 1) / n * nbytes / speed)
 
 
-# ------------------------------------------------------------------------------------ what is sent
+def measured_time(collective: str, nbytes: float, n: int, in_node: int, machine: Machine) -> float:
+    """Between two sizes that were measured, a straight line; beyond the largest, its speed."""
+    groups = machine.measured
+    kind = "world" if n == groups["world"]["ranks"] else "node" if in_node == n else "across"
+    if kind not in groups or groups[kind]["ranks"] != n:
+        raise UserError(
+            f"the measurement has no group of {n} ranks, {in_node} to a node: measure the cluster "
+            f"that is planned for"
+        )
+    points = groups[kind]["times"][collective]
+    if nbytes >= points[-1][0]:
+        return points[-1][1] * nbytes / points[-1][0]
+    before = (0, points[0][1])  # latency
+    for size, seconds in points:
+        if nbytes <= size:
+            share = (nbytes - before[0]) / (size - before[0])
+            return before[1] + share * (seconds - before[1])
+        before = size, seconds
 
 
-def predict_traffic(
-    model: Llama, split: Split, microbatches: int, batch: int, seq_len: int
-) -> dict[tuple[str, str], tuple[int, int]]:
-    """Collectives of one training step: (mesh dimension, collective) -> (calls, bytes in all).
-
-    The sums of the docstrings above, with what is cut rounded up; microbatches of `batch` rows a
-    rank. `model` is whole, as it is before it is split. bench.py counts what really happens.
-    """
-    config, g, w = model.config, split.grad_bytes, split.weight_bytes
-    L, m = config.n_layers, microbatches
-    idle = _unreached(model)  # of backward's 2 L + 1 pairs of collectives under tp
-    last = str(L - 1)  # the block that FSDP gathers for backward before it sees whether it is due
-    calls, size = Counter(), Counter()
-
-    def send(dim: str, collective: str, n: int, nbytes: int) -> None:
-        if n and nbytes:
-            calls[dim, collective] += n
-            size[dim, collective] += n * nbytes
-
-    if not split.fully_sharded:
-        if split.replicate > 1:
-            sizes = [p.numel() * g for p in model.parameters() if p.requires_grad]
-            send("replicate", "all-reduce", 1, sum(sizes))
-            calls["replicate", "all-reduce"] = _buckets(sizes[::-1])
-    units = _units(model, split.tp, split.shard) if split.fully_sharded else {}
-    for unit, (n, learnt) in units.items():
-        uses = 1 if unit == "root" or (idle > 2 * L and unit != last) else 2
-        if split.shard > 1:
-            held = learnt if split.reshard == "adapters" else n
-            send("shard", "all-gather", 1 if split.reshard == "none" else uses * m, held * w)
-            send("shard", "reduce-scatter", m if split.reshard == "all" else 1, learnt * g)
-        if split.replicate > 1:
-            send("replicate", "all-reduce", 1, learnt // split.shard * g)
-
-    if split.tp > 1:
-        row = batch * _round_up(seq_len, split.tp) * w
-        a, tokens = row * config.dim, batch * seq_len
-        send("tp", "all-gather", m * (4 * L + 1 - idle), a)
-        send("tp", "reduce-scatter", m * (4 * L + 1 - min(idle, 2 * L)), a)
-        rank = getattr(model.output, "rank", 0)  # an adapter's numbers go with what the loss takes
-        send("tp", "all-gather", m, a + row * rank)
-        send("tp", "reduce-scatter", m, a + row * rank)
-        for start in range(0, tokens, LOSS_CHUNK):
-            send("tp", "all-gather", m, min(LOSS_CHUNK, tokens - start) * split.tp * g)
-        send("tp", "all-reduce", m, g)
-        early = m == 1 or split.reshard == "all"  # gradients sent as they are, not as sums in g
-        times = m if split.reshard == "all" else 1
-        for part, module in _parts(model).items():
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and _tp_dim(name) is None:
-                    n = times * (L if part == "block" else 1)
-                    send("tp", "all-reduce", n, parameter.numel() * (w if early else g))
-        if split.checkpointing != "none" and idle <= 2 * L:
-            send("tp", "all-gather", m * 2 * L, a)
-        if split.checkpointing == "full" and idle <= 2 * L:
-            send("tp", "reduce-scatter", m * L, a)
-    return {key: (calls[key], size[key]) for key in calls}
+# ------------------------------------------------------------------------------------- every split
 
 
-def _unreached(model: Llama) -> int:
-    """Backward ends where the first thing that learns has its gradient. How many of its 2 L + 1
-    pairs of all-gather and reduce-scatter under tensor parallelism lie beyond: none, where the
-    embedding learns; with adapters, those below the first that has one."""
-    block = model.layers["0"]
-    for idle, module in enumerate((model.tok_embeddings, block.attention, block.feed_forward)):
-        if any(p.requires_grad for p in module.parameters()):
-            return idle
-    return 2 * model.config.n_layers + 1
+@dataclass(frozen=True)
+class Plan:
+    """A split, and what it would cost."""
+
+    split: Split
+    microbatch: int
+    held: dict[str, int]  # as cost.memory gives it
+    sent: dict[str, int]  # bytes a rank and step over each dimension
+    parts: dict[str, float]  # seconds, as step_time gives them
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
 
-def _tp_dim(name: str) -> int | None:
-    """The dimension of a parameter that tensor parallelism cuts; None where it stays whole."""
-    rows = ".wo." in name or ".w2." in name
-    if "norm" in name or name.endswith(".lora_B" if rows else ".lora_A"):
-        return None
-    return 0 if not rows else 1
+def plans(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[Plan]:
+    """Every split, checkpointing and microbatch that the batch can have on so many GPUs."""
+    config, dtype = model.config, getattr(torch, args.dtype)
+    for tp in divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)):
+        data = args.gpus // tp
+        share, rest = divmod(args.batch, data)
+        for shard in divisors(data) if not rest else ():
+            dp = "ddp" if shard == 1 else "fsdp" if shard == data else "hsdp"
+            for microbatch, checkpointing in itertools.product(divisors(share), CHECKPOINTING):
+                adds_up = shard > 1 and microbatch < share
+                for reshard in ("weights", "none", "all") if adds_up else ("weights",):
+                    split = Split(
+                        dp, data // shard, shard, tp, reshard, checkpointing, args.compile,
+                        dtype=dtype,
+                    )  # fmt: skip
+                    yield price(
+                        model, split, microbatch, share // microbatch, args.seq_len, machine
+                    )
 
 
-def _parts(model: Llama) -> dict[str, nn.Module]:
-    """The root, which FSDP gathers once, and a block: the others are like it."""
-    names = ("tok_embeddings", "norm", "output")
-    root = nn.ModuleDict({name: getattr(model, name) for name in names})
-    return {"root": root, "block": model.layers["0"]}
+def price(
+    model: Llama, split: Split, microbatch: int, microbatches: int, seq_len: int, machine: Machine
+) -> Plan:
+    fused = split.compile or not machine.measured
+    held = memory(model, split, microbatch * seq_len, microbatches, fused)
+    sent = {}
+    for (dim, _), (_, nbytes) in predict_traffic(
+        model, split, microbatches, microbatch, seq_len
+    ).items():
+        sent[dim] = sent.get(dim, 0) + nbytes
+    parts = step_time(model, split, microbatch, microbatches, seq_len, machine)
+    return Plan(split, microbatch, held, sent, parts, held["peak"] <= ROOM * machine.memory)
 
 
-def _units(model: Llama, tp: int, shard: int) -> dict[str, tuple[int, int]]:
-    """Numbers that FSDP gathers in one call, and those of them that learn: of the root, and of
-    each block.
-
-    As they are on the first rank of tp, and with the first dimension rounded up for shard."""
-    numbers = {}
-    for part, module in _parts(model).items():
-        gathered = learnt = 0
-        for name, parameter in module.named_parameters():
-            shape = list(parameter.shape)
-            if (dim := _tp_dim(name)) is not None:
-                shape[dim] = math.ceil(shape[dim] / tp)
-            n = _round_up(shape[0], shard) * math.prod(shape[1:])
-            gathered, learnt = gathered + n, learnt + n * parameter.requires_grad
-        numbers[part] = gathered, learnt
-    return {"root": numbers["root"]} | dict.fromkeys(model.layers, numbers["block"])
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
-def _round_up(n: int, parts: int) -> int:
-    return math.ceil(n / parts) * parts
+def best_of_each_mesh(found: list[Plan]) -> list[Plan]:
+    """The best plan of each mesh, best first: what fits before what does not, then by time; of
+    those that do not fit, the smallest."""
+
+    def order(plan: Plan) -> tuple:
+        return not plan.fits, plan.seconds if plan.fits else plan.held["peak"]
+
+    best = {}
+    for plan in sorted(found, key=order):
+        best.setdefault((plan.split.replicate, plan.split.shard, plan.split.tp), plan)
+    return list(best.values())
 
 
-def describe(traffic: dict[tuple[str, str], tuple[int, int]]) -> str:
-    """Traffic in words, with the most bytes first."""
-    parts = sorted(traffic.items(), key=lambda item: -item[1][1])
-    return ", ".join(
-        f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"
-        for (dim, collective), (calls, nbytes) in parts
+WORDS = {
+    "products": "matrix products",
+    "recompute": "recomputation",
+    "passes": "passes over memory",
+    "optimizer": "the optimizer",
+    "tp": "waiting for tp",
+    "shard": "waiting for shard",
+    "replicate": "waiting for replicate",
+}
+
+
+def why_not(plan: Plan, winner: Plan, machine: Machine) -> str:
+    """What makes a plan lose."""
+    if not plan.fits:
+        kinds = {k: v for k, v in plan.held.items() if k != "peak"}
+        largest = sorted(kinds, key=kinds.get)[:-3:-1]
+        most = " and ".join(f"{kinds[kind] / 1e9:,.1f} of {kind}" for kind in largest)
+        return (
+            f"needs {plan.held['peak'] / 1e9:,.0f} GB of {ROOM * machine.memory / 1e9:,.0f}: {most}"
+        )
+    if plan is winner:
+        return "the fastest"
+    more = {part: seconds - winner.parts[part] for part, seconds in plan.parts.items()}
+    most = max(more, key=more.get)
+    return f"{more[most]:+.2g} s of {WORDS[most]}"
+
+
+# --------------------------------------------------------------------------------------- in words
+
+
+def plan_cluster(args: argparse.Namespace) -> str:
+    """The table of plans, why the losers lose, and how to start the winner."""
+    config = PRESETS[args.model]
+    check_cluster(args, config)
+    with torch.device("meta"):
+        model = Llama(config)
+    if args.measured:
+        machine = measured_machine(args.measured)
+    else:
+        machine = machine_of(args.gpu, args.link, args.per_node)
+    found = list(plans(model, args, machine))
+    if not found:
+        raise UserError(batch_that_can_be_shared(args, config))
+    ranked = best_of_each_mesh(found)
+    winner = ranked[0]
+    if not winner.fits:
+        raise UserError(what_would_fit(args, model, winner, machine))
+    if args.json:
+        rows = [row(plan, args) for plan in sorted(found, key=lambda plan: plan.seconds)]
+        write_whole(args.json, json.dumps(rows, indent=1) + "\n")
+    shown = ranked[: args.top]
+    return "\n".join(
+        [
+            headline(args, machine, len(found)),
+            "",
+            *table(shown, args, machine),
+            *(
+                [f"... and {len(ranked) - len(shown)} more meshes"]
+                if len(ranked) > len(shown)
+                else []
+            ),
+            "",
+            in_words(winner, args),
+            "",
+            *commands(winner, args),
+            *(["", *checked(winner, model, args)] if args.check else []),
+        ]
     )
 
 
-def _buckets(sizes: list[int]) -> int:
-    """How many buckets DDP makes of gradients of these bytes, in the order they become ready."""
-    n, filled = 0, math.inf
-    for nbytes in sizes:
-        if filled >= (1 << 20 if n <= 1 else 25 << 20):
-            n, filled = n + 1, 0
-        filled += nbytes
-    return n
+def checked(plan: Plan, model: Llama, args: argparse.Namespace) -> list[str]:
+    """What the first rank of the plan sends and holds when its step is run without the others and
+    without numbers (measure.emulate), beside what was predicted. Blocks run uncompiled, and norms
+    by the kernels of a CPU: so the prediction is that for these."""
+    split, tokens = replace(plan.split, compile=False), plan.microbatch * args.seq_len
+    share = args.batch // (split.replicate * split.shard)
+    microbatches = share // plan.microbatch
+    expected = predict_traffic(model, split, microbatches, plan.microbatch, args.seq_len)
+    predicted = memory(model, split, tokens, microbatches)
+    if not split.fully_sharded and predicted["peak"] > 4e9:
+        return ["check: DDP runs on real tensors alone, and this one's are too large for it"]
+    sent, held = emulate(model, split, share, plan.microbatch, args.seq_len)
+    lines = ["| emulated, in one process | predicted | counted |", "|---|--:|--:|"]
+    for key in sorted(expected | sent):
+        cells = (
+            f"{nbytes:,} bytes in {calls:,} calls"
+            for calls, nbytes in (expected.get(key, (0, 0)), sent.get(key, (0, 0)))
+        )
+        lines.append(f"| {key[1]} over {key[0]} | {' | '.join(cells)} |")
+    for kind, nbytes in held.items():
+        lines.append(f"| {kind} | {predicted[kind]:,} bytes | {nbytes:,} bytes |")
+    return lines
+
+
+def check_cluster(args: argparse.Namespace, config: LlamaConfig) -> None:
+    """Refuse what cannot be, before any work."""
+    args.batch = args.batch or 2 * args.gpus
+    if args.gpus > args.per_node and args.gpus % args.per_node:
+        nodes = math.ceil(args.gpus / args.per_node)
+        raise UserError(
+            f"--gpus {args.gpus} do not fill nodes of --per-node {args.per_node}: "
+            f"--gpus {nodes * args.per_node} fill {nodes}"
+        )
+    args.per_node = min(args.gpus, args.per_node)
+    if args.seq_len > config.max_seq_len:
+        raise UserError(f"--seq-len {args.seq_len} is beyond {args.model}'s {config.max_seq_len}")
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
+
+
+def batch_that_can_be_shared(args: argparse.Namespace, config: LlamaConfig) -> str:
+    most = math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # of tensor parallelism
+    return (
+        f"--batch {args.batch} cannot be shared by {args.gpus} GPUs: at most {most} can work on the "
+        f"same sequences (--tp), so --batch must be a multiple of {args.gpus // most}"
+    )
+
+
+def what_would_fit(args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine) -> str:
+    """What is missing where nothing fits, and more GPUs or shorter sequences that would do."""
+    room = ROOM * machine.memory
+    needs = why_not(smallest, smallest, machine)
+    told = f"nothing fits: at the least ({in_short(smallest)}) a GPU {needs}"
+    remedies = []
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = argparse.Namespace(**vars(args) | dict(gpus=args.gpus * factor))
+        more.batch = max(args.batch, more.gpus)
+        if any(plan.fits for plan in plans(model, more, machine)):
+            remedies.append(f"--gpus {more.gpus} --batch {more.batch}")
+            break
+    seq_len = args.seq_len
+    while seq_len > 512:
+        seq_len //= 2
+        shorter = argparse.Namespace(**vars(args) | dict(seq_len=seq_len))
+        if any(plan.fits for plan in plans(model, shorter, machine)):
+            remedies.append(f"--seq-len {seq_len}")
+            break
+    larger = (name for name, gpu in GPUS.items() if gpu[1] * 1e9 * ROOM >= smallest.held["peak"])
+    remedies += [f"--gpu {name}" for name in list(larger)[:1] if smallest.held["peak"] > room]
+    return f"{told}; what would fit: {', or '.join(remedies) or 'a smaller model'}"
+
+
+def headline(args: argparse.Namespace, machine: Machine, found: int) -> str:
+    rates = (
+        f"{machine.peak * machine.products / 1e12:,.3g} TFLOP/s of products, "
+        f"{machine.bandwidth / 1e9:,.0f} GB/s of memory"
+    )
+    links = "" if machine.measured else (
+        f", {machine.node_link / 1e9:,.0f} GB/s within a node of {args.per_node}, "
+        f"{machine.link / 1e9:,.3g} GB/s a GPU to others"
+    )  # fmt: skip
+    return (
+        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}, on {args.gpus} x "
+        f"{machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}{links}). "
+        f"Of {found:,} plans the best of each mesh:"
+    )
+
+
+def table(ranked: list[Plan], args: argparse.Namespace, machine: Machine) -> list[str]:
+    """Markdown; memory of the first rank, and bytes that it sends in a step."""
+    lines = [
+        "| replicate x shard x tp | checkpointing | microbatch | reshard | weights, gradients, AdamW "
+        "GB | gathered GB | activations GB | peak GB | replicate sends GB | shard GB | tp GB "
+        "| step s | MFU | |",
+        "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for plan in ranked:
+        held = {kind: nbytes / 1e9 for kind, nbytes in plan.held.items()}
+        state = held["parameters"] + held["gradients"] + held["optimizer"]
+        sent = [f"{plan.sent.get(dim, 0) / 1e9:,.3g}" for dim in ("replicate", "shard", "tp")]
+        split = plan.split
+        cells = [
+            f"{split.replicate} x {split.shard} x {split.tp}",
+            split.checkpointing,
+            plan.microbatch,
+            split.reshard if split.shard > 1 else "-",
+            f"{state:,.1f}",
+            f"{held['gathered']:,.1f}",
+            f"{held['activations']:,.1f}",
+            f"{held['peak']:,.1f}",
+            *sent,
+            f"{plan.seconds:,.3g}",
+            mfu(plan, args, machine),
+            why_not(plan, ranked[0], machine),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def mfu(plan: Plan, args: argparse.Namespace, machine: Machine) -> str:
+    """Of a GPU's peak; what was measured has none to compare with."""
+    if machine.measured:
+        return "unknown"
+    flops = flops_per_token(PRESETS[args.model], args.seq_len)
+    return f"{tokens_per_second(plan, args) * flops / machine.peak:.1%}"
+
+
+def tokens_per_second(plan: Plan, args: argparse.Namespace) -> float:
+    """Of one GPU."""
+    return args.batch * args.seq_len / plan.seconds / args.gpus
+
+
+def row(plan: Plan, args: argparse.Namespace) -> dict:
+    """A plan for --json: bytes and seconds."""
+    split = plan.split
+    sizes = ("dp", "replicate", "shard", "tp", "reshard", "checkpointing")
+    return {name: getattr(split, name) for name in sizes} | {
+        "microbatch": plan.microbatch,
+        "fits": plan.fits,
+        "bytes": plan.held,
+        "sent": plan.sent,
+        "seconds": plan.seconds,
+        "parts": plan.parts,
+        "tokens_per_second_per_gpu": tokens_per_second(plan, args),
+    }
+
+
+def in_short(plan: Plan) -> str:
+    split = plan.split
+    return (
+        f"{split.replicate} x {split.shard} x {split.tp}, checkpointing {split.checkpointing}, "
+        f"microbatches of {plan.microbatch}"
+    )
+
+
+def in_words(plan: Plan, args: argparse.Namespace) -> str:
+    """Where the winner's time would go."""
+    shares = sorted(plan.parts.items(), key=lambda part: -part[1])
+    told = ", ".join(
+        f"{WORDS[part]} {seconds / plan.seconds:.0%}" for part, seconds in shares if seconds
+    )
+    return (
+        f"Best: {in_short(plan)}: {plan.seconds:,.3g} s a step, "
+        f"{tokens_per_second(plan, args):,.0f} tokens/s a GPU, of which {told}. To be started by:"
+    )
+
+
+def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """What starts it, on the first node and on the others."""
+    split, nodes = plan.split, args.gpus // args.per_node
+    flags = {
+        "model": args.model,
+        "batch": args.batch,
+        "microbatch": plan.microbatch,
+        "seq-len": args.seq_len,
+        "dp": split.dp,
+        "shard": split.shard if split.dp == "hsdp" else None,
+        "tp": split.tp if split.tp > 1 else None,
+        "reshard": split.reshard if split.shard > 1 else None,
+        "checkpointing": split.checkpointing,
+        "dtype": args.dtype,
+    }
+    train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
+    if nodes == 1:
+        return [f"torchrun --nproc-per-node {args.per_node} {train}"]
+    first = (
+        f"torchrun --nnodes {nodes} --nproc-per-node {args.per_node} --node-rank 0 "
+        f"--master-addr HOST {train}"
+    )
+    return [first, f"and on the other nodes the same with --node-rank 1 to {nodes - 1}"]

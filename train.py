@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import checkpoint
 from chat import Packed
+from cost import check_split, choose_split, describe, predict_traffic
 from data import (
     DEFAULT_TOKENIZER,
     Batch,
@@ -70,7 +71,6 @@ from parallel import (
     set_up,
     squared_norm,
 )
-from plan import check_split, choose_split, describe, predict_traffic
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # that flags can replace
 EXPERIMENT = (

@@ -16,9 +16,9 @@ from conftest import launch, refused, succeed
 import comm
 import compare
 from compare import Cost, agreement, choose_strategies, problem_with_files, those_that_fit
+from cost import predict_traffic
 from model import PRESETS, Llama, UserError
 from parallel import Split
-from plan import predict_traffic
 
 
 def test_limit():

@@ -1,28 +1,20 @@
 """parallel.py: every split computes the single-process gradient, and sends what it says."""
 
 import json
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from workers.train_split import BATCH, batch_of, fill
 
 from lora import TARGETS, LoRA, add_adapters
-from model import IGNORE, PRESETS, Llama, LlamaConfig, UserError
+from model import IGNORE, Llama, LlamaConfig, UserError
 from parallel import (
     Split,
-    activation_bytes,
-    check_split,
-    choose_split,
     recompute_and_compile,
-    state_bytes,
 )
 
 # Widths that 2 and 4 do not divide, wherever a split allows it; 101 words never divide.
@@ -317,46 +309,6 @@ def test_no_rank_holds_the_logits_of_all_tokens_or_of_all_words():
     assert out.split() == [str(52 * 499), str(52 * 498)]  # tokens in a chunk x words of the rank
 
 
-def test_what_checkpointing_keeps_is_as_predicted():
-    """Bytes that forward saves for backward, counted, beside activation_bytes."""
-    config = LlamaConfig(64, 3, 4, 2, 160, vocab_size=32)
-    tokens = torch.randint(32, (2, 512))
-    for mode in ("none", "selective", "full"):
-        split = Split(checkpointing=mode)
-        model = Llama(config)
-        recompute_and_compile(model, mode, compile=False)
-        with LiveBytes(model) as live:
-            loss = model(tokens, targets=tokens)
-        forward = live.now
-        del loss
-        block = 0 if mode == "none" else 1024 * 4 * (8 * 64 + 2 * 32 + 3 * 160)
-        predicted = activation_bytes(config, split, 1024) - block - 512 * 32 * 12
-        assert forward == pytest.approx(predicted, rel=0.05), mode
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made under it that are still alive."""
-
-    def __init__(self, model: Llama):
-        super().__init__()
-        self.now, self.known = 0, {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
-        return out
-
-    def forget(self, key: int, nbytes: int) -> None:
-        self.known.remove(key)
-        self.now -= nbytes
-
-
 def test_a_wrapped_block_is_not_wrapped_again():
     for compiled in (False, True):
         model = Llama(LlamaConfig(**ODD))
@@ -367,92 +319,6 @@ def test_a_wrapped_block_is_not_wrapped_again():
     wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
     with pytest.raises(UserError, match="block 1 is wrapped already"):
         recompute_and_compile(wrapped, "none", False)
-
-
-# ------------------------------------------------------------------------------ choosing the split
-
-
-def world_of(nodes: int, per_node: int):
-    return SimpleNamespace(size=nodes * per_node, per_node=per_node, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    "preset, nodes, per_node, tp, room, expected",
-    [
-        ("llama3.2-1b", 1, 8, 1, 80e9, ("ddp", 8, 1)),  # 16 bytes x 1.2 G fit
-        ("llama3.2-1b", 4, 8, 1, 80e9, ("ddp", 32, 1)),
-        ("llama3.1-8b", 1, 8, 1, 80e9, ("fsdp", 1, 8)),  # 128 GB do not; an eighth does
-        ("llama3.1-8b", 4, 8, 1, 80e9, ("hsdp", 4, 8)),
-        ("llama3.1-8b", 4, 8, 1, 16e9, ("fsdp", 1, 32)),  # not even in a node
-        ("llama3.1-70b", 8, 8, 1, 80e9, ("fsdp", 1, 64)),
-        ("llama3.1-8b", 4, 8, 8, 80e9, ("ddp", 4, 1)),  # an eighth of a copy on each rank of tp
-        ("llama3.1-70b", 4, 8, 8, 80e9, ("fsdp", 1, 4)),  # tp fills a node: all else goes across
-    ],
-)
-def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, expected):
-    monkeypatch.setattr("parallel.device_room", lambda device, processes: room)
-    with torch.device("meta"):
-        model = Llama(PRESETS[preset])
-    asked = Split(dp="auto", tp=tp)
-    split, why = choose_split(asked, None, model, world_of(nodes, per_node), 2048, 1)
-    assert (split.dp, split.replicate, split.shard) == expected
-    assert f"{state_bytes(model, split) / tp / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
-
-
-def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
-    """8 G parameters: an eighth of a copy takes 16 GB, whole gradients 32 GB."""
-    with torch.device("meta"):
-        model = Llama(PRESETS["llama3.1-8b"])
-    for room, microbatches, expected in [
-        (60e9, 1, "weights"),
-        (60e9, 4, "weights"),
-        (40e9, 1, "weights"),  # one microbatch has nothing to add up
-        (40e9, 4, "all"),
-    ]:
-        monkeypatch.setattr("parallel.device_room", lambda device, processes, room=room: room)
-        asked = Split(dp="fsdp", reshard="auto", checkpointing="full")
-        split, _ = choose_split(asked, None, model, world_of(1, 8), 2048, microbatches)
-        assert split.reshard == expected
-
-
-def test_sizes_of_a_split():
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**GROUPED))
-    world = world_of(nodes=2, per_node=4)
-    for dp, shard, tp, expected in [
-        ("ddp", None, 1, (8, 1)),
-        ("fsdp", None, 2, (1, 4)),
-        ("hsdp", None, 1, (2, 4)),  # shards lie within a node
-        ("hsdp", None, 2, (2, 2)),
-        ("hsdp", 2, 1, (4, 2)),
-    ]:
-        split, _ = choose_split(Split(dp=dp, tp=tp), shard, model, world, 8, 1)
-        assert (split.replicate, split.shard) == expected
-
-
-@pytest.mark.parametrize(
-    "asked, shard, parts",
-    [
-        (dict(dp="auto", tp=4), None, ["--tp 4", "2 key/value heads"]),
-        (dict(dp="auto", tp=3), None, ["--tp 3", "2 key/value heads"]),
-        (dict(dp="fsdp"), 2, ["--shard 2", "--dp hsdp"]),
-        (dict(dp="hsdp"), 3, ["8 processes", "--shard 3"]),
-        (dict(dp="auto", offload=True), None, ["--offload", "--dp fsdp"]),
-        (dict(dp="ddp", reshard="none"), None, ["--reshard none", "ddp keeps all whole"]),
-    ],
-)
-def test_impossible_splits_are_refused(asked, shard, parts):
-    with pytest.raises(UserError) as refusal:
-        check_split(Split(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
-    assert all(part in str(refusal.value) for part in parts), refusal.value
-
-
-def test_tensor_parallel_must_divide_the_world_and_the_model():
-    with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
-        check_split(Split(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
-    narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
-    with pytest.raises(UserError, match="45 numbers in the feed-forward"):
-        check_split(Split(tp=2), None, narrow, world_of(2, 2))
 
 
 def test_traffic_in_bfloat16_is_as_predicted(tmp_path):

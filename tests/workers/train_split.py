@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from cost import predict_traffic
 from data import Batch
 from lora import LoRA, adapt_loss, adapters, add_adapters, gather_adapters, init_adapters
 from measure import Counted
 from model import IGNORE, Llama, LlamaConfig
 from parallel import Split, arrange, parallelize, put_shard, run, set_up
-from plan import predict_traffic
 from train import make_optimizer, train_step
 
 BATCH, SEQ, VOCAB = 8, 13, 101

@@ -1,0 +1,173 @@
+"""cost.py: memory and traffic as they are counted, and the split that they choose."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cost import check_split, choose_split, memory, predict_traffic
+from lora import LoRA, add_adapters
+from measure import emulate
+from model import PRESETS, Llama, LlamaConfig, UserError
+from parallel import Split
+
+GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
+CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
+WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
+TIED = LlamaConfig(128, 6, 4, 2, 384, vocab_size=4096, tie_embeddings=True)
+LOW = torch.bfloat16
+
+# A step of one rank, emulated: the model, the split, sequences of a rank's share, and at a time.
+STEPS = {
+    "one": (CHUNKY, {}, 2, 2),
+    "one accumulating": (CHUNKY, {}, 4, 1),
+    "one selective": (CHUNKY, dict(checkpointing="selective"), 4, 4),
+    "one full": (TIED, dict(checkpointing="full"), 4, 4),
+    "ddp": (CHUNKY, dict(replicate=4), 2, 2),
+    "ddp accumulating": (TIED, dict(replicate=4), 2, 1),
+    "fsdp": (CHUNKY, dict(dp="fsdp", shard=4), 2, 2),
+    "fsdp wide": (WIDE, dict(dp="fsdp", shard=4), 2, 2),
+    "fsdp reshard none": (CHUNKY, dict(dp="fsdp", shard=4, reshard="none"), 4, 1),
+    "fsdp reshard all": (WIDE, dict(dp="fsdp", shard=8, reshard="all"), 4, 1),
+    "fsdp full": (CHUNKY, dict(dp="fsdp", shard=4, checkpointing="full"), 4, 4),
+    "hsdp": (TIED, dict(dp="hsdp", replicate=2, shard=2), 4, 1),
+    "tp": (CHUNKY, dict(tp=2), 4, 4),
+    "tp selective": (CHUNKY, dict(tp=2, checkpointing="selective"), 4, 4),
+    "fsdp x tp": (CHUNKY, dict(dp="fsdp", shard=2, tp=2), 2, 2),
+    "fsdp bfloat16": (CHUNKY, dict(dp="fsdp", shard=4, dtype=LOW), 4, 4),
+    "fsdp bfloat16 full": (
+        CHUNKY, dict(dp="fsdp", shard=4, dtype=LOW, checkpointing="full"), 4, 1,
+    ),
+    "autocast": (CHUNKY, dict(dtype=LOW), 4, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_holds_and_sends_what_is_predicted(name):
+    """State and traffic to the byte, the peak within 5 %; in worlds of up to 8 ranks."""
+    config, split, share, microbatch = STEPS[name]
+    split, seq_len = Split(**split), 256
+    with torch.device("meta"):
+        model = Llama(config)
+    expected = memory(model, split, microbatch * seq_len, share // microbatch)
+    traffic = predict_traffic(model, split, share // microbatch, microbatch, seq_len)
+    sent, held = emulate(model, split, share, microbatch, seq_len)
+    assert sent == traffic
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert held[kind] == expected[kind], kind
+    assert expected["peak"] == pytest.approx(held["peak"], rel=0.05)
+
+
+def test_a_large_world_sends_what_is_predicted():
+    """A layer of 405 B on 512 ranks, of which one is here."""
+    config = PRESETS["llama3.1-405b"]
+    config = LlamaConfig(**vars(config) | dict(n_layers=1))
+    split = Split(dp="hsdp", replicate=4, shard=16, tp=8, dtype=LOW, checkpointing="full")
+    with torch.device("meta"):
+        model = Llama(config)
+    traffic = predict_traffic(model, split, 1, 1, 2048)
+    expected = memory(model, split, 2048, 1)
+    sent, held = emulate(model, split, 1, 1, 2048)
+    assert sent == traffic
+    assert [held[kind] for kind in held][:3] == [expected[kind] for kind in held][:3]
+
+
+def test_adapters_hold_what_is_predicted():
+    for reshard in ("weights", "adapters"):
+        split = Split(dp="fsdp", shard=4, reshard=reshard)
+        with torch.device("meta"):
+            model = Llama(CHUNKY)
+            add_adapters(model, LoRA(4))
+        expected = memory(model, split, 512, 1)
+        traffic = predict_traffic(model, split, 1, 2, 256)
+        sent, held = emulate(model, split, 2, 2, 256)
+        assert sent == traffic
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert held[kind] == expected[kind], (reshard, kind)
+
+
+# ------------------------------------------------------------------------------ choosing the split
+
+
+def world_of(nodes: int, per_node: int):
+    return SimpleNamespace(size=nodes * per_node, per_node=per_node, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "preset, nodes, per_node, tp, room, expected",
+    [
+        ("llama3.2-1b", 1, 8, 1, 80e9, ("ddp", 8, 1)),  # 16 bytes x 1.2 G fit
+        ("llama3.2-1b", 4, 8, 1, 80e9, ("ddp", 32, 1)),
+        ("llama3.1-8b", 1, 8, 1, 80e9, ("fsdp", 1, 8)),  # 128 GB do not; an eighth does
+        ("llama3.1-8b", 4, 8, 1, 80e9, ("hsdp", 4, 8)),
+        ("llama3.1-8b", 4, 8, 1, 16e9, ("fsdp", 1, 32)),  # not even in a node
+        ("llama3.1-70b", 8, 8, 1, 80e9, ("fsdp", 1, 64)),
+        ("llama3.1-8b", 4, 8, 8, 80e9, ("ddp", 4, 1)),  # an eighth of a copy on each rank of tp
+        ("llama3.1-70b", 4, 8, 8, 80e9, ("fsdp", 1, 4)),  # tp fills a node: all else goes across
+    ],
+)
+def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, expected):
+    monkeypatch.setattr("cost.device_room", lambda device, processes: room)
+    with torch.device("meta"):
+        model = Llama(PRESETS[preset])
+    asked = Split(dp="auto", tp=tp)
+    split, why = choose_split(asked, None, model, world_of(nodes, per_node), 2048, 1)
+    assert (split.dp, split.replicate, split.shard) == expected
+    copy = 16 * sum(p.numel() for p in model.parameters()) / tp
+    assert f"{copy / 1e9:.2g}" in why and f"{room / 1e9:.3g}" in why
+
+
+def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
+    """8 G parameters: an eighth of a copy takes 16 GB, whole gradients 32 GB."""
+    with torch.device("meta"):
+        model = Llama(PRESETS["llama3.1-8b"])
+    for room, microbatches, expected in [
+        (60e9, 1, "weights"),
+        (60e9, 4, "weights"),
+        (40e9, 1, "weights"),  # one microbatch has nothing to add up
+        (40e9, 4, "all"),
+    ]:
+        monkeypatch.setattr("cost.device_room", lambda device, processes, room=room: room)
+        asked = Split(dp="fsdp", reshard="auto", checkpointing="full")
+        split, _ = choose_split(asked, None, model, world_of(1, 8), 2048, microbatches)
+        assert split.reshard == expected
+
+
+def test_sizes_of_a_split():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**GROUPED))
+    world = world_of(nodes=2, per_node=4)
+    for dp, shard, tp, expected in [
+        ("ddp", None, 1, (8, 1)),
+        ("fsdp", None, 2, (1, 4)),
+        ("hsdp", None, 1, (2, 4)),  # shards lie within a node
+        ("hsdp", None, 2, (2, 2)),
+        ("hsdp", 2, 1, (4, 2)),
+    ]:
+        split, _ = choose_split(Split(dp=dp, tp=tp), shard, model, world, 8, 1)
+        assert (split.replicate, split.shard) == expected
+
+
+@pytest.mark.parametrize(
+    "asked, shard, parts",
+    [
+        (dict(dp="auto", tp=4), None, ["--tp 4", "2 key/value heads"]),
+        (dict(dp="auto", tp=3), None, ["--tp 3", "2 key/value heads"]),
+        (dict(dp="fsdp"), 2, ["--shard 2", "--dp hsdp"]),
+        (dict(dp="hsdp"), 3, ["8 processes", "--shard 3"]),
+        (dict(dp="auto", offload=True), None, ["--offload", "--dp fsdp"]),
+        (dict(dp="ddp", reshard="none"), None, ["--reshard none", "ddp keeps all whole"]),
+    ],
+)
+def test_impossible_splits_are_refused(asked, shard, parts):
+    with pytest.raises(UserError) as refusal:
+        check_split(Split(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
+    assert all(part in str(refusal.value) for part in parts), refusal.value
+
+
+def test_tensor_parallel_must_divide_the_world_and_the_model():
+    with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
+        check_split(Split(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
+    narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
+    with pytest.raises(UserError, match="45 numbers in the feed-forward"):
+        check_split(Split(tp=2), None, narrow, world_of(2, 2))
