@@ -86,8 +86,8 @@ def parse_args() -> argparse.Namespace:
     plan.add_argument("--top", type=positive, default=12, help="rows of the table")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all plans to it")
     plan.add_argument("--check", action="store_true",
-                      help="run a step of the best one's first rank, without the others and without "
-                           "numbers, and count")
+                      help="run a step of the best one's first rank, without the others and "
+                           "without numbers, and count")
     loss = commands.add_parser("loss", help="memory of the chunked loss beside the plain one")
     loss.add_argument("--tokens", type=positive, default=4096)
     loss.add_argument("--dim", type=positive, default=512)

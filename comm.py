@@ -125,8 +125,7 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
 
 def time_computation(args: argparse.Namespace, world: World) -> dict:
     """Seconds of forward and backward of one microbatch, and of clipping and AdamW, without
-    communication: every rank trains a model of its own, all at once, as they share memory and cores.
-    """
+    communication: every rank trains a model of its own, all at once, as they share cores."""
     show(f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr)
     config, dtype = PRESETS[args.model], torch.bfloat16 if world.device.type == "cuda" else None
     split = Split(dtype=dtype or torch.float32)

@@ -438,8 +438,8 @@ def check_cluster(args: argparse.Namespace, config: LlamaConfig) -> None:
 def batch_that_can_be_shared(args: argparse.Namespace, config: LlamaConfig) -> str:
     most = math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # of tensor parallelism
     return (
-        f"--batch {args.batch} cannot be shared by {args.gpus} GPUs: at most {most} can work on the "
-        f"same sequences (--tp), so --batch must be a multiple of {args.gpus // most}"
+        f"--batch {args.batch} cannot be shared by {args.gpus} GPUs: at most {most} can work on "
+        f"the same sequences (--tp), so --batch must be a multiple of {args.gpus // most}"
     )
 
 
@@ -477,8 +477,8 @@ def headline(args: argparse.Namespace, machine: Machine, found: int) -> str:
         f"{machine.link / 1e9:,.3g} GB/s a GPU to others"
     )  # fmt: skip
     return (
-        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}, on {args.gpus} x "
-        f"{machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}{links}). "
+        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}, on {args.gpus} "
+        f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}{links}). "
         f"Of {found:,} plans the best of each mesh:"
     )
 
@@ -486,8 +486,8 @@ def headline(args: argparse.Namespace, machine: Machine, found: int) -> str:
 def table(ranked: list[Plan], args: argparse.Namespace, machine: Machine) -> list[str]:
     """Markdown; memory of the first rank, and bytes that it sends in a step."""
     lines = [
-        "| replicate x shard x tp | checkpointing | microbatch | reshard | weights, gradients, AdamW "
-        "GB | gathered GB | activations GB | peak GB | replicate sends GB | shard GB | tp GB "
+        "| replicate x shard x tp | checkpointing | microbatch | reshard "
+        "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB | replicate sends GB | shard GB | tp GB "
         "| step s | MFU | |",
         "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
     ]

@@ -114,7 +114,7 @@ def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, ex
     split, why = choose_split(asked, None, model, world_of(nodes, per_node), 2048, 1)
     assert (split.dp, split.replicate, split.shard) == expected
     copy = 16 * sum(p.numel() for p in model.parameters()) / tp
-    assert f"{copy / 1e9:.2g}" in why and f"{room / 1e9:.3g}" in why
+    assert f"take {copy / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
 
 
 def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
