@@ -83,6 +83,10 @@ def parse_args() -> argparse.Namespace:
     plan.add_argument("--seq-len", type=positive, default=8192, help="tokens in a sequence")
     plan.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     plan.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    for name in ("shard", "tp", "microbatch"):
+        plan.add_argument(f"--{name}", type=positive, help="only plans with so much of it")
+    plan.add_argument("--checkpointing", choices=["none", "selective", "full"], help="only this")
+    plan.add_argument("--reshard", choices=["none", "weights", "all"], help="only this")
     plan.add_argument("--top", type=positive, default=12, help="rows of the table")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all plans to it")
     plan.add_argument("--check", action="store_true",

@@ -44,6 +44,7 @@ EAGER = 2.0  # times the passes of compiled blocks that blocks take without
 CALL = 10e-6  # seconds until a collective begins
 HOP, FAR_HOP = 1e-6, 5e-6  # seconds from a rank to the next, within a node and to another one
 CHECKPOINTING = ("none", "selective", "full")
+SETTLED = ("shard", "tp", "reshard", "checkpointing", "microbatch")  # that flags can fix
 
 
 @dataclass(frozen=True)
@@ -289,9 +290,15 @@ def plans(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[
                         dp, data // shard, shard, tp, reshard, checkpointing, args.compile,
                         dtype=dtype,
                     )  # fmt: skip
-                    yield price(
-                        model, split, microbatch, share // microbatch, args.seq_len, machine
-                    )
+                    n = share // microbatch
+                    if wanted(split, microbatch, args):
+                        yield price(model, split, microbatch, n, args.seq_len, machine)
+
+
+def wanted(split: Split, microbatch: int, args: argparse.Namespace) -> bool:
+    """Whether a plan has what flags have settled beforehand."""
+    has = vars(split) | {"microbatch": microbatch}
+    return all(getattr(args, name) in (None, has[name]) for name in SETTLED)
 
 
 def price(
@@ -367,7 +374,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
         machine = machine_of(args.gpu, args.link, args.per_node)
     found = list(plans(model, args, machine))
     if not found:
-        raise UserError(batch_that_can_be_shared(args, config))
+        raise UserError(why_none(args, config))
     ranked = best_of_each_mesh(found)
     winner = ranked[0]
     if not winner.fits:
@@ -435,7 +442,12 @@ def check_cluster(args: argparse.Namespace, config: LlamaConfig) -> None:
         raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
 
 
-def batch_that_can_be_shared(args: argparse.Namespace, config: LlamaConfig) -> str:
+def why_none(args: argparse.Namespace, config: LlamaConfig) -> str:
+    if fixed := [f"--{name} {getattr(args, name)}" for name in SETTLED if getattr(args, name)]:
+        return (
+            f"no plan of --batch {args.batch} on {args.gpus} GPUs has {' '.join(fixed)}: leave "
+            f"some of them out"
+        )
     most = math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # of tensor parallelism
     return (
         f"--batch {args.batch} cannot be shared by {args.gpus} GPUs: at most {most} can work on "
@@ -487,8 +499,8 @@ def table(ranked: list[Plan], args: argparse.Namespace, machine: Machine) -> lis
     """Markdown; memory of the first rank, and bytes that it sends in a step."""
     lines = [
         "| replicate x shard x tp | checkpointing | microbatch | reshard "
-        "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB | replicate sends GB | shard GB | tp GB "
-        "| step s | MFU | |",
+        "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
+        "| replicate sends GB | shard GB | tp GB | step s | MFU | |",
         "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for plan in ranked:
