@@ -78,7 +78,8 @@ def parse_args() -> argparse.Namespace:
     plan.add_argument("--link", default="400gbit",
                       help=f"of each GPU to other nodes: {', '.join(LINKS)}, or a speed")
     plan.add_argument("--measured", type=Path, metavar="FILE",
-                      help="of bench.py comm --model, in place of --gpu and --link")
+                      help="of bench.py comm --model: the cluster as it is, in place of --gpus, "
+                           "--per-node, --gpu and --link")
     plan.add_argument("--batch", type=positive, help="sequences a step (default: 2 a GPU)")
     plan.add_argument("--seq-len", type=positive, default=8192, help="tokens in a sequence")
     plan.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

@@ -365,13 +365,14 @@ def why_not(plan: Plan, winner: Plan, machine: Machine) -> str:
 def plan_cluster(args: argparse.Namespace) -> str:
     """The table of plans, why the losers lose, and how to start the winner."""
     config = PRESETS[args.model]
+    if args.measured:
+        machine = measured_machine(args.measured)
+        args.gpus, args.per_node = machine.measured["world"]["ranks"], machine.per_node
+    else:
+        machine = machine_of(args.gpu, args.link, args.per_node)
     check_cluster(args, config)
     with torch.device("meta"):
         model = Llama(config)
-    if args.measured:
-        machine = measured_machine(args.measured)
-    else:
-        machine = machine_of(args.gpu, args.link, args.per_node)
     found = list(plans(model, args, machine))
     if not found:
         raise UserError(why_none(args, config))
