@@ -7,6 +7,8 @@
                                 the same step, split in different ways: those named, or all that fit
     torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                                 what the links between ranks give
+    torchrun --nproc-per-node 4 bench.py step [train.py's flags]
+                                where the time of that training's step goes, and which flag helps
 
 Timings on a shared machine wander. So what is compared runs interleaved in one process, and what is
 reported is the median of the ratios of neighbours, with the quartiles.
@@ -26,6 +28,7 @@ from torch import nn
 from comm import SIZES, measure_comm
 from compare import STRATEGIES, measure_compare
 from data import Batch
+from diagnose import measure_step
 from lora import LoRA
 from measure import interleaved, step_of, table
 from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
@@ -38,7 +41,7 @@ from parallel import (
     set_up,
 )
 from plan import GPUS, LINKS, plan_cluster
-from train import make_optimizer, memory_bytes
+from train import add_pretraining_flags, make_optimizer, memory_bytes
 
 
 def parse_args() -> argparse.Namespace:
@@ -106,6 +109,9 @@ def parse_args() -> argparse.Namespace:
                       help="also time a microbatch of it, for bench.py plan --measured")
     comm.add_argument("--microbatch", type=positive, default=1)
     comm.add_argument("--seq-len", type=positive, default=512, help="tokens in a sequence")
+    step = commands.add_parser("step", help="where the time of a training step goes")
+    step.add_argument("--repeats", type=positive, default=15, help="rounds of all measurements")
+    add_pretraining_flags(step)
     # fmt: on
     return parser.parse_args()
 
@@ -319,6 +325,7 @@ def main() -> None:
         "loss": measure_loss,
         "plan": plan_cluster,
         "comm": measure_comm,
+        "step": measure_step,
     }
     result = measures[args.command](args)
     if not dist.is_initialized() or dist.get_rank() == 0:
