@@ -28,9 +28,10 @@ from parallel import (
     Split,
     World,
     arrange,
+    local,
     parallelize,
+    put_shard,
     set_up,
-    squared_norm,
 )
 from train import accumulate, make_optimizer, show, write_whole
 
@@ -125,40 +126,47 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
 
 def time_computation(args: argparse.Namespace, world: World) -> dict:
     """Seconds of forward and backward of one microbatch, and of clipping and AdamW, without
-    communication: every rank trains a model of its own, all at once, as they share cores."""
+    communication: every rank trains a model of its own, all at once, as they share cores. And of
+    forward and backward in FSDP with nobody else, which shows what FSDP's own work takes.
+    A step waits for its slowest rank: theirs are the times."""
     show(f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr)
-    config, dtype = PRESETS[args.model], torch.bfloat16 if world.device.type == "cuda" else None
-    split = Split(dtype=dtype or torch.float32)
-    alone = replace(world, size=1, split=split)
-    with torch.device("meta"):
-        model = Llama(config)
-    parallelize(model, alone, Llama.init_weights)
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
-    shape = (args.microbatch, args.seq_len)
-    tokens = torch.randint(config.vocab_size, shape, device=world.device)
+    config = PRESETS[args.model]
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    tokens = torch.randint(config.vocab_size, (args.microbatch, args.seq_len)).to(world.device)
     batch = Batch(tokens, tokens, None, text_bytes=1)
-    gradients = lambda: [p.grad for p in model.parameters()]  # noqa: E731
-
-    def forward_backward():
-        optimizer.zero_grad()
-        accumulate(model, batch, args.microbatch, alone)
-
-    def update():
-        scale = squared_norm(gradients(), alone).rsqrt()
-        torch._foreach_mul_(gradients(), scale.to(dtype=torch.float32))
-        optimizer.step()
-
-    seconds = interleaved({"forward": forward_backward, "update": update}, args.repeats)
-    rows = [statistics.median(times) for times in seconds.values()]
-    forward, optimizer_step = world.gather(rows).mean(0).tolist()
+    contestants = {}
+    for dp in ("ddp", "fsdp"):
+        alone = replace(world, size=1, split=Split(dp=dp, dtype=dtype))  # the mesh has 1 shard
+        with torch.device("meta"):
+            model = Llama(config)
+        parallelize(model, alone, partial(Llama.init_weights, put=put_shard))
+        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+        gradient = partial(gradient_of, model, optimizer, batch, alone)
+        contestants |= {f"{dp} gradient": gradient, f"{dp} update": partial(clip, optimizer)}
+    seconds = interleaved(contestants, args.repeats)
+    slowest = (world.gather(times).amax(0).tolist() for times in seconds.values())
+    forward_backward, update, in_fsdp, _ = map(statistics.median, slowest)
     return {
         "config": asdict(config),
-        "dtype": str(split.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "tokens": args.microbatch * args.seq_len,
         "seq_len": args.seq_len,
-        "forward_backward": forward,
-        "optimizer": optimizer_step,
+        "forward_backward": forward_backward,
+        "forward_backward_in_fsdp": in_fsdp,
+        "update": update,
     }
+
+
+def gradient_of(model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, world: World) -> None:
+    optimizer.zero_grad()
+    accumulate(model, batch, len(batch.tokens), world)
+
+
+def clip(optimizer: torch.optim.Optimizer) -> None:
+    """What an update computes, without the sums over ranks: the norm, scaling, AdamW."""
+    gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"]]
+    torch._foreach_mul_(gradients, 1 / (1 + torch.nn.utils.get_total_norm(gradients)))
+    optimizer.step()
 
 
 def exchange(*transfers: tuple) -> None:

@@ -7,6 +7,7 @@ cost.py gives memory and bytes sent. The time of a step is estimated from a roof
     recompute     the same of what backward computes again
     passes        bytes that norms, RoPE, SwiGLU, sums, the loss and FSDP's copies read and write,
                   / memory's bandwidth
+    handling      what FSDP's own code takes, where it was measured
     optimizer     bytes that clipping and AdamW read and write, / memory's bandwidth
     waiting       for each dimension of the mesh, what of its collectives computation does not hide
 
@@ -61,6 +62,7 @@ class Machine:
     products: float = PRODUCTS
     attention: float = ATTENTION
     overlaps: bool = True
+    handling: float = 0.0  # seconds a microbatch that FSDP's own work adds, where nothing hides it
     measured: dict | None = None  # of `bench.py comm`: group -> its ranks, and times by collective
 
 
@@ -127,7 +129,7 @@ def measured_machine(file: Path) -> Machine:
     split, tokens = Split(dtype=getattr(torch, computed["dtype"])), computed["tokens"]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(config).parameters())
-    bandwidth = UPDATE * parameters / computed["optimizer"]
+    bandwidth = UPDATE * parameters / computed["update"]
     machine = Machine(
         report["device"],
         peak=1.0,
@@ -138,6 +140,7 @@ def measured_machine(file: Path) -> Machine:
         products=1.0,
         attention=1.0,
         overlaps=report["backend"] == "nccl",
+        handling=max(0.0, computed["forward_backward_in_fsdp"] - computed["forward_backward"]),
         measured=report["groups"],
     )
     unit = compute_time(config, split, tokens, computed["seq_len"], machine, compiled=False)
@@ -191,6 +194,7 @@ def step_time(
     parts = {name: seconds * microbatches for name, seconds in parts.items()}
     held = memory(model, split, tokens, microbatches)
     parts["optimizer"] = UPDATE / 4 * held["gradients"] / machine.bandwidth
+    parts["handling"] = machine.handling * microbatches * split.fully_sharded
     sent = predict_traffic(model, split, microbatches, microbatch, seq_len)
     if split.shard > 1:  # what is gathered and cut is also copied into place, there and back
         copied = sum(nbytes for (dim, _), (_, nbytes) in sent.items() if dim == "shard")
@@ -221,12 +225,11 @@ def collective_time(
 
     In a ring each rank sends (n - 1)/n of its payload to the next, in an all-reduce twice. Where a
     group has several ranks in a node, as many of the node's links carry it to the next node."""
-    sizes = {"tp": split.tp, "shard": split.shard, "replicate": split.replicate}
-    stride = {"tp": 1, "shard": split.tp, "replicate": split.tp * split.shard}[dim]
-    n, node = sizes[dim], machine.per_node
-    in_node = max(1, min(n, node // stride))  # ranks of a group that share a node
+    n, in_node = group_of(dim, split, machine)
     if machine.measured:
-        return measured_time(collective, nbytes, n, in_node, machine)
+        return measured_time(
+            machine.measured[kind(n, in_node, machine)]["times"][collective], nbytes
+        )
     nodes = n / in_node
     speed = machine.node_link if nodes == 1 else in_node * machine.link
     if in_node > 1:
@@ -236,18 +239,27 @@ def collective_time(
     return CALL + rounds * (hops + (n - 1) / n * nbytes / speed)
 
 
-def measured_time(collective: str, nbytes: float, n: int, in_node: int, machine: Machine) -> float:
+def group_of(dim: str, split: Split, machine: Machine) -> tuple[int, int]:
+    """How many ranks a group along a dimension has, and how many of them share a node."""
+    n = {"tp": split.tp, "shard": split.shard, "replicate": split.replicate}[dim]
+    stride = {"tp": 1, "shard": split.tp, "replicate": split.tp * split.shard}[dim]
+    return n, max(1, min(n, machine.per_node // stride))
+
+
+def kind(n: int, in_node: int, machine: Machine) -> str | None:
+    """Which of the groups that were measured is like this one, if there is one."""
+    for name, group in machine.measured.items():
+        near = {"node": n, "across": 1}.get(name, in_node)
+        if group["ranks"] == n and near == in_node:
+            return name
+    return None
+
+
+def measured_time(points: list[tuple[int, float]], nbytes: float) -> float:
     """Between two sizes that were measured, a straight line; beyond the largest, its speed."""
-    groups = machine.measured
-    kind = "world" if n == groups["world"]["ranks"] else "node" if in_node == n else "across"
-    if kind not in groups or groups[kind]["ranks"] != n:
-        raise UserError(
-            f"the measurement has no group of {n} ranks, {in_node} to a node: measure the cluster "
-            f"that is planned for"
-        )
-    points = groups[kind]["times"][collective]
-    if nbytes >= points[-1][0]:
-        return points[-1][1] * nbytes / points[-1][0]
+    largest, longest = points[-1]
+    if nbytes >= largest:
+        return longest * nbytes / largest
     before = (0, points[0][1])  # latency
     for size, seconds in points:
         if nbytes <= size:
@@ -291,14 +303,16 @@ def plans(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[
                         dtype=dtype,
                     )  # fmt: skip
                     n = share // microbatch
-                    if wanted(split, microbatch, args):
+                    if wanted(split, microbatch, args, machine):
                         yield price(model, split, microbatch, n, args.seq_len, machine)
 
 
-def wanted(split: Split, microbatch: int, args: argparse.Namespace) -> bool:
-    """Whether a plan has what flags have settled beforehand."""
+def wanted(split: Split, microbatch: int, args: argparse.Namespace, machine: Machine) -> bool:
+    """Whether a plan has what flags have settled beforehand, and talks in groups that are known."""
     has = vars(split) | {"microbatch": microbatch}
-    return all(getattr(args, name) in (None, has[name]) for name in SETTLED)
+    groups = [group_of(dim, split, machine) for dim in ("replicate", "shard", "tp")]
+    known = not machine.measured or all(n == 1 or kind(n, near, machine) for n, near in groups)
+    return known and all(getattr(args, name) in (None, has[name]) for name in SETTLED)
 
 
 def price(
@@ -337,6 +351,7 @@ WORDS = {
     "recompute": "recomputation",
     "passes": "passes over memory",
     "optimizer": "the optimizer",
+    "handling": "FSDP's own work",
     "tp": "waiting for tp",
     "shard": "waiting for shard",
     "replicate": "waiting for replicate",

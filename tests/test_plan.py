@@ -69,8 +69,22 @@ def test_what_was_measured_is_interpolated():
     for nbytes, expected in [(0, 1.0), (1000, 1.0), (2000, 1.5), (3000, 2.0), (6000, 4.0)]:
         took = plan.collective_time("all-reduce", nbytes, "replicate", Split(replicate=2), machine)
         assert took == pytest.approx(expected)
-    with pytest.raises(UserError, match="no group of 4 ranks"):
-        plan.collective_time("all-reduce", 1, "replicate", Split(replicate=4), machine)
+
+
+def test_groups_are_known_by_their_ranks_and_nodes():
+    """4 ranks in 2 nodes: replicas and shards lie as measured; tp of 4 is the world."""
+    ranks = {"world": 4, "node": 2, "across": 2}
+    groups = {name: {"ranks": n} for name, n in ranks.items()}
+    machine = plan.Machine("cpu", 1, 1, 1, 1, per_node=2, measured=groups)
+    for dim, split, expected in [
+        ("replicate", Split(replicate=4), "world"),
+        ("shard", Split(dp="hsdp", replicate=2, shard=2), "node"),
+        ("replicate", Split(dp="hsdp", replicate=2, shard=2), "across"),
+        ("tp", Split(tp=4), "world"),
+        ("shard", Split(dp="fsdp", shard=2, tp=2), "across"),
+        ("shard", Split(dp="fsdp", shard=3), None),
+    ]:
+        assert plan.kind(*plan.group_of(dim, split, machine), machine) == expected
 
 
 def test_gathering_hides_behind_computation_and_tensor_parallelism_does_not():
