@@ -48,6 +48,7 @@ from parallel import Split, World
 from train import (
     accumulate,
     begin,
+    drop_gradients,
     learning_rate,
     make_optimizer,
     prepare,
@@ -246,12 +247,10 @@ def marked_pass(run: Run, batch: Batch, spans: Spans) -> torch.Tensor:
 
 
 def silenced_pass(run: Run, dims: list[str], batch: Batch) -> Spans:
-    """Forward and backward with stamps and without some collectives. The gradients are dropped,
-    and where they lie is left as `update` leaves it."""
+    """Forward and backward with stamps and without some collectives."""
     with stamped(run) as spans, silenced(run.runner, run.world, dims):
         marked_pass(run, batch, spans)
-    alone = run.world.split.fully_sharded or run.world.size == 1
-    run.optimizer.zero_grad(set_to_none=alone)
+    drop_gradients(run.optimizer, run.world)
     return spans
 
 
@@ -363,11 +362,12 @@ def parts_of(
     return parts
 
 
-def cost_of_stamps(records: dict[str, list[dict[str, float]]]) -> float:
-    """What a step with time stamps takes longer than its neighbour without, as a share of it."""
+def cost_of_stamps(records: dict[str, list[dict[str, float]]]) -> list[float]:
+    """What a step with time stamps takes longer than its neighbour without, as a share of it:
+    quartiles, since on a shared machine neighbours differ by more than that."""
     pairs = zip(records["marked"], records["plain"])
     working = [[record["step"] - record["data"] for record in pair] for pair in pairs]
-    return statistics.median(marked / plain for marked, plain in working) - 1
+    return quartiles([marked / plain - 1 for marked, plain in working])
 
 
 # ------------------------------------------------------------------------------------- the verdict
@@ -567,6 +567,7 @@ def report(
         on_gpu=on_gpu,
         mfu=mfu,
     )
+    stamps = cost_of_stamps(records)
     compiled = f"{graphs} graph(s) compiled, {breaks} graph break(s)"
     return "\n".join(
         [
@@ -575,7 +576,8 @@ def report(
             "",
             *table_of_parts(parts, step),
             *["recompute is part of backward: compiled into it"] * hides_recompute(run),
-            f"time stamps cost {100 * cost_of_stamps(records):.1f} % of a step",
+            f"time stamps cost {100 * stamps[1]:.1f} % of a step (quartiles "
+            f"{100 * stamps[0]:.1f} to {100 * stamps[2]:.1f} %)",
             "",
             *table_of_memory(held, needs(split, fused=on_gpu or split.compile)),
             "",

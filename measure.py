@@ -31,7 +31,7 @@ from parallel import (
     parallelize,
     put_shard,
 )
-from train import accumulate, make_optimizer, train_step
+from train import accumulate, drop_gradients, make_optimizer, train_step
 
 
 def interleaved(contestants: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
@@ -197,7 +197,7 @@ def emulate(
                 accumulate(runner, batch, microbatch, world)
                 held = state_bytes(model, optimizer)
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=split.fully_sharded or size == 1)
+                drop_gradients(optimizer, world)
     dist.destroy_process_group()
     return counted.sent, held | {"peak": live.peak}
 

@@ -345,10 +345,15 @@ def update(
             f"the last checkpoint, and a lower --lr may help"
         )
     optimizer.step()
-    # DDP's gradients lie in its buckets: once let go, those of more microbatches would lie beside.
-    optimizer.zero_grad(set_to_none=world.split.fully_sharded or world.size == 1)
+    drop_gradients(optimizer, world)
     tp = world.split.tp
     return Totals(loss / tp, round(targets / tp), round(text_bytes / tp), norm, stops > 0)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Let gradients go; but DDP's lie in its buckets, and are set to zero where they are: otherwise
+    those of several microbatches would be added up beside it."""
+    optimizer.zero_grad(set_to_none=world.split.fully_sharded or world.size == 1)
 
 
 def train_step(
