@@ -42,7 +42,12 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STEPS)
+QUICK = ("one full", "ddp", "fsdp", "fsdp reshard none", "tp", "fsdp bfloat16")  # a choice of them
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in STEPS]
+)
 def test_a_step_holds_and_sends_what_is_predicted(name):
     """State and traffic to the byte, the peak within 5 %; in worlds of up to 8 ranks."""
     config, split, share, microbatch = STEPS[name]

@@ -142,8 +142,8 @@ def test_a_slow_link_decides():
 
 
 def test_check_counts_what_was_predicted():
-    out = run("--model", "llama3.2-1b", "--gpus", 4, "--gpu", "989:14:3350:450", "--seq-len", 256,
-              "--batch", 4, "--check")  # fmt: skip
+    out = run("--model", "tiny", "--gpus", 4, "--gpu", "989:0.02:3350:450", "--seq-len", 128,
+              "--batch", 4, "--shard", 4, "--check")  # fmt: skip
     rows = [line.split("|")[1:4] for line in out.splitlines() if " bytes" in line]
     assert len(rows) >= 5
     for what, predicted, counted in rows:
