@@ -34,6 +34,7 @@ def test_loss():
     assert chunked < plain
 
 
+@pytest.mark.slow
 def test_compare():
     out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "full", "--batch=2", "--seq-len=16",
                   "--repeats=2", nproc=2).out  # fmt: skip
@@ -80,7 +81,7 @@ def test_compare_takes_all_that_fit(tmp_path):
 
     peaks = {name: result["peak_bytes"] for name, result in results["strategies"].items()}
     copy = 16 * sum(p.numel() for p in model.parameters())
-    assert copy < peaks["full"] < peaks["ddp"] < 1.6 * copy
+    assert copy <= peaks["full"] <= peaks["ddp"] < 1.6 * copy
     # Besides its half, a rank of FSDP has gradients whole, and what it gathers.
     assert copy / 2 < peaks["fsdp"] < peaks["fsdp-none"] < peaks["ddp"]
 
@@ -94,6 +95,7 @@ def loss_of_plain_model() -> float:
         return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
+@pytest.mark.slow
 def test_compare_adapters(tmp_path):
     file = tmp_path / "adapters.json"
     succeed("bench.py", "compare", "one", "ddp", "fsdp-adapters", "fsdp", "--lora", "--batch=2",
