@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     compare.add_argument("--plot", type=Path, metavar="FILE.png",
                          help="draw them; needs matplotlib")
     plan = commands.add_parser("plan", help="what every split would cost on a cluster")
-    plan.add_argument("--model", default="llama3.1-8b", choices=PRESETS, help="preset")
+    plan.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     plan.add_argument("--gpus", type=positive, default=8, help="of the whole cluster")
     plan.add_argument("--per-node", type=positive, default=8, help="GPUs of a node")
     plan.add_argument("--gpu", default="h100",
@@ -81,12 +81,14 @@ def parse_args() -> argparse.Namespace:
     plan.add_argument("--link", default="400gbit",
                       help=f"of each GPU to other nodes: {', '.join(LINKS)}, or a speed")
     plan.add_argument("--measured", type=Path, metavar="FILE",
-                      help="of bench.py comm --model: the cluster as it is, in place of --gpus, "
-                           "--per-node, --gpu and --link")
+                      help="of bench.py comm --model: that cluster in place of --gpus, --per-node, "
+                           "--gpu and --link, and its model, if no other is given")
     plan.add_argument("--batch", type=positive, help="sequences a step (default: 2 a GPU)")
-    plan.add_argument("--seq-len", type=positive, default=8192, help="tokens in a sequence")
-    plan.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    plan.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    plan.add_argument("--seq-len", type=positive, help="tokens in a sequence (default: 8192)")
+    plan.add_argument("--dtype", choices=["bfloat16", "float32"],
+                      help="of computation (default: bfloat16)")
+    plan.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                      help="compiled blocks (default: yes)")
     for name in ("shard", "tp", "microbatch"):
         plan.add_argument(f"--{name}", type=positive, help="only plans with so much of it")
     plan.add_argument("--checkpointing", choices=["none", "selective", "full"], help="only this")

@@ -147,6 +147,7 @@ def time_computation(args: argparse.Namespace, world: World) -> dict:
     slowest = (world.gather(times).amax(0).tolist() for times in seconds.values())
     forward_backward, update, in_fsdp, _ = map(statistics.median, slowest)
     return {
+        "model": args.model,
         "config": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": args.microbatch * args.seq_len,

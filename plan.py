@@ -115,16 +115,24 @@ def link_speed(text: str) -> float:
     return LINKS[text.lower()] if not found else float(found[1]) * units[found[2]]
 
 
-def measured_machine(file: Path) -> Machine:
-    """The machine that `bench.py comm --model ... --out FILE` ran on.
-
-    Its training step's two rates follow from the two times that were measured: AdamW's passes over
-    memory give the bandwidth, and what forward and backward take beyond passes, the products."""
+def read_measurement(file: Path) -> dict:
+    """What `bench.py comm --model NAME --out FILE` wrote."""
     try:
         report = json.loads(file.read_text())
-        computed = report["compute"]
+        if report["compute"]:
+            return report
+        problem = "it was run without --model"
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {error!r}")
+        problem = repr(error)
+    raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
+
+
+def measured_machine(report: dict) -> Machine:
+    """The machine that was measured.
+
+    Its training step's two rates follow from two times: AdamW's passes over memory give the
+    bandwidth, and what forward and backward take beyond passes, the products."""
+    computed = report["compute"]
     config = LlamaConfig(**computed["config"])
     split, tokens = Split(dtype=getattr(torch, computed["dtype"])), computed["tokens"]
     with torch.device("meta"):
@@ -379,12 +387,18 @@ def why_not(plan: Plan, winner: Plan, machine: Machine) -> str:
 
 def plan_cluster(args: argparse.Namespace) -> str:
     """The table of plans, why the losers lose, and how to start the winner."""
-    config = PRESETS[args.model]
     if args.measured:
-        machine = measured_machine(args.measured)
-        args.gpus, args.per_node = machine.measured["world"]["ranks"], machine.per_node
+        report = read_measurement(args.measured)
+        machine, computed = measured_machine(report), report["compute"]
+        args.gpus, args.per_node = report["ranks"], report["per_node"]
+        usual = computed["model"], computed["seq_len"], computed["dtype"], False
     else:
         machine = machine_of(args.gpu, args.link, args.per_node)
+        usual = "llama3.1-8b", 8192, "bfloat16", True
+    for name, value in zip(("model", "seq_len", "dtype", "compile"), usual):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    config = PRESETS[args.model]
     check_cluster(args, config)
     with torch.device("meta"):
         model = Llama(config)

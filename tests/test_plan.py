@@ -71,6 +71,41 @@ def test_what_was_measured_is_interpolated():
         assert took == pytest.approx(expected)
 
 
+def measurement() -> dict:
+    """As bench.py comm --model tiny writes it, with round numbers."""
+    names = ("all-reduce", "all-gather", "reduce-scatter")
+    times = {name: [(1024, 0.001), (1 << 20, 0.1)] for name in names}
+    computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
+    computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
+    computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
+    groups = {"world": {"ranks": 2, "times": times}}
+    return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
+            "groups": groups, "compute": computed}  # fmt: skip
+
+
+def test_a_measured_machine_takes_what_was_measured():
+    """A step of two such microbatches on two ranks, by hand."""
+    machine = plan.measured_machine(measurement())
+    model, split = model_of(PRESETS["tiny"]), Split(replicate=2)
+    parts = plan.step_time(model, split, 2, 2, 128, machine)
+    assert parts["products"] + parts["passes"] == pytest.approx(2 * 0.2)
+    assert parts["optimizer"] == pytest.approx(0.01)
+    ((calls, nbytes),) = predict_traffic(model, split, 2, 2, 128).values()
+    assert parts["replicate"] == pytest.approx(0.1 * nbytes / (1 << 20), rel=0.01) and calls == 2
+    fsdp = plan.step_time(model, Split(dp="fsdp", shard=2), 2, 2, 128, machine)
+    assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
+
+
+def test_a_plan_of_a_measured_cluster(tmp_path):
+    file = tmp_path / "comm.json"
+    file.write_text(json.dumps(measurement()))
+    out = run("--measured", file)
+    assert out.startswith("tiny, 4 x 128 tokens a step, float32, on 2 x cpu (measured:")
+    assert "torchrun --nproc-per-node 2 train.py --model tiny" in out and "--no-compile" in out
+    file.write_text(json.dumps(measurement() | {"compute": None}))
+    refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
+
+
 def test_groups_are_known_by_their_ranks_and_nodes():
     """4 ranks in 2 nodes: replicas and shards lie as measured; tp of 4 is the world."""
     ranks = {"world": 4, "node": 2, "across": 2}
