@@ -1,17 +1,16 @@
 """Measure how fast this is, and how far from what the machine can do.
 
-    python bench.py limit       a training step beside the bare matrix products it cannot do without
-    python bench.py lora        a LoRA step beside its bare products, peft's, and a full step
-    python bench.py loss        memory of the chunked loss beside the plain one
-    torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora] [--plot FILE.png]
-                                the same step, split in different ways: those named, or all that fit
-    torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
-                                what the links between ranks give
-    torchrun --nproc-per-node 4 bench.py step [train.py's flags]
-                                where the time of that training's step goes, and which flag helps
-
-Timings on a shared machine wander. So what is compared runs interleaved in one process, and what is
-reported is the median of the ratios of neighbours, with the quartiles.
+python bench.py limit       a training step beside the bare matrix products it cannot do without
+python bench.py lora        a LoRA step beside its bare products, peft's, and a full step
+python bench.py loss        memory of the chunked loss beside the plain one
+torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora] [--plot FILE.png]
+                            the same step, split in different ways: those named, or all that fit
+torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
+                            what the links between ranks give
+torchrun --nproc-per-node 4 bench.py step [train.py's flags]
+                            where the time of that training's step goes, and which flag helps
+python bench.py plan --model llama3.1-70b --gpus 64 [--check]
+                            what every split would cost on a cluster, without having one
 """
 
 import argparse

@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -328,11 +329,10 @@ def price(
 ) -> Plan:
     fused = split.compile or not machine.measured
     held = memory(model, split, microbatch * seq_len, microbatches, fused)
-    sent = {}
-    for (dim, _), (_, nbytes) in predict_traffic(
-        model, split, microbatches, microbatch, seq_len
-    ).items():
-        sent[dim] = sent.get(dim, 0) + nbytes
+    sent = Counter()
+    traffic = predict_traffic(model, split, microbatches, microbatch, seq_len)
+    for (dim, _), (_, nbytes) in traffic.items():
+        sent[dim] += nbytes
     parts = step_time(model, split, microbatch, microbatches, seq_len, machine)
     return Plan(split, microbatch, held, sent, parts, held["peak"] <= ROOM * machine.memory)
 
@@ -371,10 +371,9 @@ def why_not(plan: Plan, winner: Plan, machine: Machine) -> str:
     if not plan.fits:
         kinds = {k: v for k, v in plan.held.items() if k != "peak"}
         largest = sorted(kinds, key=kinds.get)[:-3:-1]
-        most = " and ".join(f"{kinds[kind] / 1e9:,.1f} of {kind}" for kind in largest)
-        return (
-            f"needs {plan.held['peak'] / 1e9:,.0f} GB of {ROOM * machine.memory / 1e9:,.0f}: {most}"
-        )
+        most = " and ".join(f"{kinds[kind] / 1e9:,.3g} of {kind}" for kind in largest)
+        room = ROOM * machine.memory / 1e9
+        return f"needs {plan.held['peak'] / 1e9:,.4g} GB of {room:,.4g}: {most}"
     if plan is winner:
         return "the fastest"
     more = {part: seconds - winner.parts[part] for part, seconds in plan.parts.items()}
