@@ -28,6 +28,7 @@ def test_limit():
     assert rows[2:] == ["bare matrix products and attention", "transformers", "flatllama"]
 
 
+@pytest.mark.slow
 def test_loss():
     out = succeed("bench.py", "loss", "--tokens=2048", "--vocab-size=32000", "--dim=64").out
     plain, chunked = (float(line.split("|")[2].split()[0]) for line in out.splitlines()[2:])

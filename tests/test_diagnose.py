@@ -58,6 +58,7 @@ def test_one_process(shards):
     assert parts["recompute"] > 0 and not any(part.startswith(EXPOSED) for part in parts)
 
 
+@pytest.mark.slow
 def test_replicas(shards):
     out, parts, _ = step(shards, "--dp=ddp", nproc=2)
     assert EXPOSED + "replicate" in parts and "recompute" not in parts
@@ -83,6 +84,7 @@ def test_silenced_passes_leave_no_trace():
         assert line.endswith("quiet True, again 2, same weights True"), line
 
 
+@pytest.mark.slow
 def test_refuses_what_train_refuses(shards):
     wrong = ["bench.py", "step", *SIZES, "--data", shards, "--seq-len=24"]
     result = launch(*wrong, "--batch=3", nproc=2)
