@@ -156,7 +156,8 @@ def memory_needed(model: Llama, split: Split, args: argparse.Namespace) -> tuple
     """Bytes that a strategy keeps on a rank, and those that it needs besides while it computes."""
     share = args.batch // (split.replicate * split.shard)
     tokens = args.microbatch * args.seq_len
-    held = memory(model, split, tokens, share // args.microbatch)
+    fused = split.compile or torch.cuda.is_available()
+    held = memory(model, split, tokens, share // args.microbatch, fused)
     keeps = held["parameters"] + held["optimizer"]
     return keeps, held["peak"] - keeps
 

@@ -69,17 +69,19 @@ def choose_split(
     def of(dp: str, reshard: str) -> Split:
         return replace(asked, dp=dp, reshard=reshard, replicate=data // wide[dp], shard=wide[dp])
 
+    fused = asked.compile or world.device.type == "cuda"
+
     def fits(split: Split) -> bool:
-        return memory(model, split, tokens, microbatches)["peak"] < room
+        return memory(model, split, tokens, microbatches, fused)["peak"] < room
 
     whole = "weights" if asked.reshard == "auto" else asked.reshard
-    order = [asked.dp] if asked.dp != "auto" else ["ddp", *["hsdp"] * (node < data), "fsdp"]
+    order = [asked.dp] if asked.dp != "auto" else ["ddp", *["hsdp"] * (1 < node < data), "fsdp"]
     least = "all" if asked.reshard == "auto" else whole  # what FSDP cannot do without
     dp = next((dp for dp in order if fits(of(dp, "weights" if dp == "ddp" else least))), order[-1])
     split = of(dp, whole)
     if asked.reshard == "auto" and microbatches > 1 and split.fully_sharded and not fits(split):
         split = of(dp, "all")
-    needs = memory(model, of("ddp", "weights"), tokens, microbatches)
+    needs = memory(model, of("ddp", "weights"), tokens, microbatches, fused)
     state = needs["parameters"] + needs["gradients"] + needs["optimizer"]
     why = (
         f"a copy's weights, gradients and AdamW take {state / 1e9:.3g} GB a process, all of a step "
@@ -109,7 +111,8 @@ def memory(
     `gathered` are whole weights that FSDP has lent and gradients that it has not cut yet, and
     `activations` what forward keeps and what is being computed, the logits among it. Not all of it
     is there at the same time: the peak is that of the fullest of four moments, and good to a few
-    percent. `fused`: norms in one kernel, as on a GPU and when compiled.
+    percent; of adapters their dropout is not counted, and in bfloat16 they need less than this.
+    `fused`: norms in one kernel, as on a GPU and when compiled.
     """
     config, g, w = model.config, split.grad_bytes, split.weight_bytes
     state, whole = _state(model, split), _whole(model, split, microbatches)
@@ -173,7 +176,7 @@ def _whole(model: Llama, split: Split, microbatches: int) -> dict[str, int]:
     learnt = {name: n for name, (_, n) in units.items()}
     gradients = sum(learnt.values()) * g
     if not split.fully_sharded:
-        copies = sum(n for n, _ in units.values()) * w if w < g else 0  # which autocast makes
+        copies = sum(learnt.values()) * w if w < g else 0  # which autocast makes
         sums = gradients if microbatches > 1 or split.replicate > 1 else 0  # DDP's lie in buckets
         return {"weights": copies, "sums": sums, "root weights": 0, "root": 0, "block": 0}
     lent = learnt if split.reshard == "adapters" else {name: n for name, (n, _) in units.items()}

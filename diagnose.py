@@ -400,7 +400,7 @@ class Facts:
         """Whether ranks along a dimension lie on several nodes."""
         split = self.split
         reach = {"tp": split.tp, "shard": split.tp * split.shard, "replicate": self.size}
-        return reach[dim] > self.per_node
+        return self.per_node % reach[dim] != 0
 
 
 def within_a_node(split: Split, per_node: int) -> int:
@@ -446,6 +446,11 @@ def verdict(facts: Facts) -> list[str]:
     if facts.on_gpu and not facts.split.compile:
         said.append("blocks run uncompiled: --compile joins what lies between matrix products")
     return said or [all_is_well(facts)]
+
+
+def noisy(shares: dict[str, float]) -> bool:
+    """Whether some part came out clearly below nothing."""
+    return min(shares.values()) < -0.05
 
 
 def all_is_well(facts: Facts) -> str:
@@ -550,7 +555,7 @@ def report(
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops_per_token(run.model.config, args.seq_len) * speed / (peak * world.size)
 
-    needs = partial(memory_of, run)
+    needs = partial(memory_of, run, fused=on_gpu or split.compile)
     forwards = attentions / (run.model.config.n_layers * run.microbatches)
     graphs, breaks = count_graphs()
     facts = Facts(
@@ -579,12 +584,13 @@ def report(
             f"time stamps cost {100 * stamps[1]:.1f} % of a step (quartiles "
             f"{100 * stamps[0]:.1f} to {100 * stamps[2]:.1f} %)",
             "",
-            *table_of_memory(held, needs(split, fused=on_gpu or split.compile)),
+            *table_of_memory(held, needs(split)),
             "",
             f"a rank sends in a step {what_is_sent(counted)}",
             f"attention runs forward {forwards:g} time(s) a layer and microbatch",
             compiled if split.compile else "blocks are not compiled",
             "",
+            *["too noisy to judge by: a quieter machine or more --repeats"] * noisy(facts.shares),
             *(f"- {sentence}" for sentence in verdict(facts)),
         ]
     )
@@ -600,7 +606,7 @@ def hides_recompute(run: Run) -> bool:
     return run.world.split.checkpointing != "none" and not run.tells_recompute
 
 
-def memory_of(run: Run, split: Split, fused: bool = False) -> int:
+def memory_of(run: Run, split: Split, fused: bool) -> int:
     """Bytes at the peak of a step that cost.py expects of another split."""
     whole, tokens = on_meta(run.model.config, None), run.args.microbatch * run.args.seq_len
     return memory(whole, split, tokens, run.microbatches, fused)["peak"]

@@ -188,6 +188,7 @@ def emulate(
         if isinstance(mode, FakeTensorMode):
             model.to_empty(device=cpu)
             model.tie_weights()
+        adapt_loss(model)
         optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
         tokens = torch.zeros(share, seq_len, dtype=torch.int64)
         batch = Batch(tokens, tokens, None, text_bytes=1)

@@ -77,6 +77,7 @@ GPUS = {
     "rtx4090": ("RTX 4090", 24, 1008, 32),
     "mi300x": ("MI300X", 192, 5300, 448),
 }
+NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # above 0
 LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}
 
 
@@ -85,7 +86,7 @@ def machine_of(gpu: str, link: str, per_node: int) -> Machine:
     if gpu.lower() in GPUS:
         peak_name, gigabytes, bandwidth, node_link = GPUS[gpu.lower()]
         numbers = PEAK_FLOPS[peak_name] / 1e12, gigabytes, bandwidth, node_link
-    elif re.fullmatch(r"[\d.]+(:[\d.]+){3}", gpu):
+    elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
         numbers = tuple(map(float, gpu.split(":")))
     else:
         raise UserError(
@@ -107,7 +108,7 @@ def machine_of(gpu: str, link: str, per_node: int) -> Machine:
 def link_speed(text: str) -> float:
     """Bytes/s of a link by its name or speed."""
     units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
-    found = re.fullmatch(r"([\d.]+)(mbit|gbit|mb|gb)(/s)?", text.lower())
+    found = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text.lower())
     if text.lower() not in LINKS and not found:
         raise UserError(
             f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed for each GPU, "
@@ -120,10 +121,11 @@ def read_measurement(file: Path) -> dict:
     """What `bench.py comm --model NAME --out FILE` wrote."""
     try:
         report = json.loads(file.read_text())
-        if report["compute"]:
+        problem = None if report["compute"] else "it was run without --model"
+        if not problem:
+            measured_machine(report)  # which has all it wants
             return report
-        problem = "it was run without --model"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
     raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
 
@@ -252,7 +254,7 @@ def group_of(dim: str, split: Split, machine: Machine) -> tuple[int, int]:
     """How many ranks a group along a dimension has, and how many of them share a node."""
     n = {"tp": split.tp, "shard": split.shard, "replicate": split.replicate}[dim]
     stride = {"tp": 1, "shard": split.tp, "replicate": split.tp * split.shard}[dim]
-    return n, max(1, min(n, machine.per_node // stride))
+    return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
 
 
 def kind(n: int, in_node: int, machine: Machine) -> str | None:
@@ -467,11 +469,14 @@ def check_cluster(args: argparse.Namespace, config: LlamaConfig) -> None:
     args.per_node = min(args.gpus, args.per_node)
     if args.seq_len > config.max_seq_len:
         raise UserError(f"--seq-len {args.seq_len} is beyond {args.model}'s {config.max_seq_len}")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UserError(f"--json {args.json}: give a file in a directory that exists")
 
 
 def why_none(args: argparse.Namespace, config: LlamaConfig) -> str:
+    parts = args.gpus // (args.tp or 1)
+    if args.tp and args.batch % parts:
+        return f"--batch {args.batch} cannot be shared by {parts} parts: --batch {parts} can"
     if fixed := [f"--{name} {getattr(args, name)}" for name in SETTLED if getattr(args, name)]:
         return (
             f"no plan of --batch {args.batch} on {args.gpus} GPUs has {' '.join(fixed)}: leave "
@@ -486,11 +491,10 @@ def why_none(args: argparse.Namespace, config: LlamaConfig) -> str:
 
 def what_would_fit(args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine) -> str:
     """What is missing where nothing fits, and more GPUs or shorter sequences that would do."""
-    room = ROOM * machine.memory
     needs = why_not(smallest, smallest, machine)
     told = f"nothing fits: at the least ({in_short(smallest)}) a GPU {needs}"
     remedies = []
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         more = argparse.Namespace(**vars(args) | dict(gpus=args.gpus * factor))
         more.batch = max(args.batch, more.gpus)
         if any(plan.fits for plan in plans(model, more, machine)):
@@ -504,7 +508,7 @@ def what_would_fit(args: argparse.Namespace, model: Llama, smallest: Plan, machi
             remedies.append(f"--seq-len {seq_len}")
             break
     larger = (name for name, gpu in GPUS.items() if gpu[1] * 1e9 * ROOM >= smallest.held["peak"])
-    remedies += [f"--gpu {name}" for name in list(larger)[:1] if smallest.held["peak"] > room]
+    remedies += [f"--gpu {name}" for name in list(larger)[:1] if not machine.measured]
     return f"{told}; what would fit: {', or '.join(remedies) or 'a smaller model'}"
 
 

@@ -91,6 +91,20 @@ def test_adapters_hold_what_is_predicted():
             assert held[kind] == expected[kind], (reshard, kind)
 
 
+def test_a_frozen_base_in_bfloat16_is_there_once():
+    """Autocast makes copies of what learns alone: the base is bfloat16 already."""
+    split = Split(replicate=2, dtype=LOW)
+    with torch.device("meta"):
+        model = Llama(CHUNKY)
+        add_adapters(model, LoRA(4))
+    numbers = {learns: 0 for learns in (True, False)}
+    for parameter in model.parameters():
+        numbers[parameter.requires_grad] += parameter.numel()
+    expected = memory(model, split, 512, 1)
+    assert expected["parameters"] == 4 * numbers[True] + 2 * numbers[False]
+    assert expected["gathered"] == 2 * numbers[True]
+
+
 # ------------------------------------------------------------------------------ choosing the split
 
 

@@ -104,6 +104,9 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     assert "torchrun --nproc-per-node 2 train.py --model tiny" in out and "--no-compile" in out
     file.write_text(json.dumps(measurement() | {"compute": None}))
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
+    for text in ("[]", '{"compute": {"x": 1}}', "{"):
+        file.write_text(text)
+        refused(launch("bench.py", "plan", "--measured", file), "no result of bench.py comm")
 
 
 def test_groups_are_known_by_their_ranks_and_nodes():
@@ -191,6 +194,9 @@ def test_check_counts_what_was_predicted():
     [
         (["--gpu", "h1000"], ["no GPU 'h1000'", "h100", "989:80:3350:450"]),
         (["--link", "fast"], ["no link 'fast'", "400gbit"]),
+        (["--link", "0gbit"], ["no link '0gbit'"]),
+        (["--gpu", "0:80:3350:450"], ["no GPU '0:80:3350:450'"]),
+        (["--batch", 12, "--tp", 1], ["--batch 12 cannot be shared by 8 parts"]),
         (["--gpus", 12], ["--gpus 12", "--gpus 16"]),
         (["--gpus", 64, "--batch", 4], ["--batch 4", "multiple of 8"]),
         (["--seq-len", 999999], ["--seq-len 999999", "131072"]),
