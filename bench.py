@@ -31,14 +31,7 @@ from diagnose import measure_step
 from lora import LoRA
 from measure import interleaved, step_of, table
 from model import PRESETS, Llama, LlamaConfig, UserError, cross_entropy_sum
-from parallel import (
-    Parser,
-    World,
-    arrange,
-    positive,
-    run,
-    set_up,
-)
+from parallel import Parser, World, arrange, positive, run, set_up
 from plan import GPUS, LINKS, plan_cluster
 from train import add_pretraining_flags, make_optimizer, memory_bytes
 

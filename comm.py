@@ -24,15 +24,7 @@ from cost import ROOM, device_room
 from data import Batch
 from measure import interleaved
 from model import PRESETS, Llama, UserError
-from parallel import (
-    Split,
-    World,
-    arrange,
-    local,
-    parallelize,
-    put_shard,
-    set_up,
-)
+from parallel import Split, World, arrange, local, parallelize, put_shard, set_up
 from train import accumulate, make_optimizer, show, write_whole
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # where latency is all, to bandwidth

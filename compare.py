@@ -20,14 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost import check_split, describe, device_room, memory
 from data import Batch
 from lora import LoRA
-from measure import Counted, Live, interleaved, on_meta, quartiles, ratios, step_of, table
-from model import PRESETS, Llama, LlamaConfig, UserError
-from parallel import (
-    Split,
-    World,
-    arrange,
-    set_up,
+from measure import (
+    Counted,
+    Live,
+    interleaved,
+    megabytes,
+    on_meta,
+    quartiles,
+    ratios,
+    step_of,
+    table,
 )
+from model import PRESETS, Llama, LlamaConfig, UserError
+from parallel import Split, World, arrange, set_up
 from train import show, write_whole
 
 STRATEGIES = "one ddp fsdp fsdp-none fsdp-adapters hsdp wrong tp selective full compiled".split()
@@ -267,10 +272,6 @@ def report(
     ]
     rows = table(seconds, args.batch * args.seq_len, columns)
     return "\n".join([rows, "", agreement(costs), *details])
-
-
-def megabytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
 
 
 def bytes_sent(cost: Cost) -> int | None:

@@ -39,10 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from compare import megabytes
 from cost import describe, device_room, memory
 from data import Batch, read_ahead
-from measure import Counted, Live, on_meta, quartiles, state_bytes, state_tensors
+from measure import Counted, Live, megabytes, on_meta, quartiles, state_bytes, state_tensors
 from model import Llama, flops_per_token, peak_flops
 from parallel import Split, World
 from train import (

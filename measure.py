@@ -23,14 +23,7 @@ from torch.utils._pytree import tree_leaves
 from data import Batch
 from lora import LoRA, adapt_loss, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from parallel import (
-    Split,
-    World,
-    arrange,
-    local,
-    parallelize,
-    put_shard,
-)
+from parallel import Split, World, arrange, local, parallelize, put_shard
 from train import accumulate, drop_gradients, make_optimizer, train_step
 
 
@@ -76,6 +69,10 @@ def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
 def quartiles(values: list[float]) -> list[float]:
     """The lower, the median and the upper."""
     return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
 
 
 # ------------------------------------------------------------------------------------ what is sent
