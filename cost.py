@@ -1,4 +1,4 @@
-"""What a split costs, before anybody pays for it: memory, bytes sent, time; and which to take.
+"""What a split costs, before anybody pays for it: memory and bytes sent; and which one to take.
 
 Everything here follows from shapes. So a laptop plans a cluster (`python bench.py plan`), train.py
 says at its start what a step will send, and `--dp auto` chooses. bench.py measures the same things.
