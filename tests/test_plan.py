@@ -106,7 +106,8 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
     for text in ("[]", '{"compute": {"x": 1}}', "{"):
         file.write_text(text)
-        refused(launch("bench.py", "plan", "--measured", file), "no result of bench.py comm")
+        with pytest.raises(UserError, match="no result of bench.py comm"):
+            plan.read_measurement(file)
 
 
 def test_groups_are_known_by_their_ranks_and_nodes():
@@ -168,6 +169,7 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     assert "needs" in out and "waiting for tp" in out  # why others lose
 
 
+@pytest.mark.slow
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, then waits for weights that cross it."""
     fast, slow = (
