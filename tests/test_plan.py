@@ -106,7 +106,7 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
     for text in ("[]", '{"compute": {"x": 1}}', "{"):
         file.write_text(text)
-        with pytest.raises(UserError, match="no result of bench.py comm"):
+        with pytest.raises(UserError, match=r"no result of bench\.py comm"):
             plan.read_measurement(file)
 
 
