@@ -62,7 +62,7 @@ def choose_split(
     `tokens` are those of a microbatch. Each case is in tests/test_cost.py.
     """
     data = world.size // asked.tp
-    node = math.gcd(data, max(1, world.per_node // asked.tp))  # data parts within a node
+    node = within_a_node(data, asked.tp, world.per_node)
     wide = {"ddp": 1, "hsdp": shard or node, "fsdp": data}
     room = device_room(world.device, world.per_node)
 
@@ -89,6 +89,11 @@ def choose_split(
         f"{world.size} processes"
     )
     return split, why
+
+
+def within_a_node(data: int, tp: int, per_node: int) -> int:
+    """How many of a batch's `data` parts lie within a node."""
+    return math.gcd(data, max(1, per_node // tp))
 
 
 def device_room(device: torch.device, processes: int) -> int:

@@ -21,7 +21,6 @@ Ends with a verdict: what takes longest, and the flags that would shorten it.
 import argparse
 import contextlib
 import itertools
-import math
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from cost import describe, device_room, memory
+from cost import describe, device_room, memory, within_a_node
 from data import Batch, read_ahead
 from measure import Counted, Live, megabytes, on_meta, quartiles, state_bytes, state_tensors
 from model import Llama, flops_per_token, peak_flops
@@ -402,14 +401,10 @@ class Facts:
         return self.per_node % reach[dim] != 0
 
 
-def within_a_node(split: Split, per_node: int) -> int:
-    """How many parts of the batch the processes of a node hold, as cost.choose_split has it."""
-    return math.gcd(split.replicate * split.shard, max(1, per_node // split.tp))
-
-
 def alternatives(split: Split, per_node: int) -> dict[str, Split]:
     """What a flag would make of a split: of the memory that each takes the verdict depends."""
-    data, node = split.replicate * split.shard, within_a_node(split, per_node)
+    data = split.replicate * split.shard
+    node = within_a_node(data, split.tp, per_node)
     return {
         "this": split,
         "ddp": replace(split, dp="ddp", replicate=data, shard=1, reshard="weights"),
@@ -467,7 +462,8 @@ def percent(share: float) -> str:
 
 
 def shard_levers(facts: Facts) -> list[str]:
-    split, node, levers = facts.split, within_a_node(facts.split, facts.per_node), []
+    split, levers = facts.split, []
+    node = within_a_node(split.replicate * split.shard, split.tp, facts.per_node)
     if facts.crosses("shard") and node > 1 and facts.fits("hsdp"):
         flag = "--dp hsdp" if split.dp != "hsdp" else f"--shard {node}"
         levers.append(f"{flag} keeps them within nodes, and {facts.fit('hsdp')}")

@@ -419,12 +419,8 @@ def plan_cluster(args: argparse.Namespace) -> str:
             headline(args, machine, len(found)),
             "",
             *table(shown, args, machine),
-            *(
-                [f"... and {len(ranked) - len(shown)} more meshes"]
-                if len(ranked) > len(shown)
-                else []
-            ),
             "",
+            f"{len(shown)} of {len(ranked)} meshes; --top shows more, --json FILE has all plans.",
             in_words(winner, args),
             "",
             *commands(winner, args),
@@ -452,8 +448,8 @@ def checked(plan: Plan, model: Llama, args: argparse.Namespace) -> list[str]:
             for calls, nbytes in (expected.get(key, (0, 0)), sent.get(key, (0, 0)))
         )
         lines.append(f"| {key[1]} over {key[0]} | {' | '.join(cells)} |")
-    for kind, nbytes in held.items():
-        lines.append(f"| {kind} | {predicted[kind]:,} bytes | {nbytes:,} bytes |")
+    for name, nbytes in held.items():
+        lines.append(f"| {name} | {predicted[name]:,} bytes | {nbytes:,} bytes |")
     return lines
 
 
