@@ -1,41 +1,35 @@
-"""Checkpoints: saved whole or not at all, resumed exactly, loaded anywhere.
+"""Checkpoints: saved whole or not at all, resumed exactly, loaded on any number of ranks.
 
     OUT/step-00000100/          a checkpoint
-        config.json             model shape, tokenizer, step, flags of the run
-        tokenizer.model         a copy, where the tokenizer is a file: nothing else is needed
-        weights/, optimizer/    every rank wrote its own part (torch.distributed.checkpoint)
-        adapter_*               in place of weights/, where an adapter is learnt: PEFT's files
-        SHA256SUMS              written last: a checksum of every file, so `sha256sum -c` works
+        config.json             model configuration, tokenizer, step, flags of the run
+        tokenizer.model         a copy, if the tokenizer is a file
+        weights/, optimizer/    written by torch.distributed.checkpoint (DCP), by each rank a part
+        adapter_*               instead of weights/ in a LoRA run: the adapter in PEFT's format
+        SHA256SUMS              written last: a checksum of every file; `sha256sum -c` checks them
 
-    python checkpoint.py import SRC DST                       a checkpoint from Meta's or HF's files
-    python checkpoint.py export SRC DST --format hf|meta      and back: a model that others load
-    python checkpoint.py merge SRC ADAPTER DST                a checkpoint with an adapter added
+    python checkpoint.py import SRC DST                     Meta's or Hugging Face's files -> ours
+    python checkpoint.py export SRC DST --format hf|meta    ours -> Meta's or Hugging Face's files
+    python checkpoint.py merge SRC ADAPTER DST              a model with an adapter added -> ours
 
-A save writes to a hidden directory first and renames it last. A process that is killed while it
-saves leaves a hidden directory, which the next run removes; earlier checkpoints are untouched.
-OUT must be on a disk that all nodes share: every rank writes a part.
+A save writes to a hidden directory and renames it last. A process that is killed during a save
+leaves a hidden directory, which the next run removes; earlier checkpoints are not touched.
+OUT must be on a disk that all nodes share, because every rank writes there.
 
-Which rank wrote what does not matter to who reads it: parts are stored as pieces of whole tensors,
-and every rank reads those that overlap with its own. Weights can also be read from directories that
-Meta or Hugging Face made (formats.py): `--init` and generate.py take any of the three.
+A checkpoint does not depend on how the model was sharded. The files hold pieces of full tensors,
+and every rank reads the pieces that overlap with its own shards. Instead of a checkpoint, `--init`
+and generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
 """
 
-import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import pickle
-import re
 import shutil
 import socket
 import sys
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,40 +37,58 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import formats
-from data import SPLIT, Tokenizer, find_tokenizer, load_tokenizer
-from formats import Stored
-from lora import (
-    PEFT_FILES,
-    LoRA,
-    adapters,
+from lora import LoRA, adapter_settings, adapters
+from model import Llama, LlamaConfig
+from parallel import assign_shard
+from plumbing import formats
+from plumbing.checkpoint_files import (
+    checksums,
+    failure_reason,
+    load_tensors,
+    make_empty_directory,
+    new_directory,
+    read_index,
+    remove_checkpoint,
+    save_stored_tensors,
+    sync,
+    verify,
+    write_checksums,
+)
+from plumbing.flags import Parser
+from plumbing.model_directories import (
+    check_tokenizer,
+    checkpoints,
+    find_adapter,
+    find_checkpoint,
+    has_weights,
+    open_weights,
+    read_config,
+)
+from plumbing.peft_files import (
     gather_adapters,
     is_adapter,
     merge_adapter,
     open_adapter,
     save_adapter,
 )
-from model import Llama, LlamaConfig, UserError
-from parallel import Parser, put_shard, run
-
-SUMS = "SHA256SUMS"
-ELSE = "When it is removed, --resume goes on from the checkpoint before it"
+from plumbing.processes import UserError, run
+from plumbing.safetensors import StoredTensor
+from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
 
-def claim(out: Path) -> Path | None:
-    """Make OUT this process's own until it ends, and remove what a killed one left half written;
-    its newest checkpoint, if there is one.
+def lock_run(out: Path) -> Path | None:
+    """Lock OUT for this process until it ends, and return its newest checkpoint, if there is one.
 
-    For the first rank alone. Two runs in one OUT would remove each other's files."""
+    Also removes what a killed run left half-written. Call it on rank 0 only. Raises UserError if
+    another run has locked OUT: two runs would remove each other's files."""
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # open until we end
+    # The file stays open until the process ends: closing it would unlock OUT.
+    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -92,13 +104,15 @@ def claim(out: Path) -> Path | None:
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time; in the background, training goes on meanwhile.
+    """Saves the checkpoints of a run, one at a time, and optionally in the background.
 
-    Every rank calls every method. `keep` > 0 leaves that many of the newest. In the background a
-    save costs a copy, in the CPU's memory, of what this rank writes, and the time to make it; the
-    files are written by a thread, and what fails there is raised by the next `save` or `wait`. As a
-    context it waits at its end. With `lora`, the frozen weights are not written, nor sent: what is
-    saved is the adapter, as PEFT has them, for the base that the flags' `init` names.
+    All ranks call every method together. If the model has adapters, only these are saved, and the
+    frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
+    checkpoints are kept.
+
+    In the background, `save` copies this rank's part to the CPU's memory and returns; a thread
+    writes the files while training goes on. If the thread fails, the next `save` or `wait` raises
+    its error. As a context manager, the Saver waits for the last save at the end.
     """
 
     def __init__(
@@ -110,16 +124,16 @@ class Saver:
         flags: dict,
         keep: int = 0,
         background: bool = False,
-        lora: LoRA | None = None,
     ):
-        self.lora = lora
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.keep = flags, keep
-        device = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        begin = torch.cuda.set_device if device else None  # a thread starts on the first GPU
-        self.thread = ThreadPoolExecutor(1, None, begin, device) if background else None
-        self.pending: Future | None = None
-        # The thread's collectives must not meet training's; and a disk may be slow.
+        self.lora = adapter_settings(model)
+        gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        use_gpu = torch.cuda.set_device if gpu else None  # by default, a thread uses GPU 0
+        self.thread = ThreadPoolExecutor(1, "save", use_gpu, gpu) if background else None
+        self.pending: Future | None = None  # the save in the background
+        # A group of its own, so that the thread's collectives do not mix with those of training.
+        # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
     def __enter__(self) -> "Saver":
@@ -129,56 +143,61 @@ class Saver:
         self.wait()
 
     def save(self, step: int) -> Path:
-        """Write OUT/step-N. UserError, on every rank, where the disk does not take it."""
+        """Save OUT/step-N and return its path. Raises UserError on all ranks if one fails."""
         self.wait()
-        for module in self.model.modules():  # an evaluation leaves gathered what is used at once
+        for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        state = {"optimizer": _share(_moments(self.model, self.optimizer))}
+        parts = {"optimizer": _part_of_this_rank(_moments(self.optimizer))}
         factors = gather_adapters(self.model) if self.lora else {}
         if not self.lora:
-            state["weights"] = _share(_weights(self.model))
+            parts["weights"] = _part_of_this_rank(_weights(self.model))
         if self.thread:
-            for part in state.values():
-                part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
-            self.pending = self.thread.submit(self._write, step, state, factors)
+            for tensors in parts.values():
+                tensors.update({name: t.to("cpu", copy=True) for name, t in tensors.items()})
+            self.pending = self.thread.submit(self._write, step, parts, factors)
         else:
-            self._write(step, state, factors)
+            self._write(step, parts, factors)
         return self.out / f"step-{step:08d}"
 
     def wait(self) -> None:
-        """Until the save that is under way has ended."""
+        """Wait until the save in the background has ended, and raise its error if it failed."""
         if self.pending:
             pending, self.pending = self.pending, None
             pending.result()
 
     def _write(
-        self, step: int, state: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
+        self, step: int, parts: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
     ) -> None:
         final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
-        first = dist.get_rank() == 0
+        rank = dist.get_rank()
         try:
-            self._gather(lambda: first and _empty(temporary))
-            for part, tensors in state.items():
+            self._on_every_rank(lambda: rank == 0 and make_empty_directory(temporary))
+            for part, tensors in parts.items():
                 dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
-            own = temporary.glob(f"*/__{dist.get_rank()}_*")
-            sums = self._gather(lambda: checksums(temporary, own))
-            self._gather(lambda: first and self._publish(step, temporary, final, factors, sums))
+            own_files = temporary.glob(f"*/__{rank}_*")
+            by_rank = self._on_every_rank(lambda: checksums(temporary, own_files))
+            digests = {name: digest for part in by_rank for name, digest in part.items()}
+            self._on_every_rank(
+                lambda: rank == 0 and self._finish(step, temporary, final, factors, digests)
+            )
         except (OSError, CheckpointException) as error:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)  # to make room
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # frees the space
             free = shutil.disk_usage(self.out).free / 1e9
             last = (checkpoints(self.out) or ["none"])[-1]
             raise UserError(
-                f"cannot save {final}: {_reason(error)}; {free:,.1f} GB are free there. The last "
-                f"checkpoint is {last}: make room, and --resume goes on from it"
+                f"cannot save {final}: {failure_reason(error)}; {free:,.1f} GB are free there. "
+                f"The last checkpoint is {last}: make room, and --resume goes on from it"
             )
-        if first and self.keep:
+        if rank == 0 and self.keep:
             for old in checkpoints(self.out)[: -self.keep]:
-                _remove(old)
+                remove_checkpoint(old)
 
-    def _gather(self, work: Callable) -> list:
-        """What work() gives on every rank; what it raises on one, it raises on all."""
+    def _on_every_rank(self, work: Callable) -> list:
+        """Return the results of work() on all ranks, when all ranks are done.
+
+        An exception on one rank is raised on all."""
         results = [None] * dist.get_world_size()
         try:
             mine = work()
@@ -190,71 +209,80 @@ class Saver:
                 raise result
         return results
 
-    def _publish(
-        self, step: int, temporary: Path, final: Path, factors: dict[str, Tensor], sums: list[dict]
+    def _finish(
+        self,
+        step: int,
+        temporary: Path,
+        final: Path,
+        factors: dict[str, Tensor],
+        digests: dict[str, str],
     ) -> None:
-        """Complete the directory with what makes it a checkpoint, and give it its name."""
+        """Write the adapter and the small files, and rename the directory. Only rank 0 does so."""
         for part in temporary.glob("*/"):
-            stored = read_index(part).storage_data.values()
-            if missing := {file.relative_path for file in stored} - set(os.listdir(part)):
-                raise UserError(f"{part} lacks {missing}: OUT must be on a disk all nodes share")
+            written = {file.relative_path for file in read_index(part).storage_data.values()}
+            if missing := written - set(os.listdir(part)):
+                raise UserError(
+                    f"{part} lacks {', '.join(sorted(missing))}: OUT must be on a disk that all "
+                    f"nodes share"
+                )
         config = self.model.config
         if self.lora:
             save_adapter(temporary, self.lora, config, factors, str(self.flags["init"]))
-        sums = {name: digest for part in sums for name, digest in part.items()}
-        complete(temporary, config, self.tokenizer, step, self.flags, sums)
+        complete(temporary, config, self.tokenizer, step, self.flags, digests)
         os.rename(temporary, final)
-        _sync(self.out)
+        sync(self.out)
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
-    """This rank's part of every weight, under its name, sharing its memory."""
-    tensors = {n: tensor for n, tensor in model.state_dict().items() if ".lora_" not in n}
+    """Return this rank's shard of every weight by name, without adapters, sharing its memory."""
+    tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
     if model.config.tie_embeddings:
         del tensors["output.weight"]
     return tensors
 
 
-def _moments(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer remembers of every weight, as NAME.exp_avg, sharing its memory.
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
 
-    A new optimizer gets its memory by this. Settings, such as weight decay, are not part of it:
-    they stay those of the flags."""
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    return {f"{name}.{key}": value for name, of in state.items() for key, value in of.items()}
+    The tensors share its memory. NAME is the name of the parameter that the optimizer was given;
+    the model is not asked, since with ZeRO-1 the optimizer updates slices of its parameters.
+    Settings, such as weight decay, are not saved: a resumed run takes them from its flags."""
+    if not optimizer.state:
+        _create_state(optimizer)
+    return {
+        f"{name}.{key}": tensor
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"])
+        for key, tensor in optimizer.state[parameter].items()
+    }
 
 
-def _share(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank writes: its shards, and of what every rank holds alike every size-th."""
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make a new optimizer allocate its state, by a step that changes no weight.
+
+    Gradients are zero, and so is the learning rate, which AdamW multiplies weight decay by."""
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, lr in zip(optimizer.param_groups, learning_rates):
+        group["lr"] = lr
+
+
+def _part_of_this_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes.
+
+    Every rank writes its shards of DTensors. All other tensors are equal on all ranks, and are
+    dealt out in turn."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    names = enumerate(tensors)
-    return {n: tensors[n] for i, n in names if isinstance(tensors[n], DTensor) or i % size == rank}
-
-
-def _empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Hidden first: a checkpoint that is half removed must not look like one. Where a disk keeps
-    files that somebody reads, the next run removes the rest."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}")
-    try:
-        os.rename(checkpoint, hidden)
-        shutil.rmtree(hidden)
-    except OSError as error:
-        print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
-
-
-def _reason(error: OSError | CheckpointException) -> str:
-    """Why it failed. Of a full disk torch may say only that a position is unexpected."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    if isinstance(error, OSError):
-        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())
+    return {
+        name: tensor
+        for i, (name, tensor) in enumerate(tensors.items())
+        if isinstance(tensor, DTensor) or i % size == rank
+    }
 
 
 def complete(
@@ -263,10 +291,13 @@ def complete(
     tokenizer: Tokenizer | None,
     step: int,
     flags: dict,
-    sums: dict[str, str],
+    digests: dict[str, str],
 ) -> None:
-    """Make a checkpoint of a directory whose weights are written and have these checksums."""
-    about = {
+    """Turn a directory with weights/ or an adapter into a checkpoint.
+
+    Adds config.json, the tokenizer and SHA256SUMS, and syncs all to disk. `digests` holds the
+    checksums of the files in weights/ and optimizer/ that the ranks have written."""
+    content = {
         "model": asdict(config),
         "step": step,
         "flags": flags,
@@ -275,228 +306,77 @@ def complete(
     }
     if tokenizer and tokenizer.file:
         tokenizer.save(directory / "tokenizer.model")
-        about["tokenizer"] = "tokenizer.model"
-    (directory / "config.json").write_text(json.dumps(about, indent=1, default=str))
-    others = [*directory.glob("*"), *directory.glob("*/.metadata")]
-    sums |= checksums(directory, (path for path in others if path.is_file()))
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
-    own = hashlib.sha256(lines.encode()).hexdigest()
-    (directory / SUMS).write_text(f"{lines}# complete: {own}\n")
-    for path in [*directory.glob("*"), directory]:  # torch has synced what is in weights/
-        _sync(path)
+        content["tokenizer"] = "tokenizer.model"
+    (directory / "config.json").write_text(json.dumps(content, indent=1, default=str))
+    others = [path for path in directory.glob("*") if path.is_file()]
+    others += directory.glob("*/.metadata")
+    write_checksums(directory, digests | checksums(directory, others))
+    sync(*directory.glob("*"), directory)  # DCP has synced the files in weights/ and optimizer/
 
 
-def _sync(path: Path) -> None:
-    """Make the disk hold what was written under this path, before anything relies on it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-# ------------------------------------------------------------------------- what a checkpoint holds
-
-
-def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of files, by their names within a directory."""
-    sums = {}
-    for path in paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        sums[str(path.relative_to(directory))] = digest.hexdigest()
-    return sums
-
-
-def verify(directory: Path, *parts: str, alone: bool = False) -> None:
-    """Refuse a checkpoint whose files are not what was written; a rank that finds one ends all.
-
-    `parts` begin the names of the files to look at. Ranks share the work on those in weights/ and
-    optimizer/, but for one that reads `alone`; the few small files beside them each looks at."""
-    path = directory / SUMS
-    content = path.read_bytes() if path.exists() else b""
-    *lines, last = content.splitlines(keepends=True) or [b""]
-    if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
-        raise UserError(f"{directory} is not complete: {SUMS} is missing or damaged. {ELSE}")
-    many = dist.is_initialized() and not alone
-    rank, size = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
-    files = dict(line.decode().rstrip("\n").split("  ", 1)[::-1] for line in lines)
-    names = [name for name in files if name.startswith(parts)]
-    small = [name for name in names if "/" not in name]
-    for name in small + [name for name in names if "/" in name][rank::size]:
-        file = directory / name
-        if not file.exists():
-            raise UserError(f"{directory} is not complete: {name} is missing. {ELSE}")
-        if checksums(directory, [file]) != {name: files[name]}:
-            raise UserError(f"{file} is damaged: its checksum is not the one in {SUMS}. {ELSE}")
-
-
-def read_index(part: Path) -> Metadata:
-    """What torch wrote of which tensors in weights/ or optimizer/, and where their pieces are.
-
-    It is a pickle, which could hold any code. Here only what an index of tensors is made of is let
-    through; torch, which reads it without such care, must come after."""
-    path = part / ".metadata"
-    with open(path, "rb") as file:
-        try:
-            index = _IndexUnpickler(file).load()
-            entries = index.state_dict_metadata.values()
-        except Exception as error:  # a damaged pickle can raise nearly anything
-            raise UserError(f"{path} holds more than an index of tensors: {error}")
-    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-        raise UserError(f"{path} is an index of more than tensors")
-    return index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    ALLOWED = (
-        "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
-        "ChunkStorageMetadata _MEM_FORMAT_ENCODING _StorageInfo Size _get_layout PosixPath"
-    ).split()
-
-    def find_class(self, module: str, name: str):
-        known = name in self.ALLOWED and module.split(".")[0] in ("torch", "pathlib")
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def checkpoints(out: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first; what else a user keeps there is left alone."""
-    found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def is_own(directory: Path) -> bool:
-    """Whether this is, or was, a checkpoint of ours that holds weights."""
-    return (directory / "weights").is_dir()
-
-
-def find_checkpoint(directory: Path) -> Path:
-    """Where weights are: a directory of Meta's or Hugging Face's, a checkpoint's own, or the newest
-    of a run's."""
-    for found in (directory, *checkpoints(directory)[-1:]):
-        if is_own(found) or formats.is_meta(found) or formats.is_hf(found):
-            return found
-        if is_adapter(found):
-            base = formats.Json(found / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
-            raise UserError(
-                f"{found} is an adapter: generate.py takes it as --adapter, with {base} as the "
-                f"model, and python checkpoint.py merge makes a model of both"
-            )
-    raise UserError(
-        f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
-        f"with params.json (Meta) or config.json (Hugging Face) and weights"
-    )
-
-
-def find_adapter(directory: Path) -> Path:
-    """Where an adapter is: a directory with PEFT's files, or a run's newest checkpoint."""
-    for found in (directory, *checkpoints(directory)[-1:]):
-        if is_adapter(found):
-            if (found / SUMS).exists():
-                verify(found, "adapter")
-            return found
-    raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
-
-
-def read_config(directory: Path) -> dict:
-    """`model`, a LlamaConfig; `tokenizer`, as load_tokenizer takes it, or None; `directory`; and of
-    a checkpoint of ours `tokenizer_hash`, `step` and `flags`."""
-    if not is_own(directory) and not (directory / SUMS).exists():
-        config, _ = open_weights(directory)
-        file = find_tokenizer(directory)
-        return {"model": config, "tokenizer": file and str(file), "directory": directory}
-    verify(directory, "config.json", "tokenizer.model")
-    about = json.loads((directory / "config.json").read_text())
-    about |= {"model": LlamaConfig(**about["model"]), "directory": directory}
-    if about["tokenizer"] == "tokenizer.model":
-        about["tokenizer"] = str(directory / "tokenizer.model")
-    return about
-
-
-def check_tokenizer(about: dict, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that gives the same ids another meaning, or has ids the model lacks."""
-    where, ids = about["directory"], about["model"].vocab_size
-    if about.get("tokenizer_hash") not in (None, tokenizer.hash):
-        raise UserError(
-            f"{where} was trained with another tokenizer than {tokenizer.name}: "
-            f"give --tokenizer {about['tokenizer']}"
-        )
-    if tokenizer.vocab_size > ids:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in {where} "
-            f"{ids}: give the --tokenizer it was trained with"
-        )
-
-
-def differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
-    """What sets two of a kind apart, as `dim 256, not 512`."""
-    pairs = zip(asdict(theirs).items(), asdict(ours).values())
-    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in pairs if a != b)
-
-
-# ----------------------------------------------------------------------------------------- loading
+# ---------------------------------------------------------------------------------------- loading
 
 
 def resume(
-    directory: Path,
-    model: Llama,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    lora: LoRA | None = None,
+    directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
 ) -> tuple[int, dict]:
-    """Continue from a checkpoint of a run: weights, or with `lora` the adapter, and moments in
-    place; its step and flags."""
-    about = read_config(directory)
-    if about["model"] != model.config:
+    """Load a run's checkpoint into a model and its optimizer; return its step and flags.
+
+    All ranks call it together. Loads the adapter if the model has one, the weights otherwise.
+    Raises UserError if the checkpoint belongs to another model, adapter or tokenizer."""
+    metadata, lora = read_config(directory), adapter_settings(model)
+    if metadata["model"] != model.config:
+        differences = describe_differences(metadata["model"], model.config)
         raise UserError(
-            f"{directory} holds another model ({differences(about['model'], model.config)}): "
-            f"give the flags it was trained with, or another --out"
+            f"{directory} holds another model ({differences}): give the flags it was trained with, "
+            f"or another --out"
         )
-    check_tokenizer(about, tokenizer)
+    check_tokenizer(metadata, tokenizer)
     if not (directory / "optimizer").is_dir():
         raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
     verify(directory, "weights", "adapter", "optimizer")
     if is_adapter(directory) != bool(lora):
-        raise UserError(f"{directory} is of the other script, train.py or finetune_lora.py")
+        script = "finetune_lora.py" if is_adapter(directory) else "train.py"
+        raise UserError(f"{directory} was saved by {script}: resume it with that script")
     if lora:
-        found, stored = open_adapter(directory, model.config)
-        if found != lora:
+        saved_lora, stored = open_adapter(directory, model.config)
+        if saved_lora != lora:
+            differences = describe_differences(saved_lora, lora)
             raise UserError(
-                f"{directory} holds another adapter ({differences(found, lora)}): give the flags "
-                f"it began with, or another --out"
+                f"{directory} holds another adapter ({differences}): give the flags it was trained "
+                f"with, or another --out"
             )
         with torch.no_grad():
             for name, factor in adapters(model).items():
-                put_shard(factor, stored[name].read())
+                assign_shard(factor, stored[name].read())
     else:
-        _load(_weights(model), directory / "weights")
-    _load(_moments(model, optimizer), directory / "optimizer")
-    return about["step"], about["flags"]
+        load_tensors(_weights(model), directory / "weights")
+    load_tensors(_moments(optimizer), directory / "optimizer")
+    return metadata["step"], metadata["flags"]
 
 
 @torch.no_grad()
 def load_weights(directory: Path, model: Llama) -> None:
-    """Fill a materialised model from a checkpoint of ours, Meta's or Hugging Face's; adapters are
-    left as they are.
+    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`.
 
-    Every rank calls it, and takes its part: of our files, what overlaps with it; of others, one
-    whole matrix at a time, mapped where its rows are in order."""
-    if is_own(directory):
+    All ranks call it together, and each loads its shards. From our files a rank reads only what
+    overlaps with its shards. From other files it reads one full matrix at a time; a matrix takes
+    memory only if its rows must be reordered or joined. Adapters are left as they are."""
+    if has_weights(directory):
         verify(directory, "weights")
-        _load(_weights(model), directory / "weights")
+        load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     for name, weight in stored.items():
-        put_shard(model.get_parameter(name), weight.read())
+        assign_shard(model.get_parameter(name), weight.read())
 
 
 def load_pretrained(
-    directory: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    directory: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> Llama:
-    """A Llama from a checkpoint (a step's directory, or a run's for its newest), or from a
-    directory of Meta's or Hugging Face's."""
+    """Return a Llama with the weights of any directory that find_checkpoint finds."""
     directory = find_checkpoint(Path(directory))
     with torch.device("meta"):
         model = Llama(read_config(directory)["model"]).to(dtype)
@@ -506,103 +386,58 @@ def load_pretrained(
     return model
 
 
-def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """The shape and the weights, still in their files, of any directory find_checkpoint finds. A
-    rank reads them by itself."""
-    if not is_own(directory):
-        is_meta = formats.is_meta(directory)
-        return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
-    verify(directory, "weights", alone=True)
-    entries = read_index(directory / "weights").state_dict_metadata
-
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
-        _load({name: tensor}, directory / "weights", alone=True)
-        return tensor
-
-    return read_config(directory)["model"], {
-        name: Stored(entry.properties.dtype, tuple(entry.size), partial(read, name))
-        for name, entry in entries.items()
-    }
+def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
+    """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
+    fields = zip(asdict(theirs).items(), asdict(ours).values())
+    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)
 
 
-def _load(tensors: dict[str, Tensor], part: Path, alone: bool = False) -> None:
-    """Fill tensors, or this rank's shards of them, with what has their names in a part. All ranks
-    call it together, or one `alone`."""
-    read_index(part)
-    try:
-        with _no_remarks():
-            dcp.load(tensors, checkpoint_id=part, no_dist=alone)
-    except CheckpointException as error:
-        raise UserError(f"cannot load {part}: {_reason(error)}")
-
-
-@contextlib.contextmanager
-def _no_remarks():
-    """Keep torch from remarking that a process works alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-# -------------------------------------------------------------------------- to and from other files
-
-
-class OneByOne(dcp.DefaultSavePlanner):
-    """Plans with tensors on `meta`; each is read when it is to be written, and let go of then."""
-
-    def __init__(self, stored: dict[str, Stored]):
-        super().__init__()
-        self.stored = stored
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.stored[index.fqn].read()
+# ---------------------------------------------------------------------- import, export and merge
 
 
 def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
-    """A checkpoint at `target`, of step 0 and without an optimizer, in the source's dtype."""
+    """Write a checkpoint at `target` with the source's weights, in their dtype."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
-    about = read_config(source)
-    loaded = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(about)
+    metadata = read_config(source)
+    loaded = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(metadata)
     if loaded:
-        check_tokenizer(about, loaded)
+        check_tokenizer(metadata, loaded)
     write_checkpoint(target, config, stored, loaded)
 
 
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """A checkpoint at `target` of a model and an adapter beside it, one matrix at a time."""
+    """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
-    write_checkpoint(
-        target, *merge_adapter(config, stored, *open_adapter(adapter, config)), tokenizer
-    )
+    merged = merge_adapter(stored, *open_adapter(adapter, config))
+    write_checkpoint(target, config, merged, tokenizer)
 
 
 def write_checkpoint(
-    target: Path, config: LlamaConfig, stored: dict[str, Stored], tokenizer: Tokenizer | None
+    target: Path, config: LlamaConfig, stored: dict[str, StoredTensor], tokenizer: Tokenizer | None
 ) -> None:
-    """Of step 0, without an optimizer; by one process, which holds one matrix at a time."""
-    with _new_directory(target) as temporary:
-        plan = {k: torch.empty(t.shape, dtype=t.dtype, device="meta") for k, t in stored.items()}
-        planner = OneByOne(stored)
-        with _no_remarks():
-            dcp.save(plan, checkpoint_id=temporary / "weights", planner=planner, no_dist=True)
-        sums = checksums(temporary, (temporary / "weights").glob("__*"))
-        complete(temporary, config, tokenizer, 0, {}, sums)
+    """Write a checkpoint of step 0 without an optimizer, from one process.
+
+    It holds one matrix at a time in memory."""
+    with new_directory(target) as temporary:
+        save_stored_tensors(stored, temporary / "weights")
+        digests = checksums(temporary, (temporary / "weights").glob("__*"))
+        complete(temporary, config, tokenizer, 0, {}, digests)
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
-    """A directory as Hugging Face (`hf`) or Meta (`meta`) have them, in the source's dtype or
-    another."""
+    """Write a directory in the format of Hugging Face (`hf`) or Meta (`meta`).
+
+    The weights keep their dtype if `dtype` is None."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     if dtype:
         stored = {
-            name: Stored(dtype, weight.shape, lambda read=weight.read: read().to(dtype))
+            name: StoredTensor(dtype, weight.shape, lambda read=weight.read: read().to(dtype))
             for name, weight in stored.items()
         }
-    tokenizer = _own_tokenizer(read_config(source))
-    with _new_directory(target) as temporary:
+    tokenizer = _tokenizer_of(read_config(source))
+    with new_directory(target) as temporary:
         if format == "meta":
             formats.save_meta(temporary, config, stored)
         else:
@@ -611,60 +446,45 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
         if tokenizer and tokenizer.file:
             tokenizer.save(temporary / "tokenizer.model")
             if format == "hf":
-                ranks = tokenizer.encoding._mergeable_ranks
-                formats.save_tokenizer(temporary, ranks, tokenizer.special, SPLIT)
-        for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+                save_tokenizer(temporary, tokenizer)
+        sync(*temporary.iterdir(), temporary)
 
 
-def _own_tokenizer(about: dict) -> Tokenizer | None:
-    """What a directory has of its own, if it is of a kind known here: Llama 2's is not."""
+def _tokenizer_of(metadata: dict) -> Tokenizer | None:
+    """Return the tokenizer that read_config has found, if there is one.
+
+    Prints a warning and returns None if it cannot be read; Llama 2's, for example, has another
+    format."""
     try:
-        return about["tokenizer"] and load_tokenizer(about["tokenizer"])
+        return metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
     except UserError as error:
         print(f"warning: without a tokenizer, as {error}", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def _new_directory(target: Path):
-    """A hidden directory to write to, which gets its name when all went well."""
-    if target.exists():
-        raise UserError(f"{target} exists: give the name of a new directory")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        os.rename(temporary, target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def main() -> None:
-    parser = Parser(description="Weights from and to the files of others.")
+    parser = Parser(description="Import, export and merge weights.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
-    take = commands.add_parser("import", help="make a checkpoint of Meta's or Hugging Face's files")
-    give = commands.add_parser("export", help="write Meta's or Hugging Face's files")
-    join = commands.add_parser("merge", help="make a checkpoint of a model and an adapter")
-    for command in (take, give, join):
-        command.add_argument(
-            "source", type=Path, help="a checkpoint, a run, or a model's directory"
-        )
-        if command is join:
-            command.add_argument("adapter", type=Path, help="a run of finetune_lora.py, or PEFT's")
+    importer = commands.add_parser("import", help="a checkpoint of Meta's or Hugging Face's files")
+    exporter = commands.add_parser("export", help="Meta's or Hugging Face's files of a checkpoint")
+    merger = commands.add_parser("merge", help="a checkpoint of a model with an adapter added")
+    for command in (importer, exporter, merger):
+        command.add_argument("source", type=Path, help="a checkpoint, a run, or a model directory")
+        if command is merger:
+            command.add_argument("adapter", type=Path, help="a LoRA run, or PEFT's files")
         command.add_argument("target", type=Path, help="a directory that does not exist yet")
-    take.add_argument("--tokenizer", help="where the source has no tokenizer.model")
-    give.add_argument("--format", choices=["hf", "meta"], required=True)
-    give.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as it is"
+    importer.add_argument("--tokenizer", help="tokenizer name or file (default: the source's)")
+    exporter.add_argument("--format", choices=["hf", "meta"], required=True, help="files to write")
+    exporter.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="dtype of the weights (default: the source's)",
     )
     args = parser.parse_args()
     if args.command == "import":
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":
         source = find_checkpoint(args.source)
-        tokenizer = _own_tokenizer(read_config(source))
+        tokenizer = _tokenizer_of(read_config(source))
         merge(source, find_adapter(args.adapter), args.target, tokenizer)
     else:
         dtype = getattr(torch, args.dtype) if args.dtype else None

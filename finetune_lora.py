@@ -1,18 +1,18 @@
-"""Fine-tune a Llama with LoRA: teach it to answer, by learning a hundredth of its weights.
+r"""Fine-tune a Llama with LoRA: train a few small matrices beside its own to answer.
 
-    torchrun train.py                                            a base: minutes on a laptop
+    torchrun train.py                                            a base model: minutes on a laptop
     torchrun finetune_lora.py --init out/tiny                    teach it to write docstrings
     torchrun --nproc-per-node 2 finetune_lora.py --init out/tiny --out out/two       two processes
-    torchrun --nproc-per-node 8 finetune_lora.py --init ~/Llama-3.1-8B --data chats.jsonl \\
+    torchrun --nproc-per-node 8 finetune_lora.py --init ~/Llama-3.1-8B --data chats.jsonl \
              --seq-len 4096 --batch 64 --microbatch 4 --lr 2e-4 --rank 16 --merge
 
-Data is JSON, a conversation a line (chat.py): {"messages": [{"role", "content"}...]}, or
-instruction, input and output, or prompt and completion. A row of a batch holds as many samples as
-fit, and none sees another.
+The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]}, or instruction,
+input and output, or prompt and completion (plumbing/chat.py). Several conversations share a row of
+--seq-len tokens; attention does not cross from one to another.
 
-The base is frozen, so it has no gradients to send. With --dp ddp, the default where a copy fits, a
-step sends the adapters' gradients once and nothing else, and more processes make it faster. What
-every split would send is printed at the start.
+The base is frozen, so it has no gradients. With --dp ddp, the default where a copy fits, a step
+communicates the gradients of the adapters and nothing else, and more processes make it faster. On
+several processes the start of a run prints what a step would communicate under each strategy.
 
 Every checkpoint is an adapter in PEFT's format; --merge also writes the model with it added.
 """
@@ -26,137 +26,165 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from chat import open_samples
-from cost import choose_split, predict_traffic
-from data import load_tokenizer
-from lora import TARGETS, LoRA, adapt_loss, add_adapters, init_adapters
-from lora import load_adapter as load_adapter  # for those who look for it here
-from model import Llama, UserError, generate
-from parallel import Parser, World, amount, positive, put_shard, run
-from train import add_flags, asked_split, begin, check, choose_tokenizer, fit, show, split_model
+from lora import TARGETS, LoRA, add_adapters, init_adapters
+from model import Llama, generate
+from parallel import STRATEGIES, assign_shard
+from perf.choose import choose_parallel, usable_memory
+from perf.cost import predict_traffic
+from plumbing.chat import open_samples
+from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
+from plumbing.flags import Parser, add_training_flags, nonnegative_float, positive_int
+from plumbing.peft_files import load_adapter as load_adapter  # re-exported for users' scripts
+from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.tokenizer import load_tokenizer
+from train import Job, build, setup, train
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Fine-tune a Llama with LoRA.")
     # fmt: off
-    base = parser.add_argument_group("base")
+    base = parser.add_argument_group("base model")
     base.add_argument("--init", type=Path, metavar="DIR", required=True,
-                      help="the model to start from: a checkpoint, a run, or a directory of Meta's "
-                           "or Hugging Face's")
-    base.add_argument("--tokenizer", help="name or tokenizer.model (default: the base's)")
+                      help="the base model: a checkpoint, a run, or a model directory in Meta's or "
+                           "Hugging Face's format")
+    base.add_argument("--tokenizer",
+                      help="name or tokenizer.model file (default: the base model's)")
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=["python"],
-                      help="JSON lines, files or directories; python: docstrings to write for the "
-                           "standard library's functions")
-    data.add_argument("--seq-len", type=positive, default=512, help="tokens in a row of samples")
+                      help="JSON lines, files or directories of them (default: python, docstrings "
+                           "to write for functions of the standard library)")
+    data.add_argument("--seq-len", type=positive_int, default=512,
+                      help="tokens per row of samples (default: %(default)s)")
     data.add_argument("--long", choices=["truncate", "drop"], default="truncate",
-                      help="what to do with samples of more tokens")
+                      help="treatment of samples longer than a row (default: %(default)s)")
     data.add_argument("--train-on-prompt", action="store_true",
-                      help="learn to write prompts, too, and not answers alone")
+                      help="count the loss of prompts too, not of answers alone")
 
     lora = parser.add_argument_group("LoRA")
-    lora.add_argument("--rank", type=positive, default=8, help="numbers between A and B")
-    lora.add_argument("--alpha", type=amount, default=16.0, help="scale is alpha / rank")
-    lora.add_argument("--rslora", action="store_true", help="scale is alpha / sqrt(rank)")
-    lora.add_argument("--dropout", type=amount, default=0.0, help="part of A's input set to zero")
-    lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(LoRA.targets),
-                      metavar="MATRIX", help=f"of {' '.join(TARGETS)} (default: all but output)")
+    lora.add_argument("--rank", type=positive_int, default=8,
+                      help="rank of the adapters (default: %(default)s)")
+    lora.add_argument("--alpha", type=nonnegative_float, default=16.0,
+                      help="the adapters' scale is alpha / rank (default: %(default)s)")
+    lora.add_argument("--rslora", action="store_true", help="the scale is alpha / sqrt(rank)")
+    lora.add_argument("--dropout", type=nonnegative_float, default=0.0,
+                      help="dropout probability of the adapters' input (default: %(default)s)")
+    lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS),
+                      metavar="MATRIX",
+                      help=f"matrices with an adapter, of {' '.join(TARGETS)} (default: all)")
     lora.add_argument("--merge", action="store_true",
-                      help="at the end write OUT/merged, the model with the adapter added")
+                      help="write OUT/merged at the end: the model with the adapter added")
     # fmt: on
-    add_flags(parser)
+    add_training_flags(parser)
     parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
     args = parser.parse_args()
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
-        raise UserError(f"--dropout {args.dropout:g} leaves nothing: give a number below 1")
+        raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
     if args.alpha == 0:
-        raise UserError("--alpha 0 learns nothing: give a number above 0")
+        raise UserError("--alpha 0 switches the adapters off: give a number above 0")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
     args.out = args.out or Path("out") / f"{name}-lora"
     return args
 
 
-def traffic_of_all(args: argparse.Namespace, model: Llama, world: World) -> str:
-    """Megabytes that a step sends in each split of the batch that these processes could have."""
-    choices = {f"--dp {dp}": {"dp": dp, "reshard": "auto"} for dp in ("ddp", "fsdp", "hsdp")}
-    shard = args.shard if args.dp == "hsdp" else None
-    for reshard in ("none", "adapters"):
-        choices[f"--dp fsdp --reshard {reshard}"] = {"dp": "fsdp", "reshard": reshard}
-    if world.per_node == world.size and not shard:
-        del choices["--dp hsdp"]  # which would be fsdp
-    share = args.batch * args.tp // world.size
+def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple[list[int], str]]]:
+    """Check the flags, open the data, and describe the base model with adapters.
+
+    Returns also up to three held-out prompts, as (tokens, true answer)."""
+    # The run's record names the directory that was found.
+    find = partial(checkpoint.find_checkpoint, args.init)
+    args.init = process.broadcast_from_rank_zero(find)
+    base = checkpoint.read_config(args.init)
+    check_training_flags(args, base["model"], process)
+    if args.rank > base["model"].dim:
+        raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
+    if args.merge and (args.out / "merged").exists():
+        raise UserError(f"{args.out / 'merged'} exists: remove it, or leave out --merge")
+    load = partial(load_tokenizer, choose_tokenizer(args, base))
+    tokenizer = process.rank_zero_first("tokenizer", load)
+    checkpoint.check_tokenizer(base, tokenizer)
+    train_set, val_set, examples, summary = open_samples(
+        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, process.rank > 0
+    )
+    process.check_same(f"the samples of {' '.join(args.data)}", train_set.checksum())
+    print_rank_zero(summary)
+    with torch.device("meta"):
+        model = Llama(base["model"])
+        add_adapters(
+            model, LoRA(args.rank, args.alpha, args.dropout, args.rslora, tuple(args.targets))
+        )
+
+    def initialize(model: Llama) -> None:
+        checkpoint.load_weights(args.init, model)
+        init_adapters(model, args.seed, assign_shard, process.device)
+
+    return Job(model, initialize, tokenizer, train_set, val_set), examples
+
+
+def compare_traffic(args: argparse.Namespace, model: Llama, process: Process) -> str:
+    """Return the payload of a step under each strategy, in words."""
+    share = args.batch // (process.size // args.tp)
     microbatch = args.microbatch or share
-    told = []
-    for name, choice in choices.items():
-        asked = replace(asked_split(args), offload=False, **choice)
-        tokens, microbatches = microbatch * args.seq_len, share // microbatch
-        split, _ = choose_split(asked, shard, model, world, tokens, microbatches)
-        sent = predict_traffic(model, split, microbatches, microbatch, args.seq_len)
-        told.append(f"{name} {sum(nbytes for _, nbytes in sent.values()) / 1e6:,.2f} MB")
-    return "; ".join(told)
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
+    for reshard in ("none", "adapters"):
+        choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
+    parts = []
+    for flags, choice in choices.items():
+        strategy = STRATEGIES[choice["dp"]]
+        same_as_fsdp = strategy.copy_per == "node" and process.per_node == process.size
+        if same_as_fsdp or (args.tp > 1 and not strategy.with_tp):
+            continue
+        parallel, _ = choose_parallel(
+            replace(requested_parallel(args), **choice),
+            args.shard if args.dp == choice["dp"] else None,
+            model,
+            process,
+            tokens=microbatch * args.seq_len,
+            microbatches=share // microbatch,
+            room=room,
+        )
+        traffic = predict_traffic(model, parallel, share // microbatch, microbatch, args.seq_len)
+        payload = sum(nbytes for _, nbytes in traffic.values())
+        parts.append(f"{flags} {payload / 1e6:,.2f} MB")
+    return "; ".join(parts)
 
 
 def main() -> None:
     args = parse_args()
-    world = begin(args)
-    lora = LoRA(args.rank, args.alpha, args.dropout, args.rslora, tuple(args.targets))
+    process = setup(args)
+    job, examples = prepare(args, process)
+    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out))
+    if process.size > args.tp:
+        print_rank_zero(
+            f"payload of a step by strategy: {compare_traffic(args, job.model, process)}"
+        )
+    world, runner = build(args, job, process)
 
-    # The base, and what it is to learn.
-    directory = world.from_first(partial(checkpoint.find_checkpoint, args.init))
-    base = checkpoint.read_config(directory)
-    args.init = directory  # of which the run's record says exactly what it began with
-    check(args, base["model"], world)
-    if args.rank > base["model"].dim:
-        raise UserError(f"--rank {args.rank} is more than the model's width {base['model'].dim}")
-    merged = args.out / "merged"
-    if args.merge and merged.exists():
-        raise UserError(f"{merged} exists: remove it, or leave out --merge")
-    tokenizer = world.one_first("tokenizer", partial(load_tokenizer, choose_tokenizer(args, base)))
-    checkpoint.check_tokenizer(base, tokenizer)
-    train_set, val_set, examples, counts = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, world.rank > 0
-    )
-    if len(set(world.gather([train_set.checksum()]).flatten().tolist())) > 1:
-        raise UserError(f"{' '.join(args.data)} holds other samples on other ranks: copy the files")
-    show(counts)
-    newest = world.from_first(partial(checkpoint.claim, args.out))
-
-    # The model with adapters beside its matrices, split over this world, and the training.
-    with torch.device("meta"):
-        model = Llama(base["model"])
-        add_adapters(model, lora)
-
-    def fill(model: Llama) -> None:
-        checkpoint.load_weights(directory, model)
-        init_adapters(model, args.seed, put_shard, world.device)
-
-    if world.size > 1:
-        show(f"a step would send {traffic_of_all(args, model, world)}")
-    world, runner = split_model(args, model, world, fill)
-    adapt_loss(model)
-
-    def samples(step: int) -> str:
+    def sample_text(step: int) -> str:
         if not examples:
             return "no held-out prompt is short enough to show"
         prompts = [prompt for prompt, _ in examples]
-        answers = generate(model, prompts, 64, temperature=0.0, stop=tokenizer.stop)
-        told = [
-            f"{'' if step else tokenizer.decode(prompt)}"
-            f"--- {f'after {step} steps' if step else 'the base'}: {tokenizer.decode(answer)}\n"
-            f"--- as it should be: {wanted}"
-            for (prompt, wanted), answer in zip(examples, answers)
+        options = dict(temperature=0.0, stop=job.tokenizer.stop)
+        answers = generate(job.model, prompts, 64, **options)
+        decode = job.tokenizer.decode
+        lines = [
+            f"{'' if step else decode(prompt)}"
+            f"--- {f'after {step} steps' if step else 'base model'}: {decode(answer)}\n"
+            f"--- true answer: {true_answer}"
+            for (prompt, true_answer), answer in zip(examples, answers)
         ]
-        return "\n".join([*told, "---"])
+        return "\n".join([*lines, "---"])
 
-    finished = fit(args, world, model, runner, train_set, val_set, tokenizer, newest, samples, lora)
+    finished = train(args, world, runner, job, newest, sample_text)
     if args.merge and finished and world.rank == 0:
-        checkpoint.merge(directory, checkpoint.find_adapter(args.out), merged, tokenizer)
-        show(f"merged:     {merged}")
+        adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
+        checkpoint.merge(args.init, adapter, merged, job.tokenizer)
+        print(f"merged:     {merged}", flush=True)
     names = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
-    show(f"generate:   python generate.py {names} --chat --prompt ...")
+    print_rank_zero(f"generate:   python generate.py {names} --chat --prompt ...")
 
 
 if __name__ == "__main__":

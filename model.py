@@ -1,23 +1,23 @@
-"""Llama 3 in one file: the configuration, the network, its loss, generation, and what it costs.
+"""Llama 3 in one file: the configuration, the network, its loss, and generation.
 
 A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds two things to it:
 
-    x ── RMSNorm ── attention (looks at earlier tokens) ──(+)── RMSNorm ── feed-forward ──(+)── x
-    └────────────────────────────────────────────────────┘ └─────────────────────────────┘
+    x ── RMSNorm ── attention (mixes earlier tokens) ──(+)── RMSNorm ── feed-forward ──(+)── x
+    └───────────────────────────────────────────────────┘ └─────────────────────────────┘
 
-Nothing here knows of processes or devices: parallel.py splits this model without changing a line
-of it. For that, the file keeps three habits. Layers are held by name, so that a part of them is
-still a Llama. There are no buffers, so that a model built on the `meta` device lacks nothing but
-its parameters. And the positions of tokens can be given, not only guessed from where they stand.
+Nothing here knows about processes or devices: parallel.py splits this model without changing a
+line of it. Three conventions make that possible. Modules find their parts by name, so that a layer
+can be replaced or sharded. There are no buffers, so that a model built on the `meta` device lacks
+nothing but its parameters. And token positions may be passed explicitly.
 
-Letters in shape comments: B batch, T tokens, D model width, H query heads, K key/value heads,
-E head width (D / H), F feed-forward width, V vocabulary, S tokens that can be looked at, N = B * T.
+Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
+E head width (D / H), F feed-forward width, V vocabulary, S keys and values (cached ones included),
+N = B * T.
 """
 
 import contextlib
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,14 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100  # a target with this value is not counted: padding, or a prompt in fine-tuning
-LOSS_CHUNK = 512  # tokens whose logits exist at one time in the loss
-
-
-class UserError(Exception):
-    """Something was asked for that cannot be. Its message is one line that says what to do instead.
-
-    Scripts print it without a traceback and exit with code 2 (parallel.py, `run`)."""
+IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
+LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
 
 
 # ------------------------------------------------------------------------------- configuration
@@ -40,30 +34,30 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama. Every size is a count of numbers, not of bytes."""
+    """The shape of a Llama. Raises ValueError where the sizes do not fit together."""
 
     dim: int = 256  # D
     n_layers: int = 4
     n_heads: int = 4  # H
-    n_kv_heads: int = 4  # K; each is shared by H / K query heads (grouped-query attention)
+    n_kv_heads: int = 4  # KV; each serves H / KV query heads (grouped-query attention)
     ffn_dim: int = 768  # F
     vocab_size: int = 4096  # V
     max_seq_len: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: float = 1.0  # stretch of long wavelengths: 8 in Llama 3.1, 32 in 3.2, 1 is none
+    rope_scaling: float = 1.0  # factor on long wavelengths: 8 in Llama 3.1, 32 in 3.2, 1 for none
     tie_embeddings: bool = False  # one matrix for the embedding and the output
 
     def __post_init__(self):
         if self.dim % self.n_heads or self.dim // self.n_heads % 2:
-            raise UserError(
-                f"dim {self.dim} over {self.n_heads} heads gives heads of width "
-                f"{self.dim / self.n_heads:g}; choose --n-heads so that it is an even integer"
+            raise ValueError(
+                f"dim {self.dim} over n_heads {self.n_heads} gives heads of width "
+                f"{self.dim / self.n_heads:g}: choose n_heads so that the width is an even integer"
             )
         if self.n_heads % self.n_kv_heads:
-            raise UserError(
-                f"{self.n_heads} heads cannot share {self.n_kv_heads} key/value heads evenly; "
-                f"choose --n-kv-heads that divides {self.n_heads}"
+            raise ValueError(
+                f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
+                f"choose n_kv_heads that divides {self.n_heads}"
             )
 
     @property
@@ -72,13 +66,13 @@ class LlamaConfig:
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
-    """A published Llama 3: what all of them share is said once."""
+    """Return the configuration of a published Llama 3, with the sizes that all of them share."""
     shared = dict(n_kv_heads=8, vocab_size=128_256, max_seq_len=131_072)
     return LlamaConfig(dim, n_layers, n_heads, ffn_dim=ffn_dim, **(shared | rest))
 
 
 PRESETS = {
-    # For lessons. Training from scratch takes the vocabulary's size from the tokenizer.
+    # For lessons: D, layers, H, KV, F. Training from scratch takes V from the tokenizer.
     "tiny": LlamaConfig(96, 4, 4, 2, 288, vocab_size=2048, tie_embeddings=True),
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
@@ -93,33 +87,32 @@ PRESETS = {
 }
 
 
-# ------------------------------------------------------------------- positions, and who sees whom
+# ------------------------------------------------------------------------ RoPE and attention masks
 
 
 def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle by which each pair of a head's numbers is turned.
+    """Return cosine and sine of the rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-    Pair i turns by position * theta^(-2i/E) (Su et al. 2021, arXiv:2104.09864). Llama 3.1 slows
-    the pairs whose wavelength is near or beyond the 8,192 tokens of its first training, so that a
-    longer context meets no angle never seen: wavelengths over 8,192 are stretched by
-    `rope_scaling`, those under 8,192 / 4 are kept, those between get a blend. Computed in float32,
-    with the roundings of the published models' training.
+    Pair i of a head's features is rotated by position * theta^(-2i/E) radians. Llama 3.1 and 3.2
+    slow down the long wavelengths, so that a context beyond the 8,192 tokens of the first training
+    meets no unseen angle: wavelengths above 8,192 tokens are multiplied by `rope_scaling`, those
+    below 8,192 / 4 stay, those in between are interpolated. In float32, as in Meta's code.
 
-    positions [B or 1, T] integers -> two tensors [B or 1, T, 1, E/2] float32.
+    positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32.
     """
     E = config.head_dim
-    steps = torch.arange(0, E, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (steps / E)  # [E/2] radians per token
+    exponents = torch.arange(0, E, 2, device=positions.device, dtype=torch.float32) / E
+    frequencies = 1.0 / config.rope_theta**exponents  # [E/2] radians per token
     if config.rope_scaling != 1.0:
-        turns = 8192 / (2 * math.pi / frequencies)  # full turns within the first context
-        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1: fast pair, kept; 0: slow pair, stretched
+        turns = 8192 / (2 * math.pi / frequencies)  # full turns within 8,192 tokens
+        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1: four turns or more; 0: one or less
         frequencies = (1 - keep) * frequencies / config.rope_scaling + keep * frequencies
     angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each neighbouring pair of numbers (Meta's layout), in float32 or wider.
+    """Rotate each pair of neighbouring features (Meta's layout), computing in float32 or float64.
 
     x [B, T, heads, E] -> same shape and dtype."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, heads, E/2]
@@ -127,11 +120,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_mask(positions: Tensor, queries: int) -> Tensor:
-    """Who sees whom when a row holds several documents: only earlier tokens of the same one.
+    """Return a mask for rows that hold several documents: a token attends only to earlier tokens
+    of its own document.
 
-    A position of 0 starts a document, so positions alone say where the borders are.
-    positions [B, S] of all tokens, of which the last `queries` = T ask -> bool [B, 1, T, S].
-    """
+    A position of 0 starts a document. positions [B, S] belong to all keys, of which the last
+    `queries` = T are the queries -> bool [B, 1, T, S], True where attention is allowed."""
     S = positions.shape[1]
     document = (positions == 0).cumsum(1)  # [B, S]
     same = document[:, -queries:, None] == document[:, None, :]  # [B, T, S]
@@ -140,23 +133,23 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, so that generating one token costs one token.
+    """Keys and values of the tokens seen so far, so that a new token is the only one to compute.
 
-    Kept by concatenation: simple, and free to grow, at the price of a copy per token."""
+    Concatenation keeps this simple and lets it grow, at the cost of a copy for each token."""
 
     def __init__(self):
         self.positions: Tensor | None = None  # [B, S]
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # two of [B, K, S, E] a layer
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, KV, S, E]
 
     def add_positions(self, positions: Tensor) -> Tensor:
-        """positions [B, T] of new tokens -> [B, S] of all."""
+        """Append the positions [B, T] of new tokens and return those of all [B, S]."""
         if self.positions is not None:
             positions = torch.cat([self.positions, positions], 1)
         self.positions = positions
         return positions
 
     def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """New keys and values [B, K, T, E] of one layer -> those of all tokens [B, K, S, E]."""
+        """Append one layer's new keys and values [B, KV, T, E] and return all [B, KV, S, E]."""
         if layer in self.layers:
             old_k, old_v = self.layers[layer]
             k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
@@ -180,16 +173,16 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
-        # Heads are counted from the result (-1): under tensor parallelism a rank holds a part.
+        # The number of heads is inferred (-1): under tensor parallelism a rank has only its own.
         q = rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
-        k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, K, E]
-        v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, K, E]
+        k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
+        v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         if cache is not None:
-            k, v = cache.add(self.layer, k, v)  # [B, K, S, E]
-        if mask is not None:  # kernels that take a mask want a key head for each query head
+            k, v = cache.add(self.layer, k, v)  # [B, KV, S, E]
+        if mask is not None:  # with a mask, kernels need a key/value head for each query head
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        # Without a mask the fastest kernels apply: they skip the upper half and never hold T x T.
+        # Without a mask the fastest kernels apply: they skip the upper half and never store T x T.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -204,12 +197,15 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x):
+        # Selective checkpointing relies on the order w1, w3, w2 (parallel.py).
         return self.w2(SwiGLU.apply(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, [B, T, F] each, keeping these two for backward. Plain autograd would keep
-    silu(gate) as well; on the widest activations of the model, computing it again costs less."""
+    """silu(gate) * up, elementwise on [B, T, F], saving only gate and up for backward.
+
+    Plain autograd would save silu(gate) as well, another F elements a token. Computing it again
+    in backward takes less time than storing and reading it."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -236,10 +232,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Parameters bear the names of Meta's files; call `init_weights` or load a checkpoint.
+    """Llama 3. Parameter names match Meta's checkpoints. Values come from `init_weights` or a file.
 
-    `compute_dtype`, where set, is what matrix products are computed in, by autocast. `loss` is what
-    forward makes of the last hidden states and targets; a split over the vocabulary brings its own.
+    `compute_dtype`, if set, is the autocast dtype of forward. `loss(hidden, weight, targets)` maps
+    the last hidden states and the output matrix to the loss; tensor parallelism replaces it.
     """
 
     def __init__(self, config: LlamaConfig):
@@ -254,7 +250,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make one parameter of the embedding and the output, where the configuration says so."""
+        """Let output and embedding share one parameter, where the configuration says so."""
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -265,14 +261,16 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits of the next token, or, given targets, the sum of their cross entropy.
+        """Return the logits of the next token or, given targets, the sum of their cross entropy.
 
-        tokens [B, T] -> logits [B, T, V]; with a cache only the last token's, [B, 1, V].
-        targets [B, T], IGNORE where nothing is to be learnt -> a float32 scalar, in nats (float64
-        in a float64 model). It is a sum, so that microbatches and ranks can simply be added up.
-        positions [B, T]: place of each token in its document; each 0 starts one, and attention does
-        not cross into it. Without it every row is one document from its start. A cache needs it.
-        """
+        tokens [B, T] -> logits [B, T, V]; with a cache only those of the last token, [B, 1, V].
+        targets [B, T], IGNORE where no token counts -> float32 scalar in nats (float64 in a float64
+        model). A sum, so that microbatches and ranks can be added up before the one division.
+        positions [B, T]: index of each token in its document. Every 0 starts a document, and
+        attention does not cross into another. Default: each row is one document. Required with a
+        cache."""
+        if cache is not None and positions is None:
+            raise ValueError("a cache needs positions: without them new tokens start a document")
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         else:
@@ -288,37 +286,37 @@ class Llama(nn.Module):
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)
+            # The loss multiplies by the weight itself, chunk by chunk, and not by calling output.
             return self.loss(x, self.output.weight, targets)
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0, put: Callable = Tensor.copy_, device=None) -> None:
-        """Fill every parameter by put(parameter, its first value in full), drawn on `device`;
-        adapters beside them (lora.py) have first values of their own."""
+    def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
+        """Call assign(parameter, full_initial_value) for each parameter; values are drawn on
+        `device`. LoRA's factors have initial values of their own (lora.py)."""
         for name, parameter in self.named_parameters():
             if ".lora_" not in name:
-                put(parameter, initial_weight(name, parameter, self.config, seed, device))
+                assign(parameter, initial_weight(name, parameter, self.config, seed, device))
 
 
 def initial_weight(
     name: str, like: Tensor, config: LlamaConfig, seed: int, device: torch.device | None = None
 ) -> Tensor:
-    """The first value of one parameter: a function of seed, name and full shape, of nothing else.
+    """Return the initial value of one parameter, which depends on seed, name and full shape only.
 
-    So, on one kind of device, a weight is the same however the model is split or filled. Norms
-    start at 1, matrices at normal(0, 0.02), and the two matrices of a block that write to the
-    residual stream smaller by sqrt(2 * layers), so that the sum of all blocks starts at the scale
-    of one (Radford et al. 2019). Drawn in float32, then cast: float64 starts from the same weights.
-    """
+    So a weight starts the same however the model is split, on any one kind of device. Norms start
+    at 1 and matrices at normal(0, 0.02). The two matrices of a block that write to the residual
+    stream are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
+    (Radford et al. 2019). Drawn in float32 and then cast, so that float64 starts alike."""
     weight = torch.ones(like.shape, device=device or like.device)
     if "norm" not in name:
         writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
         std = 0.02 / math.sqrt(2 * config.n_layers) if writes_to_stream else 0.02
-        weight.normal_(0, std, generator=generator_of(name, seed, weight.device))
+        weight.normal_(0, std, generator=generator_for(name, seed, weight.device))
     return weight.to(like.dtype)
 
 
-def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
-    """Random numbers for one parameter, which depend on seed and name alone."""
+def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """Return a random generator for one parameter, seeded by seed and name."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
 
@@ -330,56 +328,65 @@ def cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    first: int = 0,
-    log_share: Callable[[Tensor], Tensor] | None = None,
+    vocab_start: int = 0,
+    log_partition_offset: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Sum over targets of -log softmax(hidden @ weight.T)[target], LOSS_CHUNK tokens at a time.
+    """Return the sum over targets of -log softmax(hidden @ weight.T)[target].
 
-    All logits of 4,096 tokens of Llama 3 take 2.1 GB in float32, and a plain cross entropy holds
-    them three times. Here one chunk's worth exists at any time.
+    Works on LOSS_CHUNK tokens at a time: all logits of 4,096 tokens of Llama 3 take 2.1 GB in
+    float32, and a plain cross entropy holds them three times.
     hidden [..., D], weight [V, D], targets [...] -> scalar.
 
-    `weight` may be a part of the vocabulary, its rows from `first` on. Then `log_share` must make
-    of the part's logits [n, V] the log of the part's probability in the whole [n, 1]; and the
-    result, like the gradient of `hidden`, is a part of a sum, to be added up over the vocabulary.
+    `weight` may be one rank's shard of the vocabulary, starting at row `vocab_start`.
+    `log_partition_offset` then maps the shard's logits [n, V/tp] to
+    logsumexp(shard) - logsumexp(all) [n, 1]. The result, and the gradient of `hidden`, are this
+    rank's share of a sum over the shards.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
-        compute = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(compute), weight.to(compute)
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # Inside an autograd.Function gradients always look disabled, so this is passed in.
+    wants_grad = torch.is_grad_enabled()
     hidden, targets = hidden.flatten(0, -2), targets.flatten()  # [N, D], [N]
-    return _ChunkedCrossEntropy.apply(hidden, weight, targets, first, log_share)
+    return _ChunkedCrossEntropy.apply(
+        hidden, weight, targets, vocab_start, log_partition_offset, wants_grad
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient of the logits, softmax - onehot, needs only the logits themselves. So forward
-    computes all gradients while it holds them, and backward has only to scale the results."""
+    """The gradient of the logits is softmax - onehot, which needs nothing but the logits. So
+    forward computes all gradients while it has a chunk's logits; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, first, log_share):
-        wide = torch.promote_types(hidden.dtype, torch.float32)  # sums are kept in float32 at least
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+    def forward(ctx, hidden, weight, targets, vocab_start, log_partition_offset, wants_grad):
+        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)  # float32 or float64
+        loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        hidden_grad = weight_grad = None
+        if wants_grad and ctx.needs_input_grad[0]:
+            hidden_grad = torch.empty_like(hidden)
+        if wants_grad and ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight, dtype=sum_dtype)
         for start in range(0, len(targets), LOSS_CHUNK):
-            rows = slice(start, start + LOSS_CHUNK)
-            h, t = hidden[rows], targets[rows, None]  # [n, D], [n, 1]
-            counted, row = t != IGNORE, t - first  # a target's row in this weight...
-            here = counted & (row >= 0) & (row < len(weight))  # ...if it has one
-            row = torch.where(here, row, 0)
+            chunk = slice(start, start + LOSS_CHUNK)
+            h, t = hidden[chunk], targets[chunk, None]  # [n, D], [n, 1]
+            valid = t != IGNORE
+            local_id = t - vocab_start  # row of the target in this shard, if it is in it
+            in_shard = valid & (local_id >= 0) & (local_id < len(weight))
+            local_id = torch.where(in_shard, local_id, 0)
             logits = h @ weight.T  # [n, V]
-            log_p = F.log_softmax(logits, dim=-1, dtype=wide)
-            if log_share:
-                log_p += log_share(logits)
-            loss -= torch.where(here, log_p.gather(1, row), 0).sum()
-            if wants_hidden or wants_weight:
-                one = here.to(wide)
-                grad = log_p.exp_().scatter_add_(1, row, -one).to(h.dtype)  # softmax - onehot
-                if wants_hidden:
-                    hidden_grad[rows] = (grad @ weight) * counted
-                if wants_weight:
-                    weight_grad += grad.T @ (h * counted)
+            log_p = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
+            if log_partition_offset:
+                log_p += log_partition_offset(logits)
+            loss -= torch.where(in_shard, log_p.gather(1, local_id), 0).sum()
+            if hidden_grad is None and weight_grad is None:
+                continue
+            minus_onehot = -in_shard.to(sum_dtype)
+            grad = log_p.exp_().scatter_add_(1, local_id, minus_onehot).to(h.dtype)  # [n, V]
+            if hidden_grad is not None:
+                hidden_grad[chunk] = (grad @ weight) * valid
+            if weight_grad is not None:
+                weight_grad += grad.T @ (h * valid)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtype = weight.dtype
         return loss
@@ -387,7 +394,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         gradients = [None if g is None else (g * scale).to(ctx.dtype) for g in ctx.saved_tensors]
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 # ------------------------------------------------------------------------------------ generation
@@ -396,18 +403,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def sample(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw a token from each row of logits [B, V] -> [B].
+    """Draw one token from each row of logits [B, V] -> [B].
 
-    temperature 0 takes the likeliest; top_k > 0 keeps the k likeliest; top_p < 1 keeps the
-    likeliest whose probabilities together first reach top_p (Holtzman et al. 2020, "nucleus").
-    """
+    temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
+    the most likely ones up to a total probability of top_p (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
     if top_k > 0:
         logits[:, top_k:] = -math.inf
     p = logits.softmax(-1)
-    before = p.cumsum(-1) - p  # probability of all likelier tokens
+    before = p.cumsum(-1) - p  # total probability of all more likely tokens
     p[before >= top_p] = 0
     choice = torch.multinomial(p, 1, generator=generator)  # [B, 1]
     return order.gather(1, choice).squeeze(1)
@@ -424,12 +431,11 @@ def stream(
     stop: tuple[int, ...] = (),
     seed: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Continue every prompt, one token at a time: yields B tokens a turn, None for a finished row.
+    """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
 
     A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
-    stand flush right; the padding before them is a document of its own, which no prompt can see.
-    Where the model is split over ranks, all of them must call this with the same arguments.
-    """
+    are left-padded; the padding is a document of its own, which no prompt attends to. If the model
+    is split over ranks, all ranks must call this with the same arguments."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     T = max(len(prompt) for prompt in prompts)
@@ -439,7 +445,8 @@ def stream(
     )  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
+        logits = model(tokens, positions=positions, cache=cache)[:, -1]  # [B, V]
+        logits = logits.to(device)  # from the GPU, where parameters are offloaded to the CPU
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()
@@ -450,62 +457,6 @@ def stream(
 
 
 def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):
-    """The new tokens of each prompt, as lists; arguments as for `stream`."""
-    turns = stream(model, prompts, max_new_tokens, **options)
-    return [[token for token in row if token is not None] for row in zip(*turns)]
-
-
-# ------------------------------------------------------------------------------- what it costs
-
-
-def flops_per_token(config: LlamaConfig, seq_len: int, adapters: int | None = None) -> int:
-    """Floating-point operations to train on one token: forward once, backward twice that.
-
-    Of a model whose weights are frozen and which has so many numbers in `adapters` instead,
-    backward needs no gradient of the weights: it takes as long as forward.
-
-    Each weight of a matrix multiplies and adds once per token, and each head's scores and weighted
-    sum do so for E numbers per token looked at. Causal attention is counted as if it saw the whole
-    row, as usual (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), and recomputation is not
-    counted: so figures compare with those that others publish.
-    """
-    c, kv_dim = config, config.n_kv_heads * config.head_dim
-    weights = c.n_layers * (2 * c.dim * (c.dim + kv_dim) + 3 * c.dim * c.ffn_dim)
-    weights += c.dim * c.vocab_size  # the output; the embedding is a look-up
-    attention = 2 * c.n_layers * c.dim * seq_len
-    if adapters is None:
-        return 3 * 2 * (weights + attention)
-    return 2 * 2 * weights + 3 * 2 * (adapters + attention)
-
-
-# Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first that a device's name has wins.
-PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "GH200": 989.4e12,
-    "H200 NVL": 835e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307.4e12,
-    "MI300X": 1307.4e12,
-    "MI250X": 383e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak of one device by its name; None where it is not known: MFU is then never guessed."""
-    for name, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
-            return peak
-    return None
+    """Return the new tokens of each prompt as a list; arguments as for `stream`."""
+    steps = stream(model, prompts, max_new_tokens, **options)
+    return [[token for token in row if token is not None] for row in zip(*steps)]

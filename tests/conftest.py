@@ -1,7 +1,6 @@
 import atexit
 import json
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -54,12 +53,17 @@ def hugging_face_config(config, **more):
 
 
 class Result:
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
+    def __init__(self, codes: list[int], out: str, err: str):
+        self.codes, self.out, self.err = codes, out, err
+
+    @property
+    def code(self) -> int:
+        """The first exit code that is not 0."""
+        return next(filter(None, self.codes), 0)
 
 
 def start(script: str, *args, nproc: int = 0, torchrun=("--standalone",)) -> subprocess.Popen:
-    """A script of the project, by torchrun on a free port or, with nproc 0, by python alone."""
+    """Start a script by torchrun on a free port or, with nproc 0, by python alone."""
     command = [sys.executable]
     if nproc:
         command += ["-m", "torch.distributed.run", *torchrun, f"--nproc-per-node={nproc}"]
@@ -80,20 +84,14 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
         process.terminate()  # torchrun then ends its workers, which it alone can reach
         out, err = process.communicate(timeout=60)
         pytest.fail(f"{process.args} took more than {timeout} s\n{out}\n{err}")
-    return Result(process.returncode, out, err)
+    return Result([process.returncode], out, err)
+
+
+server: list[subprocess.Popen] = []  # tests/workers/fork_server.py, once one is needed
 
 
 def launch(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
-    if nproc:
-        return finish(start(script, *args, nproc=nproc), timeout)
-    return forked(script, *args, timeout=timeout)
-
-
-server: list[subprocess.Popen] = []  # once one is needed
-
-
-def forked(script: str, *args, timeout: float) -> Result:
-    """A script of the project by python alone, without the time that its imports take."""
+    """Run a script like `start` and `finish`, without the time that torchrun and imports take."""
     if not server:
         command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -101,28 +99,52 @@ def forked(script: str, *args, timeout: float) -> Result:
         atexit.register(server[0].kill)
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory) / "out", Path(directory) / "err"
-        request = [str(ROOT / script), [*map(str, args)], str(out), str(err)]
+        request = dict(script=str(ROOT / script), arguments=[*map(str, args)], nproc=nproc)
+        request |= dict(timeout=timeout, out=str(out), err=str(err))
         print(json.dumps(request), file=server[0].stdin, flush=True)
-        if not select.select([server[0].stdout], [], [], timeout)[0]:
-            subprocess.run(["pkill", "-P", str(server.pop().pid)])
-            pytest.fail(f"{request} took more than {timeout} s\n{out.read_text()}")
-        code = int(server[0].stdout.readline())
-        return Result(code, out.read_text(), err.read_text())
+        answer = server[0].stdout.readline()
+        if not answer:
+            server.clear()
+            pytest.fail("tests/workers/fork_server.py has ended: its error is above")
+        if (codes := json.loads(answer)) is None:
+            written = [path.read_text() for path in (out, err) if path.exists()]
+            pytest.fail("\n".join([f"{request} took more than {timeout} s", *written]))
+        return Result(codes, out.read_text(), err.read_text())
 
 
-def succeed(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
-    result = launch(script, *args, nproc=nproc, timeout=timeout)
-    assert result.code == 0, result.err
+def by_torchrun(script: str, *args, nproc: int) -> Result:
+    """Run a script as a user does; where torchrun itself is not what is tested, `launch` it."""
+    return finish(start(script, *args, nproc=nproc))
+
+
+def succeed(script: str, *args, run=launch, **options) -> Result:
+    """Run a script by `launch` or by_torchrun, and assert that it exits with code 0."""
+    result = run(script, *args, **options)
+    assert set(result.codes) == {0}, result.err
     return result
 
 
 def refused(result, *parts: str) -> None:
-    """One line that says it, exit code 2, no traceback."""
-    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    """Assert that a run ended with one line that has these parts, and with exit code 2."""
+    lines = error_lines(result)
     assert len(lines) == 1, result.err
     assert all(part in lines[0] for part in parts), lines[0]
-    assert "Traceback" not in result.err
-    assert result.code == 2
+    assert "Traceback" not in result.err and "[rank" not in result.err
+    assert set(result.codes) == {2}  # on every rank
+
+
+def error_lines(result: Result) -> list[str]:
+    return [line for line in result.err.splitlines() if line.startswith("error: ")]
+
+
+def metrics(out: Path) -> list[dict]:
+    """Read the metrics of a run, a dictionary for each step."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def slow(*case):
+    """Return a case of a test that only -m slow runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

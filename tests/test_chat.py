@@ -1,12 +1,7 @@
-"""chat.py: conversation files, what is learnt of them, and rows that several samples share."""
+"""plumbing/chat.py: conversation files, targets, and rows that several samples share."""
 
-import ast
-import functools
-import inspect
 import json
 import random
-import shlex
-import textwrap
 import time
 
 import pytest
@@ -15,22 +10,22 @@ import torch
 import transformers
 from conftest import shared
 
-import chat
-import data
-import formats
-from chat import Packed, encode, encode_prompt, open_samples, pack, read_conversations
-from data import Tokenizer, load_tokenizer
-from model import IGNORE, Llama, LlamaConfig, UserError
+from model import IGNORE, Llama, LlamaConfig
+from plumbing import chat
+from plumbing.chat import Packed, encode, encode_prompt, open_samples, pack, read_conversations
+from plumbing.corpora import read_pieces
+from plumbing.processes import UserError
+from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
 BYTES = load_tokenizer("bytes")
 
 
 def plain_tokenizer() -> Tokenizer:
-    """Bytes, with one special token as in GPT-2, and none for chat."""
-    ranks = {bytes([i]): i for i in range(256)}
+    """A tokenizer of bytes with GPT-2's only special token, and so none for chat."""
+    vocab = {bytes([i]): i for i in range(256)}
     special = {"<|endoftext|>": 256}
     encoding = tiktoken.Encoding(
-        "p", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special
+        "p", pat_str="(?s:.)", mergeable_ranks=vocab, special_tokens=special
     )
     return Tokenizer("plain", encoding)
 
@@ -56,7 +51,7 @@ TALK = [
 
 
 def marked(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Text of ids with the names of special tokens in curly brackets."""
+    """Return the text of ids, with the names of special tokens in curly brackets."""
     names = {token: f"{{{name.strip('<|>')}}}" for name, token in tokenizer.special.items()}
     runs, ordinary = [""], []
     for i in [*ids, None]:
@@ -68,8 +63,8 @@ def marked(ids: list[int], tokenizer: Tokenizer) -> str:
     return "".join(runs)
 
 
-def learnt_text(ids, learnt, tokenizer: Tokenizer = BYTES) -> str:
-    return marked([int(i) for i, is_learnt in zip(ids, learnt) if is_learnt], tokenizer)
+def target_text(ids, is_target, tokenizer: Tokenizer = BYTES) -> str:
+    return marked([int(i) for i, counts in zip(ids, is_target) if counts], tokenizer)
 
 
 def write(path, *records):
@@ -78,11 +73,11 @@ def write(path, *records):
 
 
 def answering(n: int, length: int = 0) -> list[dict]:
-    """Conversations 0, 1, ... n - 1, with answers of `length` digits."""
+    """Return n conversations with the answers 0, 1, ..., padded with zeros to `length` digits."""
     return [{"messages": [user(f"say {i}"), assistant(f"{i:0{length}}")]} for i in range(n)]
 
 
-# ------------------------------------------------------------------------------- conversation files
+# --------------------------------------------------------------------------- conversation files
 
 
 def test_three_kinds_of_lines(tmp_path):
@@ -105,7 +100,7 @@ def test_three_kinds_of_lines(tmp_path):
     ]
 
 
-def test_blank_lines_marks_halves_of_characters_and_what_follows_the_last_answer(tmp_path):
+def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_last_answer(tmp_path):
     path = tmp_path / "a.jsonl"
     first = '{"prompt": "a\\ud83db", "completion": "\\ud83d\\ude42"}'
     path.write_text(f"\ufeff{first}\n\n \t\r\n{json.dumps({'messages': [*TALK, user('Bye')]})}")
@@ -119,22 +114,22 @@ def test_blank_lines_marks_halves_of_characters_and_what_follows_the_last_answer
     "line, message",
     [
         (b'{"prompt": "caf\xe9", "completion": "x"}', "byte 0xe9 is not UTF-8: convert"),
-        (b'{"prompt": "a", "completion": "b"', "is no JSON object: give one of {"),
-        (b"[" * 100_000, "is no JSON object"),
-        (b"[1, 2]", "is no JSON object"),
-        (b'"text"', "is no JSON object"),
-        ({"text": "a", "output": 3}, "an object with 'text', 'output': give one of {"),
+        (b'{"prompt": "a", "completion": "b"', "is not a JSON object: give {"),
+        (b"[" * 100_000, "is not a JSON object"),
+        (b"[1, 2]", "is not a JSON object"),
+        (b'"text"', "is not a JSON object"),
+        ({"text": "a", "output": 3}, "an object with 'text', 'output': give {"),
         ({}, "an object with nothing"),
         ({"conversations": [{"from": "human", "value": "Hi"}]}, "an object with 'conversations'"),
         ({"instruction": "a", "output": 3}, '"output" is 3: give it as a string'),
         ({"instruction": "a", "input": ["b"], "output": "c"}, "\"input\" is ['b']: give it"),
         ({"prompt": [user("a")], "completion": "b"}, '"prompt" is [{'),
         ({"prompt": "a", "completion": " \n"}, "message 2 is an empty answer"),
-        ({"messages": {"role": "user"}}, '"messages" is no list: give {"messages": [{"role"'),
-        ({"messages": []}, "no message has role assistant: give an answer"),
-        ({"messages": [user("a")]}, "no message has role assistant"),
+        ({"messages": {"role": "user"}}, '"messages" is not a list: give {"messages": [{"role"'),
+        ({"messages": []}, "no message has the role assistant: give an answer"),
+        ({"messages": [user("a")]}, "no message has the role assistant"),
         ({"messages": ["a"]}, "message 1 is 'a': give {\"role\""),
-        ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: only system'),
+        ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: give one of'),
         ({"messages": [user("a"), {"role": ["user"], "content": "b"}]}, 'message 2 has the "role"'),
         ({"messages": [user(["a"]), assistant("b")]}, "message 1 has the \"content\" ['a']: give"),
         ({"messages": [user("a"), {"role": "assistant"}]}, 'message 2 has the "content" None'),
@@ -144,7 +139,7 @@ def test_blank_lines_marks_halves_of_characters_and_what_follows_the_last_answer
         ),
         (
             {"messages": [user("a"), assistant("b"), {"role": "tool", "content": "c"}]},
-            "message 3 has the \"role\" 'tool': only system, user, assistant can be taught",
+            "message 3 has the \"role\" 'tool': give one of system, user, assistant",
         ),
     ],
     ids=str,
@@ -164,20 +159,20 @@ def test_files_without_conversations_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "none").mkdir()
     for path, message in [
-        (tmp_path / "no.jsonl", "does not exist: give a file with one of these a line: {"),
+        (tmp_path / "no.jsonl", "does not exist: give a file with lines like {"),
         (tmp_path, "is a directory: give a file"),
-        (tmp_path / "empty.jsonl", "holds no conversation: give one of these a line"),
+        (tmp_path / "empty.jsonl", "holds no conversation: give lines like {"),
     ]:
         with pytest.raises(UserError, match=message):
             list(read_conversations(path))
-    with pytest.raises(UserError, match=r"none holds no \.jsonl file: give"):
+    with pytest.raises(UserError, match=r"none holds no \.jsonl file: give one with lines like {"):
         open_samples([str(tmp_path / "none")], BYTES, 64)
 
 
-# ----------------------------------------------------------------------------------- what is learnt
+# -------------------------------------------------------------------------------------- targets
 
-# As in the tokenizer_config.json of Llama 3's published instruction models, but that {% generation
-# %} tells transformers what the assistant says.
+# The template in the tokenizer_config.json of Llama 3's published instruction models, with
+# {% generation %} added, by which transformers knows what the assistant says.
 PUBLISHED = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
     "{% set start = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' %}"
@@ -190,33 +185,32 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["trained", "llama3"])
-def test_ids_and_mask_are_those_of_the_published_template(own, text, tmp_path):
-    """Without text that looks like special tokens, which transformers would take for such."""
+@pytest.mark.parametrize("llama3", [False, True], ids=["trained", "llama3"])
+def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path):
+    """The messages hold no names of special tokens: transformers would encode them as such."""
     path = tmp_path / "tokenizer.model"
-    if own:
+    if llama3:
         path = shared("llama3.tokenizer.model")
     else:
-        data.train_tokenizer([str(text), chat.__file__], 500, path)
+        train_tokenizer([str(text), chat.__file__], 500, path)
     tokenizer = load_tokenizer(str(path))
-    ranks = tokenizer.encoding._mergeable_ranks
-    formats.save_tokenizer(tmp_path, ranks, tokenizer.special, data.SPLIT)
+    save_tokenizer(tmp_path, tokenizer)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     talk = [{**m, "content": m["content"].replace("<|eot_id|>", "")} for m in TALK]
     expected = reference.apply_chat_template(
         talk, chat_template=PUBLISHED, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, learnt = encode(talk, tokenizer)
+    ids, is_target = encode(talk, tokenizer)
     assert ids == expected["input_ids"]
-    assert learnt == [bool(mark) for mark in expected["assistant_masks"]]
+    assert is_target == [bool(mark) for mark in expected["assistant_masks"]]
     prompt = reference.apply_chat_template(
         talk[:-1], chat_template=PUBLISHED, add_generation_prompt=True
     )
     assert encode_prompt(talk, tokenizer) == prompt["input_ids"]
 
 
-def test_what_is_learnt_in_llamas_format():
-    ids, learnt = encode(TALK, BYTES)
+def test_targets_in_llama_3s_format():
+    ids, is_target = encode(TALK, BYTES)
     head, foot = "{start_header_id}", "{end_header_id}\n\n"
     assert marked(ids, BYTES) == (
         f"{{begin_of_text}}{head}system{foot}Be brief.{{eot_id}}"
@@ -224,25 +218,25 @@ def test_what_is_learnt_in_llamas_format():
         f"{head}assistant{foot}4, naïvely 🙂{{eot_id}}{head}user{foot}And\n\n2 * 3?{{eot_id}}"
         f"{head}assistant{foot}6 <|eot_id|>!{{eot_id}}"
     )
-    assert learnt_text(ids, learnt) == "4, naïvely 🙂{eot_id}6 <|eot_id|>!{eot_id}"
+    assert target_text(ids, is_target) == "4, naïvely 🙂{eot_id}6 <|eot_id|>!{eot_id}"
 
 
-def test_what_is_learnt_in_the_plain_format():
-    ids, learnt = encode(TALK, PLAIN)
+def test_targets_in_the_plain_format():
+    ids, is_target = encode(TALK, PLAIN)
     assert marked(ids, PLAIN) == (
         "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
         "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
         "### Assistant:\n6 <|eot_id|>!{endoftext}"
     )
-    assert learnt_text(ids, learnt, PLAIN) == "4, naïvely 🙂{endoftext}6 <|eot_id|>!{endoftext}"
+    assert target_text(ids, is_target, PLAIN) == "4, naïvely 🙂{endoftext}6 <|eot_id|>!{endoftext}"
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, PLAIN], ids=["chat", "plain"])
-def test_prompts_begin_what_is_encoded(tokenizer):
+def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer):
     for talk in (TALK, TALK[:3], TALK[1:3], [assistant("Hi"), assistant("there")]):
-        prompt, (ids, learnt) = encode_prompt(talk, tokenizer), encode(talk, tokenizer)
+        prompt, (ids, is_target) = encode_prompt(talk, tokenizer), encode(talk, tokenizer)
         assert ids[: len(prompt)] == prompt
-        assert all(learnt[len(prompt) :]) and not learnt[len(prompt) - 1]
+        assert all(is_target[len(prompt) :]) and not is_target[len(prompt) - 1]
         if tokenizer is BYTES:
             assert prompt == tokenizer.encode_chat(talk[:-1])
         if talk[-2]["role"] == "user":
@@ -251,11 +245,11 @@ def test_prompts_begin_what_is_encoded(tokenizer):
         assert everything == (ids, [False] + [True] * (len(ids) - 1))
 
 
-# -------------------------------------------------------------------------------------- packed rows
+# ---------------------------------------------------------------------------------- packed rows
 
 
 def first_fit(lengths: list[int], seq_len: int) -> int:
-    """How many rows it takes when each sample goes into the first row that has room."""
+    """Return how many rows it takes if each sample goes into the first row that has room."""
     rooms = []
     for length in lengths:
         at = next((i for i, room in enumerate(rooms) if room >= length), None)
@@ -285,7 +279,7 @@ def test_packing_finds_what_fits():
     assert pack([3, 5, 4, 4, 2, 6], 8) == [[5, 4], [1, 0], [2, 3]]
     assert pack([7, 4, 4, 1], 8) == [[0, 3], [1, 2]]
     assert pack([7, 6, 3, 2, 2], 10) == [[0, 2], [1, 3, 4]]  # the 3 beside the 7, not the 6
-    with pytest.raises(UserError, match="a sample of 9 tokens fits no row"):
+    with pytest.raises(UserError, match="a sample of 9 tokens fits in no row"):
         pack([3, 9], 8)
 
 
@@ -325,7 +319,8 @@ def test_bytes_are_those_of_the_answers():
 
 
 def summed_gradients(batches) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of a small Llama in float64, over (tokens, targets, positions) of each."""
+    """Return the loss and gradients of a small Llama in float64, summed over batches of (tokens,
+    targets, positions)."""
     model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=267)).double()
     model.init_weights(seed=1)
     with torch.no_grad():
@@ -345,8 +340,8 @@ def test_packed_rows_have_the_gradients_of_each_sample_alone(train_on_prompt):
         talks.append(turns * choice.choice([1, 1, 2]))
     samples = [encode(talk, BYTES, train_on_prompt) for talk in talks]
     alone = []
-    for ids, learnt in samples:
-        targets = [i if is_learnt else IGNORE for i, is_learnt in zip(ids, learnt)]
+    for ids, is_target in samples:
+        targets = [i if counts else IGNORE for i, counts in zip(ids, is_target)]
         alone.append((torch.tensor([ids[:-1]]), torch.tensor([targets[1:]])))
     packed = Packed(samples, 250, BYTES)
     assert len(packed) < 8 and any(len(row) > 2 for row in packed.rows)
@@ -361,153 +356,11 @@ def test_packed_rows_have_the_gradients_of_each_sample_alone(train_on_prompt):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
 
 
-# ---------------------------------------------------------------------------------- the default set
-
-
-@pytest.fixture(scope="module")
-def functions():
-    return list(chat.docstrings())
-
-
-def test_functions_come_without_their_docstrings(functions):
-    sources = []
-    for _, module, (asked, answer) in functions:
-        assert (asked["role"], answer["role"]) == ("user", "assistant")
-        task, source = asked["content"].split("\n\n", 1)
-        assert task == "Write the docstring for this function."
-        (function,) = ast.parse(source).body
-        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        assert ast.get_docstring(function) is None, (module, source)
-        assert len(source) <= 1200 and 15 <= len(answer["content"]) <= 300
-        assert answer["content"] == " ".join(answer["content"].split())
-        sources.append(source)
-    assert len(set(sources)) == len(sources)
-    for function in (shlex.join, textwrap.shorten, functools.wraps):
-        first = f"def {function.__name__}("
-        answers = [
-            answer["content"] for _, _, (asked, answer) in functions if first in asked["content"]
-        ]
-        summary = inspect.getdoc(function).split("\n\n")[0]
-        assert " ".join(summary.split()) in answers
-
-
-def test_the_same_functions_come_again_in_the_same_order(functions, monkeypatch):
-    """Whatever the order of files. Without most of them, no more functions come."""
-    some = chat.standard_library()[::20]
-    monkeypatch.setattr(chat, "standard_library", lambda: some)
-    found = list(chat.docstrings())
-    assert len(found) > 100
-    some.reverse()
-    assert list(chat.docstrings()) == found
-    modules = {"/".join(path.parts[-2:]) for path in some}
-    whole = [f for f in functions if f[1] in modules]
-    assert [f for f in found if f in whole] == whole
-
-
-def test_modules_held_out_are_those_that_pretraining_holds_out(functions):
-    files = [path for path in data.find_files(["python"]) if path.stat().st_size]
-    pieces = [piece for piece in data.read_pieces(files) if piece.starts_document]
-    split_of = {"/".join(path.parts[-2:]): p.split for path, p in zip(files, pieces, strict=True)}
-    assert {module: split for split, module, _ in functions}.items() <= split_of.items()
-    splits = [split for split, _, _ in functions]
-    assert splits.count("train") > 1000 and splits.count("val") > 20
-    assert len({(split, module) for split, module, _ in functions}) == len(
-        {module for _, module, _ in functions}
-    )
-
-
-SOURCE = '''
-def plain(a):
-    """What it does, at
-    some length.
-
-    And more."""
-    return a
-
-
-class A:
-    @property
-    @other(
-        1)
-    async def decorated(self):  # a comment
-
-        "Written in one string of quotes."
-
-        def inner():
-            """Said of what is within."""
-            return """
-  text
-    """
-        return inner
-
-    def same(self): return 1
-    def short(self): "One line for all of it."; return 1
-    def long(self):
-        """Another statement follows here."""; return 1
-    def only(self):
-        """Nothing else is in this function."""
-    def little(self):
-        """Too short."""
-        return 1
-    def empty(self):
-        """"""
-        return 1
-\f
-def long():
-    """This one has too long a source."""
-    return [%s]
-
-
-def plain_again(b):
-    """A form feed and others before it do not matter."""
-    return b
-''' % ("123456789, " * 120)  # fmt: skip
-
-
-def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
-    """In a held-out module; one of its functions also stands in a module to train on."""
-    names = [f"m{i}.py" for i in range(100)]
-    held_out = next(n for n in names if data.chance(f"{tmp_path.name}/{n}") < 0.05)
-    other = next(n for n in reversed(names) if data.chance(f"{tmp_path.name}/{n}") >= 0.05)
-    (tmp_path / held_out).write_text(SOURCE)
-    (tmp_path / other).write_text(SOURCE[: SOURCE.index("class A")])
-    monkeypatch.setattr(chat, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
-    found = list(chat.docstrings())
-    shown = [(asked["content"].split("\n\n", 1)[1], a["content"]) for _, _, (asked, a) in found]
-    assert [split for split, _, _ in found] == ["train"] + ["val"] * 3
-    assert [module for _, module, _ in found][:2] == [
-        f"{tmp_path.name}/{name}" for name in (other, held_out)
-    ]
-    inner = 'def inner():\n    """Said of what is within."""\n    return """\n  text\n'
-    assert dict(shown) == {  # what stands in a string is only moved where it is indented enough
-        "def plain(a):\n    return a": "What it does, at some length.",
-        "@property\n@other(\n    1)\nasync def decorated(self):  # a comment\n\n\n    "
-        + inner.replace("\n    ", "\n        ")
-        + '"""\n    return inner': "Written in one string of quotes.",
-        'def inner():\n    return """\n  text\n    """': "Said of what is within.",
-        "def plain_again(b):\n    return b": "A form feed and others before it do not matter.",
-    }
-
-
-# -------------------------------------------------------------------------------- from data to rows
+# ---------------------------------------------------------------------------- from data to rows
 
 
 def answers_of(packed: Packed) -> list[str]:
-    return sorted(learnt_text(*sample, packed.tokenizer) for sample in packed.samples)
-
-
-def test_the_default_set_as_rows(functions, monkeypatch):
-    monkeypatch.setattr(chat, "docstrings", lambda: iter(functions))  # which take seconds to find
-    train, val, prompts, about = open_samples(["python"], BYTES, 2048)
-    for packed, split in ((train, "train"), (val, "val")):
-        expected = [encode(talk, BYTES) for name, _, talk in functions if name == split]
-        assert [(i.tolist(), j.tolist()) for i, j in packed.samples] == expected
-    assert about.startswith(f"{len(train.samples):,} samples in {len(train):,} rows of 2,048 tok")
-    assert about.endswith(f" % filled; {len(val.samples):,} held out, in {len(val):,} rows")
-    held_out = {str(encode_prompt(t, BYTES)): t[-1] for name, _, t in functions if name == "val"}
-    assert len(prompts) == 3
-    for ids, answer in prompts:
-        assert held_out[str(ids)]["content"] == answer and len(ids) <= 2048 - 64
+    return sorted(target_text(*sample, packed.tokenizer) for sample in packed.samples)
 
 
 def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
@@ -517,7 +370,7 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
     paths = [write(tmp_path / "a.jsonl", *first), write(tmp_path / "sub" / "b.jsonl", *second)]
     (tmp_path / "notes.txt").write_text("not a conversation")
     train, val, _, _ = open_samples([str(tmp_path)], BYTES, 128)
-    pieces = list(data.read_pieces(paths))
+    pieces = list(read_pieces(paths))
     for packed, split in ((train, "train"), (val, "val")):
         texts = [piece.text + "{eot_id}" for piece in pieces if piece.split == split]
         assert answers_of(packed) == sorted(texts) and texts
@@ -527,26 +380,26 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
 
 def test_of_a_few_lines_the_last_is_held_out(tmp_path):
     path = write(tmp_path / "few.jsonl", *answering(3))
-    train, val, prompts, about = open_samples([str(path)], BYTES, 128)
+    train, val, prompts, summary = open_samples([str(path)], BYTES, 128)
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
     assert prompts == [(BYTES.encode_chat([user("say 2")]), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
-    assert about == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
+    assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
     write(path, *answering(1))
     with pytest.raises(UserError, match="holds one sample: give two or more"):
         open_samples([str(path)], BYTES, 128)
 
 
 def test_nothing_but_held_out_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "chance", lambda name: 0.01)
+    monkeypatch.setattr(chat, "split_of", lambda name: "val")
     path = write(tmp_path / "few.jsonl", *answering(3))
     train, val, _, _ = open_samples([str(path)], BYTES, 128)
     assert (len(train.samples), len(val.samples)) == (2, 1)
 
 
-def test_long_samples_are_cut_or_dropped_and_counted(tmp_path):
+def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
     prompt = len(encode_prompt([user("say 0")], BYTES))
-    seq_len = prompt + 30  # an answer of 31 bytes is cut by one, and by its end token
+    seq_len = prompt + 30  # an answer of 31 bytes loses the last one and its end token
     path = write(
         tmp_path / "a.jsonl",
         *answering(8, length=30),
@@ -554,18 +407,19 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path):
         {"prompt": "say 9", "completion": "9" * 400},
         {"prompt": "z" * 200, "completion": "never seen"},
     )
-    train, val, _, about = open_samples([str(path)], BYTES, seq_len)
-    assert about.endswith("; 2 truncated; 1 dropped")
+    train, val, _, summary = open_samples([str(path)], BYTES, seq_len)
+    assert summary.endswith("; 2 truncated; 1 dropped")
     texts = answers_of(train) + answers_of(val)
     whole = [f"{i:030}{{eot_id}}" for i in range(8)]
     assert sorted(texts) == sorted([*whole, "8" * 31, "9" * 31])
     assert max(len(ids) - 1 for ids, _ in train.samples + val.samples) == seq_len
-    train, val, _, about = open_samples([str(path)], BYTES, seq_len, long="drop")
-    assert sorted(answers_of(train) + answers_of(val)) == whole and about.endswith("; 3 dropped")
-    *_, about = open_samples([str(path)], BYTES, seq_len, train_on_prompt=True)
-    assert about.endswith("; 3 truncated")  # of the last, the prompt is learnt
+    train, val, _, summary = open_samples([str(path)], BYTES, seq_len, long="drop")
+    assert sorted(answers_of(train) + answers_of(val)) == whole and summary.endswith("; 3 dropped")
+    *_, summary = open_samples([str(path)], BYTES, seq_len, train_on_prompt=True)
+    assert summary.endswith("; 3 truncated")  # the last one has targets in its prompt
     longest = len(encode([user("say 9"), assistant("9" * 400)], BYTES)[0]) - 1
-    with pytest.raises(UserError, match=f"11 of 11 .* longest takes {longest} .*longer --seq-len"):
+    message = f"11 of 11 samples do not fit .* longest takes {longest} .*longer --seq-len"
+    with pytest.raises(UserError, match=message):
         open_samples([str(path)], BYTES, prompt - 1)
 
 

@@ -1,4 +1,4 @@
-"""checkpoint.py: whole or not at all, complete in its own directory, resumed in any split."""
+"""checkpoint.py: saved whole or not at all, complete in itself, resumed on any mesh."""
 
 import itertools
 import json
@@ -11,9 +11,10 @@ import torch
 from conftest import succeed
 
 import checkpoint
-from data import load_tokenizer
-from model import Llama, LlamaConfig, UserError
-from parallel import set_up
+from model import Llama, LlamaConfig
+from plumbing.checkpoint_files import CHECKSUMS, checksums
+from plumbing.processes import UserError, init_distributed
+from plumbing.tokenizer import load_tokenizer, train_tokenizer
 from train import make_optimizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
@@ -21,7 +22,7 @@ CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    yield set_up()
+    yield init_distributed()
     torch.distributed.destroy_process_group()
 
 
@@ -58,9 +59,21 @@ def test_weights_and_moments_come_back(tmp_path):
     assert [group["weight_decay"] for group in its_optimizer.param_groups] == [0.2, 0.0]
 
 
-def test_a_checkpoint_is_complete_on_its_own(tmp_path, text):
-    from data import train_tokenizer
+def test_a_new_optimizer_gets_its_state_without_a_change():
+    model, optimizer = trained(steps=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    moments = checkpoint._moments(optimizer)
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    names = [name for name, _ in model.named_parameters()]
+    assert moments.keys() == {f"{name}.{key}" for name in names for key in keys}
+    assert all(not tensor.any() for name, tensor in moments.items() if not name.endswith("step"))
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert torch.equal(parameter.detach().view(torch.int32), old.view(torch.int32))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
 
+
+def test_a_checkpoint_is_complete_in_itself(tmp_path, text):
     train_tokenizer([str(text)], 300, tmp_path / "my.model")
     tokenizer = load_tokenizer(str(tmp_path / "my.model"))
     model, optimizer = trained()
@@ -72,25 +85,21 @@ def test_a_checkpoint_is_complete_on_its_own(tmp_path, text):
     assert load_tokenizer(checkpoint.read_config(moved)["tokenizer"]).vocab_size == 300
 
 
-def test_old_checkpoints_go_and_leftovers_too(tmp_path):
+def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     model, optimizer = trained()
-    leftover = tmp_path / ".step-00000002"  # of a process killed while it saved
+    leftover = tmp_path / ".step-00000002"  # of a process that was killed during a save
     leftover.mkdir()
-    assert checkpoint.claim(tmp_path) is None
+    assert checkpoint.lock_run(tmp_path) is None
     for step in (1, 2, 3, 4):
         save(tmp_path, step, model, optimizer, load_tokenizer("bytes"), keep=2)
     left = [".lock", "step-00000003", "step-00000004"]
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
-    assert checkpoint.claim(tmp_path).name == "step-00000004"
+    assert checkpoint.lock_run(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000004"
     assert checkpoint.find_checkpoint(tmp_path / "step-00000003").name == "step-00000003"
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-best")
     save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
-    left = [
-        ".lock",
-        "step-00000003-best",
-        "step-00000005",
-    ]  # what others put there is not ours to remove
+    left = [".lock", "step-00000003-best", "step-00000005"]  # the user's own copy stays
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
 
@@ -111,8 +120,8 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
-    """At most one save is under way, and what it writes is what was when it was called."""
+def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
+    """At most one save is under way, and it writes the weights at the time of the call."""
     model, optimizer = trained()
     before = [p.detach().clone() for p in model.parameters()]
     may_write, write = threading.Event(), checkpoint.dcp.save
@@ -137,7 +146,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
         assert torch.equal(a, old) and torch.equal(b, old + 1)
 
 
-def test_a_failure_in_the_background_is_told_by_the_next_save(tmp_path, monkeypatch):
+def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path, monkeypatch):
     model, optimizer = trained()
 
     def fail(*args, **kwargs):
@@ -169,14 +178,14 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monke
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-00000003"]
 
 
-def test_weights_alone_are_no_run_to_resume(tmp_path):
+def test_weights_alone_cannot_be_resumed(tmp_path):
     model, optimizer = trained()
     saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
     checkpoint.import_weights(saved, tmp_path / "imported", None)
     with pytest.raises(UserError, match="weights and no optimizer: --init begins a run"):
         checkpoint.resume(tmp_path / "imported", model, optimizer, load_tokenizer("bytes"))
     shutil.rmtree(saved / "optimizer")
-    loaded = checkpoint.load_pretrained(saved)  # to generate, that half is enough
+    loaded = checkpoint.load_pretrained(saved)  # generating needs no optimizer
     assert torch.equal(loaded.output.weight, model.output.weight)
 
 
@@ -189,20 +198,20 @@ def test_code_in_torchs_index_is_not_run(tmp_path, capsys):
     model, optimizer = trained()
     saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
     index = saved / "weights" / ".metadata"
-    content = pickle.loads(index.read_bytes())
-    content.planner_data = Evil()
-    index.write_bytes(pickle.dumps(content))
-    (saved / checkpoint.SUMS).unlink()  # as whoever made it would, give it new checksums
-    about = json.loads((saved / "config.json").read_text())
-    config = LlamaConfig(**about["model"])
-    sums = checkpoint.checksums(saved, saved.glob("weights/__*"))
-    checkpoint.complete(saved, config, load_tokenizer("bytes"), 1, {}, sums)
+    metadata = pickle.loads(index.read_bytes())
+    metadata.planner_data = Evil()
+    index.write_bytes(pickle.dumps(metadata))
+    (saved / CHECKSUMS).unlink()  # an attacker would write new checksums
+    content = json.loads((saved / "config.json").read_text())
+    config = LlamaConfig(**content["model"])
+    digests = checksums(saved, saved.glob("weights/__*"))
+    checkpoint.complete(saved, config, load_tokenizer("bytes"), 1, {}, digests)
     with pytest.raises(UserError, match=r"holds more than an index of tensors: builtins\.print"):
         checkpoint.load_pretrained(saved)
     assert "code from" not in capsys.readouterr().out
 
 
-def test_writing_elsewhere_removes_nothing_that_was_there(tmp_path):
+def test_an_export_removes_no_other_files(tmp_path):
     model, optimizer = trained()
     saved = save(tmp_path / "run", 1, model, optimizer, load_tokenizer("bytes"))
     (tmp_path / ".git").mkdir()
@@ -213,45 +222,45 @@ def test_writing_elsewhere_removes_nothing_that_was_there(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {".git", "git", "file", "run"}
 
 
-def test_places_without_a_checkpoint(tmp_path):
-    for place in (tmp_path, tmp_path / "missing"):
+def test_directories_without_a_checkpoint(tmp_path):
+    for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(UserError, match="no checkpoint in"):
-            checkpoint.load_pretrained(place)
+            checkpoint.load_pretrained(directory)
 
 
-# --------------------------------------------------------------------------------- any split to any
+# ------------------------------------------------------------------------- from any mesh to any
 
-LAYOUTS = {1: ["one"], 2: ["ddp2", "fsdp2", "tp2"], 4: ["fsdp4", "hsdp2x2", "fsdp2tp2"]}
+LAYOUTS = {1: ["one"], 2: ["ddp2", "zero2", "fsdp2", "tp2"], 4: ["fsdp4", "hsdp2x2", "fsdp2tp2"]}
 
 
-def resume_all(place, launches: list[tuple[int, list[str]]], dtype: str) -> None:
-    """Losses and gradient norms of five steps after a resumption are those of the run that went on;
-    in the same split exactly, elsewhere to rounding."""
+def resume_all(directory, launches: list[tuple[int, list[str]]], dtype: str) -> None:
+    """Assert that five steps after resuming have the losses and gradient norms of the run that was
+    not interrupted: on the same mesh exactly, on another up to rounding."""
     for nproc, work in launches:
         script = "tests/workers/any_to_any.py"
-        succeed(script, place, dtype, *work, nproc=nproc, timeout=300)
-    for name in (one for _, work in launches for one in work if ">" in one):
+        succeed(script, directory, dtype, *work, nproc=nproc, timeout=300)
+    for name in (name for _, work in launches for name in work if ">" in name):
         source, layout = name.split(">")
-        ours, theirs = (json.loads((place / f"{w}.json").read_text()) for w in (name, source))
+        ours, theirs = (json.loads((directory / f"{w}.json").read_text()) for w in (name, source))
         if source == layout:
             assert ours == theirs, name
         for row, expected in zip(ours, theirs, strict=True):
             assert row == pytest.approx(expected, rel=1e-10), name
 
 
-def test_a_checkpoint_of_one_split_resumes_in_another(tmp_path):
+def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path):
     launches = [
-        (2, ["tp2"]),
+        (2, ["tp2", "zero2", "zero2>zero2"]),
         (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp4"]),
-        (1, ["fsdp2tp2>one"]),
+        (1, ["fsdp2tp2>one", "zero2>one"]),
     ]
     resume_all(tmp_path, launches, "float64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_every_checkpoint_resumes_in_every_split(tmp_path, dtype):
-    """In float32, where rounding parts other splits, the same one alone: to the last bit."""
+def test_every_checkpoint_resumes_on_every_mesh(tmp_path, dtype):
+    """In float32, where other meshes round differently, only on the same mesh: to the last bit."""
     layouts = list(itertools.chain(*LAYOUTS.values()))
     saving = list(LAYOUTS.items())
     resuming = [

@@ -1,15 +1,17 @@
-"""cost.py: memory and traffic as they are counted, and the split that they choose."""
+"""perf/cost.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cost import check_split, choose_split, memory, predict_traffic
 from lora import LoRA, add_adapters
-from measure import emulate
-from model import PRESETS, Llama, LlamaConfig, UserError
-from parallel import Split
+from model import PRESETS, Llama, LlamaConfig
+from parallel import ParallelConfig
+from perf.choose import check_parallel, choose_parallel
+from perf.cost import predict_memory, predict_traffic
+from perf.measure import emulate
+from plumbing.processes import UserError
 
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
@@ -17,7 +19,7 @@ WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)
 TIED = LlamaConfig(128, 6, 4, 2, 384, vocab_size=4096, tie_embeddings=True)
 LOW = torch.bfloat16
 
-# A step of one rank, emulated: the model, the split, sequences of a rank's share, and at a time.
+# An emulated step: model, ParallelConfig, sequences of a rank, sequences of a microbatch.
 STEPS = {
     "one": (CHUNKY, {}, 2, 2),
     "one accumulating": (CHUNKY, {}, 4, 1),
@@ -25,6 +27,9 @@ STEPS = {
     "one full": (TIED, dict(checkpointing="full"), 4, 4),
     "ddp": (CHUNKY, dict(replicate=4), 2, 2),
     "ddp accumulating": (TIED, dict(replicate=4), 2, 1),
+    "zero1": (CHUNKY, dict(dp="zero1", replicate=4), 2, 2),
+    "zero1 accumulating": (WIDE, dict(dp="zero1", replicate=4), 4, 1),
+    "zero1 tied": (TIED, dict(dp="zero1", replicate=2), 2, 2),
     "fsdp": (CHUNKY, dict(dp="fsdp", shard=4), 2, 2),
     "fsdp wide": (WIDE, dict(dp="fsdp", shard=4), 2, 2),
     "fsdp reshard none": (CHUNKY, dict(dp="fsdp", shard=4, reshard="none"), 4, 1),
@@ -42,7 +47,15 @@ STEPS = {
 }  # fmt: skip
 
 
-QUICK = ("one full", "ddp", "fsdp", "fsdp reshard none", "tp", "fsdp bfloat16")  # a choice of them
+QUICK = (
+    "one full",
+    "ddp",
+    "zero1",
+    "fsdp",
+    "fsdp reshard none",
+    "tp",
+    "fsdp bfloat16",
+)  # a choice of them
 
 
 @pytest.mark.parametrize(
@@ -50,13 +63,13 @@ QUICK = ("one full", "ddp", "fsdp", "fsdp reshard none", "tp", "fsdp bfloat16") 
 )
 def test_a_step_holds_and_sends_what_is_predicted(name):
     """State and traffic to the byte, the peak within 5 %; in worlds of up to 8 ranks."""
-    config, split, share, microbatch = STEPS[name]
-    split, seq_len = Split(**split), 256
+    config, parallel, share, microbatch = STEPS[name]
+    parallel, seq_len = ParallelConfig(**parallel), 256
     with torch.device("meta"):
         model = Llama(config)
-    expected = memory(model, split, microbatch * seq_len, share // microbatch)
-    traffic = predict_traffic(model, split, share // microbatch, microbatch, seq_len)
-    sent, held = emulate(model, split, share, microbatch, seq_len)
+    expected = predict_memory(model, parallel, microbatch * seq_len, share // microbatch)
+    traffic = predict_traffic(model, parallel, share // microbatch, microbatch, seq_len)
+    sent, held = emulate(model, parallel, share, microbatch, seq_len)
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
@@ -67,25 +80,27 @@ def test_a_large_world_sends_what_is_predicted():
     """A layer of 405 B on 512 ranks, of which one is here."""
     config = PRESETS["llama3.1-405b"]
     config = LlamaConfig(**vars(config) | dict(n_layers=1))
-    split = Split(dp="hsdp", replicate=4, shard=16, tp=8, dtype=LOW, checkpointing="full")
+    parallel = ParallelConfig(
+        dp="hsdp", replicate=4, shard=16, tp=8, dtype=LOW, checkpointing="full"
+    )
     with torch.device("meta"):
         model = Llama(config)
-    traffic = predict_traffic(model, split, 1, 1, 2048)
-    expected = memory(model, split, 2048, 1)
-    sent, held = emulate(model, split, 1, 1, 2048)
+    traffic = predict_traffic(model, parallel, 1, 1, 2048)
+    expected = predict_memory(model, parallel, 2048, 1)
+    sent, held = emulate(model, parallel, 1, 1, 2048)
     assert sent == traffic
     assert [held[kind] for kind in held][:3] == [expected[kind] for kind in held][:3]
 
 
 def test_adapters_hold_what_is_predicted():
     for reshard in ("weights", "adapters"):
-        split = Split(dp="fsdp", shard=4, reshard=reshard)
+        parallel = ParallelConfig(dp="fsdp", shard=4, reshard=reshard)
         with torch.device("meta"):
             model = Llama(CHUNKY)
             add_adapters(model, LoRA(4))
-        expected = memory(model, split, 512, 1)
-        traffic = predict_traffic(model, split, 1, 2, 256)
-        sent, held = emulate(model, split, 2, 2, 256)
+        expected = predict_memory(model, parallel, 512, 1)
+        traffic = predict_traffic(model, parallel, 1, 2, 256)
+        sent, held = emulate(model, parallel, 2, 2, 256)
         assert sent == traffic
         for kind in ("parameters", "gradients", "optimizer"):
             assert held[kind] == expected[kind], (reshard, kind)
@@ -93,19 +108,19 @@ def test_adapters_hold_what_is_predicted():
 
 def test_a_frozen_base_in_bfloat16_is_there_once():
     """Autocast makes copies of what learns alone: the base is bfloat16 already."""
-    split = Split(replicate=2, dtype=LOW)
+    parallel = ParallelConfig(replicate=2, dtype=LOW)
     with torch.device("meta"):
         model = Llama(CHUNKY)
         add_adapters(model, LoRA(4))
     numbers = {learns: 0 for learns in (True, False)}
     for parameter in model.parameters():
         numbers[parameter.requires_grad] += parameter.numel()
-    expected = memory(model, split, 512, 1)
+    expected = predict_memory(model, parallel, 512, 1)
     assert expected["parameters"] == 4 * numbers[True] + 2 * numbers[False]
     assert expected["gathered"] == 2 * numbers[True]
 
 
-# ------------------------------------------------------------------------------ choosing the split
+# ------------------------------------------------------------------- choosing a configuration
 
 
 def world_of(nodes: int, per_node: int):
@@ -125,18 +140,17 @@ def world_of(nodes: int, per_node: int):
         ("llama3.1-70b", 4, 8, 8, 80e9, ("fsdp", 1, 4)),  # tp fills a node: all else goes across
     ],
 )
-def test_auto_takes_what_fits(monkeypatch, preset, nodes, per_node, tp, room, expected):
-    monkeypatch.setattr("cost.device_room", lambda device, processes: room)
+def test_auto_takes_what_fits(preset, nodes, per_node, tp, room, expected):
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
-    asked = Split(dp="auto", tp=tp)
-    split, why = choose_split(asked, None, model, world_of(nodes, per_node), 2048, 1)
-    assert (split.dp, split.replicate, split.shard) == expected
+    asked = ParallelConfig(dp="auto", tp=tp)
+    parallel, why = choose_parallel(asked, None, model, world_of(nodes, per_node), 2048, 1, room)
+    assert (parallel.dp, parallel.replicate, parallel.shard) == expected
     copy = 16 * sum(p.numel() for p in model.parameters()) / tp
     assert f"take {copy / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
 
 
-def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
+def test_gradients_accumulate_unsharded_where_there_is_room():
     """8 G parameters: an eighth of a copy takes 16 GB, whole gradients 32 GB."""
     with torch.device("meta"):
         model = Llama(PRESETS["llama3.1-8b"])
@@ -146,25 +160,27 @@ def test_gradients_are_added_up_whole_where_there_is_room(monkeypatch):
         (40e9, 1, "weights"),  # one microbatch has nothing to add up
         (40e9, 4, "all"),
     ]:
-        monkeypatch.setattr("cost.device_room", lambda device, processes, room=room: room)
-        asked = Split(dp="fsdp", reshard="auto", checkpointing="full")
-        split, _ = choose_split(asked, None, model, world_of(1, 8), 2048, microbatches)
-        assert split.reshard == expected
+        asked = ParallelConfig(dp="fsdp", reshard="auto", checkpointing="full")
+        parallel, _ = choose_parallel(asked, None, model, world_of(1, 8), 2048, microbatches, room)
+        assert parallel.reshard == expected
 
 
-def test_sizes_of_a_split():
+def test_mesh_sizes():
     with torch.device("meta"):
         model = Llama(LlamaConfig(**GROUPED))
     world = world_of(nodes=2, per_node=4)
     for dp, shard, tp, expected in [
         ("ddp", None, 1, (8, 1)),
+        ("zero1", None, 1, (8, 1)),
         ("fsdp", None, 2, (1, 4)),
         ("hsdp", None, 1, (2, 4)),  # shards lie within a node
         ("hsdp", None, 2, (2, 2)),
         ("hsdp", 2, 1, (4, 2)),
     ]:
-        split, _ = choose_split(Split(dp=dp, tp=tp), shard, model, world, 8, 1)
-        assert (split.replicate, split.shard) == expected
+        parallel, _ = choose_parallel(
+            ParallelConfig(dp=dp, tp=tp), shard, model, world, 8, 1, room=10**9
+        )
+        assert (parallel.replicate, parallel.shard) == expected
 
 
 @pytest.mark.parametrize(
@@ -175,18 +191,20 @@ def test_sizes_of_a_split():
         (dict(dp="fsdp"), 2, ["--shard 2", "--dp hsdp"]),
         (dict(dp="hsdp"), 3, ["8 processes", "--shard 3"]),
         (dict(dp="auto", offload=True), None, ["--offload", "--dp fsdp"]),
-        (dict(dp="ddp", reshard="none"), None, ["--reshard none", "ddp keeps all whole"]),
+        (dict(dp="zero1", tp=2), None, ["--dp zero1", "--tp", "--dp fsdp"]),
+        (dict(dp="zero1"), 2, ["--shard 2", "--dp hsdp"]),
+        (dict(dp="ddp", reshard="none"), None, ["--reshard none", "ddp shards no weights"]),
     ],
 )
-def test_impossible_splits_are_refused(asked, shard, parts):
+def test_impossible_configurations_are_refused(asked, shard, parts):
     with pytest.raises(UserError) as refusal:
-        check_split(Split(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
+        check_parallel(ParallelConfig(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
     assert all(part in str(refusal.value) for part in parts), refusal.value
 
 
 def test_tensor_parallel_must_divide_the_world_and_the_model():
     with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
-        check_split(Split(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
+        check_parallel(ParallelConfig(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
     narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
-    with pytest.raises(UserError, match="45 numbers in the feed-forward"):
-        check_split(Split(tp=2), None, narrow, world_of(2, 2))
+    with pytest.raises(UserError, match="feed-forward width of 45"):
+        check_parallel(ParallelConfig(tp=2), None, narrow, world_of(2, 2))

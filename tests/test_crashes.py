@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save, disks that fail, files that are damaged."""
+"""Ranks killed during a save, failing disks, two runs in one directory, damaged files."""
 
 import os
 import random
@@ -17,7 +17,8 @@ from conftest import ROOT, Result, finish, launch, refused, start, succeed
 from test_train import flags, metrics
 
 import checkpoint
-from model import UserError
+from plumbing.checkpoint_files import CHECKSUMS, verify
+from plumbing.processes import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
@@ -28,31 +29,31 @@ def large(shards, out, **more) -> list[str]:
 
 
 def hidden(out: Path) -> list[Path]:
-    """What a save that has not ended leaves."""
+    """Return the directories of saves that have not finished."""
     return list(out.glob(".step-*"))
 
 
 def newest(out: Path) -> int:
-    """The step of the last checkpoint, 0 where there is none."""
+    """Return the step of the last checkpoint, or 0."""
     return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
 
 
 def all_complete(out: Path) -> list[str]:
-    """Check all that looks like a checkpoint; the names."""
+    """Verify every directory with the name of a checkpoint, and return the names."""
     found = sorted(out.glob("step-*"))
     for path in found:
-        checkpoint.verify(path, "")
+        verify(path, "")
     return [path.name for path in found]
 
 
 def processes(name: Path) -> list[tuple[str, int, int]]:
-    """Those whose command line has this path: that line, the rank, and the process id."""
+    """Return command line, rank and id of the processes with this path in their command line."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
             variables = (process / "environ").read_text(errors="replace")
-        except OSError:  # it has ended meanwhile, or is another user's
+        except OSError:  # the process has ended meanwhile, or is another user's
             continue
         if str(name) in command and int(process.name) != os.getpid():
             rank = re.search(r"\0RANK=(\d+)\0", variables)
@@ -62,7 +63,7 @@ def processes(name: Path) -> list[tuple[str, int, int]]:
 
 @pytest.fixture(autouse=True)
 def nothing_survives(tmp_path):
-    """Whatever a test has started, and left running because it failed, ends with it."""
+    """Kill the processes that a failed test has left running."""
     yield
     while left := processes(tmp_path):
         for _, _, process in left:
@@ -78,7 +79,7 @@ def _kill(process: int) -> None:
 
 
 def one_line(result: Result, *parts: str) -> str:
-    """What `refused` demands, of many ranks: torchrun has an exit code of its own."""
+    """Assert the same as `refused` for several ranks, where torchrun sets the exit code."""
     lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.err
     assert all(part in lines[0] for part in parts), lines[0]
@@ -90,18 +91,21 @@ def one_line(result: Result, *parts: str) -> str:
 # -------------------------------------------------------------------- killed at any instant
 
 
-def test_a_run_that_is_killed_twice_is_the_same_run(shards, tmp_path):
+def test_a_run_killed_twice_gives_the_same_losses(shards, tmp_path):
     kill_and_resume(shards, tmp_path, nproc=2, kills=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc, kills", [(0, 14), (2, 22)])
-def test_a_run_that_is_killed_often_is_the_same_run(shards, tmp_path, nproc, kills):
+def test_a_run_killed_often_gives_the_same_losses(shards, tmp_path, nproc, kills):
     assert kill_and_resume(shards, tmp_path, nproc, kills) >= kills / 4
 
 
 def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
-    """Kill a run, one rank or all, and resume it; and so on. How often that interrupted a save."""
+    """Kill one rank or all ranks of a run and resume it, `kills` times.
+
+    Asserts that losses equal those of an uninterrupted run. Returns how often a kill interrupted a
+    save."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -116,7 +120,7 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
         wait_until(lambda old=before: newest(out) > old, process)
         time.sleep(dice.uniform(0, 0.5))
 
-        # Of two ranks one is killed, or both: with and without --async-save.
+        # In turn one rank or all ranks, each both with and without --async-save.
         ranks = [
             (rank, p) for command, rank, p in processes(out) if "distributed.run" not in command
         ]
@@ -152,29 +156,29 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
 
 
 def wait_until(happened, process: subprocess.Popen) -> None:
-    """Look often: a run goes on meanwhile. Fails where the run ends before."""
+    """Wait until happened() is true. Fails if the run ends first, or after 60 s."""
     deadline = time.monotonic() + 60
     while not happened():
         if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"it did not come to that: {finish(process, 1).err}")
+            pytest.fail(f"the run ended first, or took too long: {finish(process, 1).err}")
         time.sleep(0.005)
 
 
-# --------------------------------------------------------------------------- disks that fail
+# ------------------------------------------------------------------------------ failing disks
 
 
 @pytest.fixture(scope="module")
 def run(shards, tmp_path_factory) -> Path:
-    """Two steps, and a checkpoint of each."""
+    """Return a run of two steps with a checkpoint of each."""
     out = tmp_path_factory.mktemp("two_steps") / "run"
     succeed("train.py", *large(shards, out, steps=2, save_every=1))
     return out
 
 
 def from_bash(lines: str, *args, nproc: int = 0) -> Result:
-    """train.py started by lines of bash, where it is "$@", with mounts that nobody else sees."""
-    by = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    command = [sys.executable, *(by if nproc else []), str(ROOT / "train.py"), *args]
+    """Run a bash script in which "$@" runs train.py. Its mounts are invisible outside."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    command = [sys.executable, *(torchrun if nproc else []), str(ROOT / "train.py"), *args]
     process = subprocess.Popen(
         ["unshare", "--mount", "bash", "-c", lines, "bash", *command],
         stdout=subprocess.PIPE,
@@ -188,7 +192,7 @@ def from_bash(lines: str, *args, nproc: int = 0) -> Result:
 
 @pytest.fixture
 def disk(tmp_path) -> Path:
-    """A directory to mount a disk at."""
+    """Return a directory to mount a disk at; skip the test where mounting is not allowed."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = f"mount -t tmpfs tmpfs {shlex.quote(str(path))}"
@@ -200,8 +204,8 @@ def disk(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("kilobytes, option", [(1000, []), (4000, ["--async-save"])], ids=str)
-def test_a_file_that_may_not_grow(shards, run, tmp_path, kilobytes, option):
-    """The weights' file at 1000 kB, the optimizer's at 4000."""
+def test_a_limited_file_size(shards, run, tmp_path, kilobytes, option):
+    """With 1000 kB writing the weights fails, with 4000 kB writing the optimizer."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
     arguments = [*large(shards, out, steps=9, save_every=1), "--resume", *option]
     limit = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash"]
@@ -215,33 +219,34 @@ def test_a_file_that_may_not_grow(shards, run, tmp_path, kilobytes, option):
     "nproc, option", [(0, []), (0, ["--async-save"]), (2, []), (2, ["--async-save"])], ids=str
 )
 def test_a_full_disk(shards, disk, tmp_path, nproc, option):
-    """20 MB, of which a checkpoint takes 7.5: the third has no place, and none goes before it."""
-    seen = tmp_path / "seen"
+    """The disk has 20 MB, a checkpoint takes 7.5 MB. The third does not fit beside the first two,
+    which are removed only after it has been saved."""
+    copy = tmp_path / "copy"
     bash = f"""
         mount -t tmpfs -o size=20m tmpfs {shlex.quote(str(disk))}
         "$@"; code=$?
-        cp -a {shlex.quote(str(disk))} {shlex.quote(str(seen))}  # the mount ends with this shell
+        cp -a {shlex.quote(str(disk))} {shlex.quote(str(copy))}  # the mount ends with this shell
         exit $code"""
     options = dict(steps=9, save_every=1, keep=2)
     result = from_bash(bash, *large(shards, disk / "run", **options), *option, nproc=nproc)
-    told = one_line(result, "error: cannot save ", "/run/step-00000003: ")
-    assert re.search(r"; 0\.0 GB are free there\. .* is \S+/step-00000002: make room", told), told
+    line = one_line(result, "error: cannot save ", "/run/step-00000003: ")
+    assert re.search(r"; 0\.0 GB are free there\. .* is \S+/step-00000002: make room", line), line
     assert nproc or result.code == 2
-    assert all_complete(seen / "run") == ["step-00000001", "step-00000002"]
-    assert not hidden(seen / "run")
+    assert all_complete(copy / "run") == ["step-00000001", "step-00000002"]
+    assert not hidden(copy / "run")
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_a_disk_that_may_not_be_written(shards, disk, nproc):
+def test_a_read_only_disk(shards, disk, nproc):
     path = shlex.quote(str(disk))
     bash = f'mount -t tmpfs tmpfs {path} && mount -o remount,ro {path} && exec "$@"'
     result = from_bash(bash, *large(shards, disk / "run"), nproc=nproc)
     one_line(result, "Read-only file system", str(disk / "run"))
     assert nproc or result.code == 2
-    assert "step " not in result.err and "parameters" not in result.out  # it did not begin
+    assert "step " not in result.err and "parameters" not in result.out  # training did not start
 
 
-# ------------------------------------------------------------------------ two runs in one place
+# -------------------------------------------------------------------- two runs in one directory
 
 
 def test_a_directory_belongs_to_one_run(shards, tmp_path):
@@ -250,9 +255,9 @@ def test_a_directory_belongs_to_one_run(shards, tmp_path):
     wait_until(lambda: (out / "metrics.jsonl").exists() and len(metrics_so_far(out)) > 5, first)
     arguments = large(shards, out, steps=10)
     others = [start("train.py", *arguments), start("train.py", *arguments, "--resume")]
-    told = f"{out} is in use by process {first.pid} on {socket.gethostname()}: "
+    message = f"{out} is in use by process {first.pid} on {socket.gethostname()}: "
     for other in others:
-        refused(finish(other), told, "another --out")
+        refused(finish(other), message, "another --out")
     first.send_signal(signal.SIGINT)
     result = finish(first)
     assert result.code == 0, result.err
@@ -265,17 +270,17 @@ def metrics_so_far(out: Path) -> list[str]:
     return (out / "metrics.jsonl").read_text().splitlines()
 
 
-# ------------------------------------------------------------------------- files that are damaged
+# ------------------------------------------------------------------------------ damaged files
 
 
 def flip(path: Path) -> None:
-    """One bit in the middle."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -287,22 +292,22 @@ def contents(out: Path) -> dict[Path, bytes]:
 WEIGHTS, MOMENTS = "weights/__0_0.distcp", "optimizer/__0_0.distcp"
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink], ids=["flip", "cut", "unlink"])
 @pytest.mark.parametrize(
-    "name", [WEIGHTS, "weights/.metadata", MOMENTS, "config.json", checkpoint.SUMS]
+    "damage", [flip, truncate, Path.unlink], ids=["flip", "truncate", "unlink"]
 )
+@pytest.mark.parametrize("name", [WEIGHTS, "weights/.metadata", MOMENTS, "config.json", CHECKSUMS])
 def test_damage_is_found_and_named(run, tmp_path, name, damage):
     out = Path(shutil.copytree(run, tmp_path / "run"))
     newest = out / "step-00000002"
     damage(newest / name)
     before = contents(out)
-    with pytest.raises(UserError, match=f"{name} .*When it is removed, --resume goes on from"):
-        checkpoint.verify(newest, "")
+    with pytest.raises(UserError, match=f"{name} .*Remove {newest} to use the checkpoint before"):
+        verify(newest, "")
     if name != MOMENTS:
         with pytest.raises(UserError, match=name):
             checkpoint.load_pretrained(out)
     assert contents(out) == before
-    checkpoint.verify(out / "step-00000001", "")
+    verify(out / "step-00000001", "")
     shutil.rmtree(newest)  # as the message advises
     checkpoint.load_pretrained(out)
 
@@ -311,12 +316,12 @@ def test_damage_is_found_and_named(run, tmp_path, name, damage):
     "script, nproc, name, damage",
     [
         ("train.py", 0, MOMENTS, Path.unlink),
-        ("train.py", 2, WEIGHTS, cut),
+        ("train.py", 2, WEIGHTS, truncate),
         ("generate.py", 0, WEIGHTS, flip),
     ],
     ids=["optimizer", "two_processes", "generate"],
 )
-def test_scripts_refuse_what_is_damaged(shards, run, tmp_path, script, nproc, name, damage):
+def test_scripts_refuse_damaged_checkpoints(shards, run, tmp_path, script, nproc, name, damage):
     out = Path(shutil.copytree(run, tmp_path / "run"))
     damage(out / "step-00000002" / name)
     before = contents(out)
@@ -331,11 +336,11 @@ def test_the_checksums_are_those_of_sha256sum(run, tmp_path):
     if not shutil.which("sha256sum"):
         pytest.skip("needs sha256sum")
     saved = Path(shutil.copytree(run / "step-00000002", tmp_path / "saved"))
-    listed = {line.split("  ")[1] for line in (saved / checkpoint.SUMS).read_text().splitlines()
+    listed = {line.split("  ")[1] for line in (saved / CHECKSUMS).read_text().splitlines()
               if not line.startswith("#")}  # fmt: skip
     files = {str(path.relative_to(saved)) for path in contents(saved)}
-    assert listed == files - {checkpoint.SUMS}
-    check = ["sha256sum", "--check", "--strict", checkpoint.SUMS]
+    assert listed == files - {CHECKSUMS}
+    check = ["sha256sum", "--check", "--strict", CHECKSUMS]
     subprocess.run(check, cwd=saved, check=True, capture_output=True)
     flip(saved / WEIGHTS)
     result = subprocess.run(check, cwd=saved, capture_output=True, text=True)

@@ -1,133 +1,33 @@
-"""data.py: tokenizers, shards, splits, and the order of sequences."""
+"""data.py and plumbing/corpora.py: corpora, shards, windows, and their order."""
 
-import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import launch, shared, succeed
-from tiktoken.load import load_tiktoken_bpe
+from conftest import launch, refused, succeed
 
 import data
-from data import Windows, load_tokenizer, open_shard, open_windows, window_of
-from model import IGNORE, UserError
-
-SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
+from data import ShardWriter, Windows, open_shard, open_windows, window_of
+from model import IGNORE
+from plumbing.corpora import find_files, read_pieces
+from plumbing.processes import UserError
+from plumbing.tokenizer import load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
 def small_bpe(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("bpe") / "tokenizer.model"
-    succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", out)
+    train_tokenizer([str(text)], 400, out)
     return out
 
 
-# ------------------------------------------------------------------------------------- tokenizers
-
-
-def test_bytes_are_bytes():
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode(SNIPPET) == list(SNIPPET.encode())
-    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    assert tokenizer.vocab_size == 256 + 11
-
-
-def test_trained_tokenizer(small_bpe):
-    tokenizer = load_tokenizer(str(small_bpe))
-    assert tokenizer.vocab_size == 400
-    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    words = "12 and 13 make 25\n"
-    assert len(tokenizer.encode(words)) < len(words) / 1.5
-    assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
-    assert tokenizer.token_bytes[tokenizer.bos] == 0
-    # tiktoken's own reader takes the file as Llama 3's.
-    assert load_tiktoken_bpe(str(small_bpe)) == tokenizer.encoding._mergeable_ranks
-
-
-def test_merges_are_those_of_the_definition():
-    """The textbook loop, which counts all pairs again after each merge, chooses the same."""
-    words = data.Counter({"low": 5, "lowest": 2, "newer": 6, "wider": 3, "new": 2, "aaaaa": 4})
-    spelled = [[bytes([b]) for b in word.encode()] for word in words]
-    expected = [bytes([i]) for i in range(256)]
-    for _ in range(12):
-        counts = data.Counter()
-        for ids, frequency in zip(spelled, words.values()):
-            for pair in itertools.pairwise(ids):
-                counts[pair] += frequency
-        order = {token: i for i, token in enumerate(expected)}
-        best = min(counts, key=lambda pair: (-counts[pair], order[pair[0]], order[pair[1]]))
-        expected.append(best[0] + best[1])
-        for ids in spelled:
-            i = 0
-            while i + 1 < len(ids):
-                if (ids[i], ids[i + 1]) == best:
-                    ids[i : i + 2] = [best[0] + best[1]]
-                i += 1
-    assert data.merge_pairs(words, 268) == expected
-
-
-def test_metas_own_tokenizer():
-    tokenizer = load_tokenizer(str(shared("llama3.tokenizer.model")))
-    assert tokenizer.vocab_size == 128_256
-    assert tokenizer.bos == 128_000 and tokenizer.eos == 128_001
-    assert tokenizer.special["<|finetune_right_pad_id|>"] == 128_004
-    assert tokenizer.special["<|python_tag|>"] == 128_010
-    assert tokenizer.special["<|reserved_special_token_247|>"] == 128_255
-    assert set(tokenizer.stop) == {128_001, 128_008, 128_009}
-    # Ids as published in Meta's and Hugging Face's documentation of Llama 3.
-    assert tokenizer.encode("Hello, world!", bos=True) == [128_000, 9906, 11, 1917, 0]
-    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    assert 128_001 not in tokenizer.encode(SNIPPET)
-
-
-def test_chat_format():
-    tokenizer = load_tokenizer(str(shared("llama3.tokenizer.model")))
-    chat = tokenizer.encode_chat(
-        [
-            {"role": "system", "content": " Be brief. "},
-            {"role": "user", "content": "Hi<|eot_id|>"},
-        ]
-    )
-    marks = "".join(
-        {token: name for name, token in tokenizer.special.items()}.get(i) or tokenizer.decode([i])
-        for i in chat
-    )
-    assert marks == (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    assert chat.count(128_009) == 2  # what a user types never ends their turn
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("YQ== 0\nYg==\n", "line 2"),
-        ("!! 0\n", "line 1"),
-        ("YQ== 5\n", "ranks"),
-        ("", "ranks"),
-    ],
-)
-def test_damaged_tokenizer_files_are_refused(tmp_path, content, message):
-    path = tmp_path / "tokenizer.model"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(path))
-
-
-def test_unknown_tokenizer_lists_the_known():
-    with pytest.raises(UserError, match=r"no tokenizer 'nonsense'.*bytes.*gpt2"):
-        load_tokenizer("nonsense")
-
-
-# ------------------------------------------------------------------------------- corpora, shards
+# ------------------------------------------------------------------------------ corpora, shards
 
 
 def documents(directory, split) -> str:
     """Everything in the shards of one split, as text with visible special tokens."""
-    tokenizer = load_tokenizer(data.tokenizer_of([str(directory)]))
+    tokenizer = load_tokenizer(data.tokenizer_of_shards([str(directory)]))
     names = {token: name for name, token in tokenizer.special.items()}
     tokens = np.concatenate([open_shard(p) for p in sorted(directory.glob(f"{split}_*.bin"))])
     return "".join(names.get(i) or chr(i) for i in tokens.tolist())
@@ -156,8 +56,8 @@ def test_tokenize_files_and_lines(tmp_path):
     assert 20 <= len(found["val"]) <= 60
     sizes = [len(open_shard(path)) for path in sorted(out.glob("train_*.bin"))]
     assert sizes[:-1] == [500] * (len(sizes) - 1) and 0 < sizes[-1] <= 500
-    about = json.loads((out / "data.json").read_text())
-    assert about["train_tokens"] == sum(sizes)
+    metadata = json.loads((out / "data.json").read_text())
+    assert metadata["train_tokens"] == sum(sizes)
 
 
 def test_shards_are_llm_c_format(tmp_path, small_bpe, text):
@@ -167,12 +67,12 @@ def test_shards_are_llm_c_format(tmp_path, small_bpe, text):
     header = np.frombuffer(raw[:1024], "<i4")
     body = np.frombuffer(raw[1024:], "<u2")
     assert header[:3].tolist() == [20240520, 1, len(body)] and not header[3:].any()
-    tokenizer = load_tokenizer(data.tokenizer_of([str(out)]))
+    tokenizer = load_tokenizer(data.tokenizer_of_shards([str(out)]))
     written = tokenizer.decode(body[1:].tolist())
     assert body[0] == tokenizer.bos and text.read_text().startswith(written)
 
 
-def test_one_text_is_split_by_range(tmp_path, text):
+def test_the_end_of_one_text_is_held_out(tmp_path, text):
     out = tmp_path / "out"
     succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     start = "<|begin_of_text|>"
@@ -181,18 +81,18 @@ def test_one_text_is_split_by_range(tmp_path, text):
     assert len(val) == pytest.approx(0.05 * len(text.read_text()), rel=0.1)
 
 
-def test_a_few_texts_are_split_by_range(tmp_path):
+def test_the_end_of_a_few_texts_is_held_out(tmp_path):
     files = []
     for i, size in enumerate((3000, 500, 1500)):
         files.append(tmp_path / f"{i}.txt")
         files[-1].write_text(f"{i}\n" * (size // 2))
-    pieces = list(data.read_pieces(files, val_fraction=0.4))
+    pieces = list(read_pieces(files, val_fraction=0.4))
     assert [(p.text[0], len(p.text), p.starts_document, p.split) for p in pieces] == [
         ("0", 3000, True, "train"),
         ("1", 500, True, "val"),
         ("2", 1500, True, "val"),
     ]
-    texts = [(p.text[0], len(p.text), p.split) for p in data.read_pieces(files, 0.2)]
+    texts = [(p.text[0], len(p.text), p.split) for p in read_pieces(files, 0.2)]
     assert texts == [
         ("0", 3000, "train"),
         ("1", 500, "train"),
@@ -212,7 +112,7 @@ def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    writer = data.ShardWriter(tmp_path, "train", 128_256, size=10)
+    writer = ShardWriter(tmp_path, "train", 128_256, shard_tokens=10)
     tokens = np.array([1, 128_255, 70_000], dtype=np.uint32)
     writer.write(tokens)
     writer.close()
@@ -221,10 +121,10 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     assert open_shard(tmp_path / "train_000000.bin").tolist() == tokens.tolist()
 
 
-def test_shards_of_others_without_validation(tmp_path):
+def test_shards_of_other_projects_without_validation(tmp_path):
     """fineweb_train_000001.bin and the like: the end of the last shard is held out."""
     for i in range(2):
-        writer = data.ShardWriter(tmp_path, f"fineweb_train_{i}", 267, size=10**6)
+        writer = ShardWriter(tmp_path, f"fineweb_train_{i}", 267, shard_tokens=10**6)
         writer.write(np.full(2000, i, dtype=np.uint32))
         writer.close()
     train, val = open_windows([str(tmp_path)], load_tokenizer("bytes"), 50)
@@ -235,9 +135,9 @@ def test_shards_of_others_without_validation(tmp_path):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: p.write_bytes(b""), "is no token shard"),
+        (lambda p: p.write_bytes(b""), "is not a token shard"),
         (lambda p: p.write_bytes(bytes(2000)), "magic 0, version 0"),
-        (lambda p: p.write_bytes(np.array([20240520, 1, 9], "<i4").tobytes()), "no token shard"),
+        (lambda p: p.write_bytes(np.array([20240520, 1, 9], "<i4").tobytes()), "not a token shard"),
         (
             lambda p: p.write_bytes(
                 np.array([20240520, 1, 900] + [0] * 253, "<i4").tobytes() + bytes(1000)
@@ -256,7 +156,11 @@ def test_damaged_shards_are_refused(tmp_path, make, message):
     "name, content, message",
     [
         ("a.txt", b"", "too short"),
-        ("a.txt", b"only a few words", "too short: --seq-len 64 needs 65 tokens"),
+        (
+            "a.txt",
+            b"only a few words",
+            "too short: --seq-len 64 needs 65 consecutive tokens",
+        ),
         ("a.txt", b"some\0thing", "zero byte"),
         ("a.txt", b"caf\xe9 " * 99, "byte 0xe9"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2"),
@@ -275,43 +179,53 @@ def test_shards_of_another_tokenizer_are_refused(shards, tmp_path, small_bpe):
     with pytest.raises(UserError, match="were not made with tokenizer"):
         open_windows([str(shards)], load_tokenizer(str(small_bpe)), 8)
     open_windows([str(shards)], load_tokenizer("bytes"), 8)
-    writer = data.ShardWriter(tmp_path, "train", 267, size=10**6)
+    writer = ShardWriter(tmp_path, "train", 267, shard_tokens=10**6)
     writer.write(np.zeros(5000, dtype=np.uint32))
     writer.close()
     with pytest.raises(UserError, match="give --tokenizer"):
-        data.tokenizer_of([str(tmp_path)])
+        data.tokenizer_of_shards([str(tmp_path)])
     with pytest.raises(UserError, match="mixes token shards and text"):
         data.find_shards([str(shards), str(small_bpe.parent)])
 
 
-def test_half_characters_and_blank_lines_in_json(tmp_path):
+def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
-    assert [piece.text for piece in data.read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
-
-
-def test_ids_that_stand_for_nothing_are_left_out(small_bpe):
-    tokenizer = load_tokenizer(str(small_bpe))
-    assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
+    assert [piece.text for piece in read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
 
 
 def test_missing_data_and_existing_out(tmp_path, text):
     result = launch("data.py", "tokenize", tmp_path / "no", "--out", tmp_path / "x")
-    assert result.code == 2 and "no data at" in result.err and "Traceback" not in result.err
+    refused(result, "no data at")
     result = launch("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path)
-    assert result.code == 2 and "exists" in result.err
+    refused(result, f"{tmp_path} exists: remove it")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--val-fraction", 1), "--val-fraction 1.0 leaves no text: give less than 1"),
+        (("--val-fraction", -0.1), "--val-fraction: expected a number of at least 0, got '-0.1'"),
+        (("--shard-tokens", 0), "--shard-tokens: expected an integer of at least 1, got '0'"),
+        (("--shard-tokens", 2**31), "--shard-tokens 2147483648 is too many: give less than 2^31"),
+    ],
+)
+def test_impossible_flags_are_refused(tmp_path, text, flags, message):
+    command = ("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    refused(launch(*command, *flags), message)
+    assert not (tmp_path / "out").exists()
 
 
 def test_default_corpus_is_python_source():
-    files = data.find_files(["python"])
+    files = find_files(["python"])
     assert any(path.name == "argparse.py" for path in files)
     assert not any("test" in path.parts for path in files)
-    pieces = list(data.read_pieces(files))
+    pieces = list(read_pieces(files))
     held_out = sum(len(p.text) for p in pieces if p.split == "val")
     assert 0.01 < held_out / sum(len(p.text) for p in pieces) < 0.15
 
 
-# ------------------------------------------------------------------------------ windows and order
+# ---------------------------------------------------------------------------- windows and order
 
 
 def test_windows_cover_shards():
@@ -344,7 +258,7 @@ def test_order_differs_by_epoch_and_seed_and_looks_random():
         assert abs(steps) < 0.15
 
 
-def test_order_needs_no_memory():
+def test_order_is_computed_not_stored():
     n = 10**12
     assert len({window_of(i, n, 0) for i in range(1000)}) == 1000
     assert all(0 <= window_of(i, n, 0) < n for i in range(100))
@@ -360,18 +274,18 @@ def test_batch_holds_targets_positions_and_bytes():
     assert (batch.targets[2] == IGNORE).all()
     assert batch.positions[:2].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]
     assert batch.text_bytes == 4 + 4
-    parts = batch.split(2)
-    assert [len(tokens) for tokens, _, _ in parts] == [2, 1]
-    assert torch.equal(torch.cat([positions for _, _, positions in parts]), batch.positions)
+    microbatches = batch.microbatches(2)
+    assert [len(tokens) for tokens, _, _ in microbatches] == [2, 1]
+    assert torch.equal(torch.cat([positions for _, _, positions in microbatches]), batch.positions)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused():
+def test_ids_beyond_the_vocabulary_are_refused():
     windows = Windows([np.array([1, 2, 267, 3, 4])], 4, load_tokenizer("bytes"))
     with pytest.raises(UserError, match=r"holds token 267.*has only 267"):
         windows.batch([0])
 
 
-def test_reading_ahead_keeps_order_and_passes_errors_on():
+def test_reading_ahead_keeps_order_and_raises_errors():
     def read(step):
         if step == 3:
             raise UserError("damaged")

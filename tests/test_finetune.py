@@ -9,35 +9,36 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import finish, launch, refused, start, succeed
+from conftest import finish, launch, metrics, refused, slow, start, succeed
 
-from chat import open_samples
-from checkpoint import load_pretrained, read_index, write_checkpoint
-from data import load_tokenizer, window_of
+from checkpoint import load_pretrained, write_checkpoint
+from data import window_of
 from finetune_lora import load_adapter
-from formats import Stored, open_safetensors
-from lora import PEFT_FILES, LoRA, adapters, add_adapters, init_adapters
+from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig, generate
+from plumbing.chat import open_samples
+from plumbing.checkpoint_files import read_index
+from plumbing.peft_files import PEFT_FILES
+from plumbing.safetensors import StoredTensor, open_safetensors
+from plumbing.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
 SEQ = 96
 
 
-def slow(*case):
-    """A case of a test that only -m slow runs."""
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A checkpoint in float64, of a model whose weights are large enough to say something."""
+    """A checkpoint in float64 of a model whose weights are large enough to matter."""
     model = Llama(CONFIG).double()
     model.init_weights(seed=5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2 if parameter.ndim > 1 else 1)
     named = dict(model.named_parameters())
-    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
+    stored = {
+        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
+        for name, p in named.items()
+    }
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, CONFIG, stored, load_tokenizer("bytes"))
     return path
@@ -45,7 +46,7 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory) -> Path:
-    """Sixty short conversations, whose answers can be learnt a little."""
+    """Sixty short conversations with answers that a small model can partly learn."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -53,14 +54,11 @@ def sums(tmp_path_factory) -> Path:
 
 
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
+    """Return the flags of a short run in float64, without evaluation."""
     given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-3,
                  warmup=2, eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
     return [flag.removesuffix("=True") for flag in flags]
-
-
-def metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +74,7 @@ def same_run(out: Path, expected: Path, step: int) -> None:
         assert (ours[name] - factor).norm() < 1e-12 * factor.norm(), name
 
 
-# ---------------------------------------------------------------------------- one run, many splits
+# ---------------------------------------------------------------------------- one run on every mesh
 
 
 def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
@@ -89,9 +87,9 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
     with_factors = load_pretrained(base, torch.float64)
     add_adapters(with_factors, LoRA(rank=4))
     init_adapters(with_factors, seed=0)
-    learnt = {name: p.detach().requires_grad_() for name, p in adapters(with_factors).items()}
+    trained = {name: p.detach().requires_grad_() for name, p in adapters(with_factors).items()}
     optimizer = torch.optim.AdamW(
-        learnt.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
+        trained.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
     )
     rows, *_ = open_samples([str(sums)], tokenizer, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
@@ -99,25 +97,25 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
         batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
         weights = {name: p.detach() for name, p in model.named_parameters()}
         for name in weights:
-            if f"{name.removesuffix('weight')}lora_A" in learnt:
-                A, B = (learnt[f"{name.removesuffix('weight')}lora_{x}"] for x in "AB")
+            if f"{name.removesuffix('weight')}lora_A" in trained:
+                A, B = (trained[f"{name.removesuffix('weight')}lora_{x}"] for x in "AB")
                 weights[name] = weights[name] + 6 / 4 * B @ A
         given = (batch.tokens, None, batch.positions)
         logits = torch.func.functional_call(model, weights, given)
         targets = batch.targets.flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORE)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(learnt.values(), 0.05)
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.05)
         for group in optimizer.param_groups:
             group["lr"] = row["lr"]
         optimizer.step()
         optimizer.zero_grad()
-        assert norm > 0.05  # so that clipping is seen to work
+        assert norm > 0.05  # otherwise clipping would not be tested
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
     load_adapter(with_factors := load_pretrained(base, torch.float64), out / "step-00000004")
     for name, factor in adapters(with_factors).items():
-        assert (factor - learnt[name]).norm() < 1e-12 * learnt[name].norm(), name
+        assert (factor - trained[name]).norm() < 1e-12 * trained[name].norm(), name
 
 
 WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, keep=0)
@@ -131,7 +129,7 @@ def one_run(base, sums, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "nproc, split",
+    "nproc, parallel",
     [
         (2, ["--microbatch", "1", "--merge"]),
         slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2", "--merge"]),
@@ -144,16 +142,19 @@ def one_run(base, sums, tmp_path_factory):
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
 )
-def test_a_run_split_in_any_way_is_the_same_run(base, sums, one_run, tmp_path, nproc, split):
-    """Training, evaluation, samples; then it goes on from what one process saved in the middle."""
+def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
+    """Training, evaluation, samples; then a checkpoint of one process is resumed."""
     out = tmp_path / "run"
-    arguments = [*flags(base, sums, out, **WHOLE_RUN), *split]
+    arguments = [*flags(base, sums, out, **WHOLE_RUN), *parallel]
     result = succeed("finetune_lora.py", *arguments, nproc=nproc)
-    assert "a step would send --dp ddp" in result.out and "a step sends " in result.out
+    assert (
+        "payload of a step by strategy: --dp ddp" in result.out
+        and "payload of a step: " in result.out
+    )
     same_run(out, one_run[0], step=4)
     samples = [line for line in result.out.splitlines() if line.startswith("--- ")]
     assert samples == one_run[1] and len(samples) > 6
-    if "--merge" in split:
+    if "--merge" in parallel:
         load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
         merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
         assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
@@ -184,11 +185,11 @@ def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path, nproc):
         assert torch.equal(factor, expected[name]), name
 
 
-# --------------------------------------------------------------------------- what comes out of it
+# --------------------------------------------------------------------------- the result of a run
 
 
-def test_it_learns_and_what_it_learnt_is_used_elsewhere(base, sums, tmp_path):
-    """Loss falls; the adapter, the merged model and its export say what training's sample said."""
+def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
+    """The loss falls, and generate.py answers alike with the adapter and with the merged model."""
     out = tmp_path / "run"
     options = dict(steps=30, eval_every=30, rank=8, lr=2e-2, dtype="float32", merge=True)
     result = succeed("finetune_lora.py", *flags(base, sums, out, **options))
@@ -212,28 +213,28 @@ def test_it_learns_and_what_it_learnt_is_used_elsewhere(base, sums, tmp_path):
     }
     assert moments and all(".lora_" in name for name in moments)
 
-    asked = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
-    by_adapter = succeed("generate.py", base, "--adapter", out, *asked).out
-    by_merged = succeed("generate.py", out / "merged", *asked).out
+    question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
+    by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
+    by_merged = succeed("generate.py", out / "merged", *question).out
     prompt = load_tokenizer("bytes").encode_chat([{"role": "user", "content": "20 + 6?"}])
     load_adapter(model := load_pretrained(base), checkpoint)
     (tokens,) = generate(model, [prompt], 12, temperature=0, stop=load_tokenizer("bytes").stop)
     expected = load_tokenizer("bytes").decode(t for t in tokens if t < 256)
-    assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *asked).out
+    assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
 
 
 @pytest.mark.slow
 def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
     out = tmp_path / "run"
-    succeed("finetune_lora.py", *flags(base, sums, tmp_path / "wide", steps=2, dtype="float32"))
+    succeed("finetune_lora.py", *flags(base, sums, tmp_path / "float32", steps=2, dtype="float32"))
     succeed("finetune_lora.py", *flags(base, sums, out, steps=2, dtype="bfloat16"))
-    for a, b in zip(metrics(tmp_path / "wide"), metrics(out), strict=True):
+    for a, b in zip(metrics(tmp_path / "float32"), metrics(out), strict=True):
         assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=2e-2)
     assert {factor.dtype for factor in factors(out / "step-00000002").values()} == {torch.float32}
 
 
 def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
-    """Targets in any order are the same run; nothing is shown where no prompt is short enough."""
+    """Targets may come in another order; no sample is shown where all prompts are too long."""
     out = tmp_path / "run"
     options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
     arguments = [*flags(base, sums, out, **options), "--targets", "wv", "wq"]
@@ -261,13 +262,14 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
         (dict(init="/no/model"), ["no checkpoint in '/no/model'"]),
         (dict(data="/no/such.jsonl"), ["/no/such.jsonl does not exist"]),
         (dict(dropout=1), ["--dropout 1", "below 1"]),
-        (dict(rank=0), ["--rank", "above 0"]),
-        (dict(rank=33), ["--rank 33", "width 32"]),
-        (dict(alpha=0), ["--alpha 0", "learns nothing"]),
+        (dict(rank=0), ["--rank", "at least 1"]),
+        (dict(rank=33), ["--rank 33", "at most 32"]),
+        (dict(alpha=0), ["--alpha 0", "above 0"]),
         (dict(targets="w4"), ["w4", "wq"]),
+        (dict(targets="output"), ["--targets", "'output'", "wq"]),
         (dict(dp="ddp", reshard="adapters"), ["--reshard adapters", "fsdp"]),
         (dict(dp="fsdp", reshard="adapters", offload=True), ["--offload", "--reshard adapters"]),
-        (dict(seq_len=500), ["--seq-len 500", "beyond the model's 256"]),
+        (dict(seq_len=500), ["--seq-len 500", "maximum: --seq-len 256"]),
         (dict(seq_len=8), ["--seq-len 8", "longest"]),
         (dict(tokenizer="python-300"), ["another tokenizer"]),
     ],
@@ -276,27 +278,24 @@ def test_wrong_flags_are_refused(base, sums, tmp_path, options, parts):
     refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "run", **options)), *parts)
 
 
-def test_a_model_to_start_from_has_to_be_given():
+def test_a_base_model_is_required():
     refused(launch("finetune_lora.py"), "--init")
 
 
-def test_malformed_data_is_told_once_by_two(base, sums, tmp_path):
+def test_malformed_data_is_reported_once_by_two_ranks(base, sums, tmp_path):
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text(sums.read_text() + '\n{"prompt": "no answer"}\n')
     arguments = flags(base, wrong, tmp_path / "run")
-    result = launch("finetune_lora.py", *arguments, nproc=2)
-    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and f"{wrong}, line 61" in lines[0], result.err
-    assert "exitcode  : 2" in result.err and result.code != 0
+    refused(launch("finetune_lora.py", *arguments, nproc=2), f"{wrong}, line 61")
 
 
-def test_runs_that_cannot_go_on(base, sums, one_run, tmp_path):
+def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(one_run[0], out)
     arguments = flags(base, sums, out, **WHOLE_RUN)
-    refused(launch("finetune_lora.py", *arguments), "holds a run", "--resume")
-    asked = "rank 8, not 3"
-    refused(launch("finetune_lora.py", *arguments, "--resume", "--rank=3"), asked)
-    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "on")), "is an adapter:")
+    refused(launch("finetune_lora.py", *arguments), "already holds a run", "--resume")
+    again = launch("finetune_lora.py", *arguments, "--resume", "--rank=3")
+    refused(again, "another adapter", "rank 8, not 3")
+    refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "more")), "is an adapter:")
     (out / "step-00000004" / PEFT_FILES[1]).write_bytes(b"damaged")
     refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", PEFT_FILES[1])

@@ -1,36 +1,37 @@
-"""generate.py on a model that has learnt a few lines by heart."""
+"""generate.py, with a model that has learnt a line by heart."""
 
 import pytest
 from conftest import launch, succeed
 
 from checkpoint import load_pretrained
-from data import load_tokenizer
 from model import generate
+from plumbing.tokenizer import load_tokenizer
 
 POEM = "El niño soñó: 漢字 y 🙂.\n"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    place = tmp_path_factory.mktemp("generate")
-    (place / "poem.txt").write_text(POEM * 400)
-    tokens = place / "tokens"
-    succeed("data.py", "tokenize", place / "poem.txt", "--tokenizer", "bytes", "--out", tokens)
+    directory = tmp_path_factory.mktemp("generate")
+    (directory / "poem.txt").write_text(POEM * 400)
+    tokens = directory / "tokens"
+    succeed("data.py", "tokenize", directory / "poem.txt", "--tokenizer", "bytes", "--out", tokens)
     succeed(
-        "train.py", "--data", tokens, "--out", place / "out", "--dim", 64, "--n-layers", 2,
+        "train.py", "--data", tokens, "--out", directory / "out", "--dim", 64, "--n-layers", 2,
         "--steps", 150, "--seq-len", 64, "--batch", 8, "--eval-every", 0, nproc=2,
     )  # fmt: skip
-    return place / "out"
+    return directory / "out"
 
 
-def test_text_comes_out_as_it_was_learnt(run):
-    prompt = POEM[:6]
-    flags = ["--max-new-tokens", 60, "--temperature", 0, "--seed", 3]
-    result = succeed("generate.py", run, "--prompt", prompt, *flags)
-    assert POEM.strip() in result.out  # characters of several tokens are whole
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_learnt_text_is_printed_once(run, nproc):
+    flags = ["--max-new-tokens", len(POEM[6:].encode()), "--temperature", 0, "--seed", 3]
+    result = succeed("generate.py", run, "--prompt", POEM[:6], *flags, nproc=nproc)
+    assert result.out.count(POEM.strip()) == 1  # characters of several tokens are whole
+    assert result.out.count(POEM[:6]) == 1
 
 
-def test_prompts_side_by_side(run):
+def test_several_prompts(run):
     model, tokenizer = load_pretrained(run), load_tokenizer("bytes")
     prompts = ["El", "soñó: 漢"]
     expected = generate(model, [tokenizer.encode(p, bos=True) for p in prompts], 30, temperature=0)

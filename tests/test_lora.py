@@ -1,4 +1,4 @@
-"""lora.py against adapters added by hand, and against peft on transformers."""
+"""lora.py, plumbing/peft_files.py against adapters added by hand, and against PEFT."""
 
 import dataclasses
 import json
@@ -10,32 +10,28 @@ import torch.nn.functional as F
 from conftest import launch, refused, succeed
 from torch import nn
 
-import formats
 from checkpoint import load_pretrained, merge, write_checkpoint
-from formats import Stored, open_safetensors, save_hf, save_safetensors
-from lora import (
+from lora import TARGETS, LoRA, LoRALinear, adapters, add_adapters, init_adapters
+from model import Llama, LlamaConfig
+from parallel import recompute_and_compile
+from plumbing import formats
+from plumbing.formats import save_hf
+from plumbing.peft_files import (
     PEFT_FILES,
-    TARGETS,
-    LoRA,
-    LoRALinear,
-    adapt_loss,
-    adapters,
-    add_adapters,
     gather_adapters,
-    init_adapters,
     load_adapter,
     open_adapter,
     save_adapter,
 )
-from model import Llama, LlamaConfig, UserError
-from parallel import recompute_and_compile
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor, open_safetensors, save_safetensors
 from train import make_optimizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)
 
 
 def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
-    """A model with adapters whose B, too, is not zero."""
+    """Return a model with adapters whose factors B, too, are not zero."""
     model = Llama(config).to(dtype)
     model.init_weights(seed=1)
     add_adapters(model, lora)
@@ -44,7 +40,6 @@ def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
     for name, factor in adapters(model).items():
         if name.endswith("lora_B"):
             nn.init.normal_(factor, std=0.1)
-    adapt_loss(model)
     return model
 
 
@@ -53,7 +48,7 @@ def tokens_of(config: LlamaConfig) -> torch.Tensor:
 
 
 def merged_by_hand(model: Llama, lora: LoRA) -> tuple[dict, dict]:
-    """Factors, and the weights of a plain, untied Llama as functions of them."""
+    """Return factors, and the weights of a plain, untied Llama as functions of them."""
     factors = {name: p.detach().clone().requires_grad_() for name, p in adapters(model).items()}
     weights = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
     weights["output.weight"] = model.output.weight.detach()
@@ -65,14 +60,24 @@ def merged_by_hand(model: Llama, lora: LoRA) -> tuple[dict, dict]:
     return factors, weights
 
 
-def bare(config: LlamaConfig) -> Llama:
+def stored_base(model: Llama) -> dict[str, StoredTensor]:
+    """Return the weights beneath the adapters, as files store them."""
+    named = {name: p.detach() for name, p in model.named_parameters() if "lora" not in name}
+    return {name: stored_tensor(p) for name, p in named.items()}
+
+
+def stored_tensor(tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def without_adapters(config: LlamaConfig) -> Llama:
     return Llama(dataclasses.replace(config, tie_embeddings=False)).double()
 
 
 # ------------------------------------------------------------------------------------- the module
 
 
-@pytest.mark.parametrize("targets", [TARGETS, LoRA.targets, *((target,) for target in TARGETS)])
+@pytest.mark.parametrize("targets", [TARGETS, *((target,) for target in TARGETS)])
 def test_gradients_are_those_of_added_weights(targets):
     config = dataclasses.replace(CONFIG, tie_embeddings=True)
     lora = LoRA(rank=3, alpha=7, targets=targets)
@@ -81,7 +86,7 @@ def test_gradients_are_those_of_added_weights(targets):
     names = {name.split(".")[-2] for name in factors}
     assert names == set(targets)
 
-    logits = torch.func.functional_call(bare(config), weights, (tokens,))
+    logits = torch.func.functional_call(without_adapters(config), weights, (tokens,))
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     loss.backward()
     ours = model(tokens, targets=tokens)
@@ -93,16 +98,16 @@ def test_gradients_are_those_of_added_weights(targets):
         assert error < 1e-12, (name, error)
 
 
-def test_adapters_alone_learn():
+def test_only_adapters_are_trained():
     model = adapted(CONFIG, LoRA())
     tokens = tokens_of(CONFIG)
     model(tokens, targets=tokens).backward()
     optimizer = make_optimizer(model, 1e-3, 0.0)
     optimizer.step()
     named = {id(p): name for name, p in model.named_parameters()}
-    learnt = {named[id(p)] for p in optimizer.state}
-    assert learnt == adapters(model).keys()
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == learnt
+    trained = {named[id(p)] for p in optimizer.state}
+    assert trained == adapters(model).keys()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == trained
 
 
 def test_training_starts_from_the_model_as_it_is():
@@ -128,8 +133,8 @@ def test_merge_and_unmerge(dtype):
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.merge()
-        wide = layer.unmerged.double() + 7 / 3 * layer.lora_B.double() @ layer.lora_A.double()
-        assert torch.allclose(layer.weight.double(), wide, rtol=2 * torch.finfo(dtype).eps)
+        exact = layer.unmerged.double() + 7 / 3 * layer.lora_B.double() @ layer.lora_A.double()
+        assert torch.allclose(layer.weight.double(), exact, rtol=2 * torch.finfo(dtype).eps)
     error = (model(tokens) - before).norm() / before.norm()
     assert error < {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
     assert model(tokens, targets=tokens).item() == pytest.approx(loss, rel=2 * error.item() + 1e-13)
@@ -140,8 +145,8 @@ def test_merge_and_unmerge(dtype):
     assert torch.equal(model(tokens), before)
 
 
-def test_dropout_is_of_what_adapters_see():
-    """A mask of x, scaled up, with gradients as autograd has them; none without gradients."""
+def test_dropout_acts_on_the_input_of_adapters():
+    """It masks x and scales it up, with autograd's gradients; without gradients it does nothing."""
     layer = LoRALinear(nn.Linear(24, 16, bias=False).double(), LoRA(rank=4, dropout=0.4))
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
@@ -149,9 +154,9 @@ def test_dropout_is_of_what_adapters_see():
     torch.manual_seed(5)
     y = layer(x)
     torch.manual_seed(5)
-    seen = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
-    assert 0.2 < (seen == 0).double().mean() < 0.6
-    plain = x @ layer.weight.T + 4 * (seen @ layer.lora_A.T) @ layer.lora_B.T
+    dropped = F.dropout(x.flatten(0, 1), 0.4).view_as(x)
+    assert 0.2 < (dropped == 0).double().mean() < 0.6
+    plain = x @ layer.weight.T + 4 * (dropped @ layer.lora_A.T) @ layer.lora_B.T
     assert torch.allclose(y, plain, rtol=0, atol=1e-12)
     grad = torch.randn_like(y)
     inputs = (x, layer.lora_A, layer.lora_B)
@@ -159,8 +164,8 @@ def test_dropout_is_of_what_adapters_see():
     for a, b in zip(ours, theirs):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
     with torch.no_grad():
-        low = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
-        assert torch.allclose(layer(x), x @ layer.weight.T + low, rtol=0, atol=1e-12)
+        update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
+        assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -175,7 +180,7 @@ def test_recomputation_drops_the_same_again(mode):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_a_model_takes_one_adapter():
+def test_a_second_adapter_is_refused():
     model = adapted(CONFIG, LoRA())
     with pytest.raises(UserError, match="an adapter already"):
         add_adapters(model, LoRA())
@@ -190,17 +195,15 @@ def save(directory, model: Llama, lora: LoRA) -> None:
 
 
 def base_of(model: Llama, directory):
-    """What is beneath the adapters, as transformers' model."""
+    """Return the weights beneath the adapters as transformers' model."""
     import transformers
 
     directory.mkdir()
-    named = {n: p for n, p in model.named_parameters() if "lora" not in n}
-    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
-    save_hf(directory, model.config, stored)
+    save_hf(directory, model.config, stored_base(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = transformers.LlamaForCausalLM.from_pretrained(
-            directory, attn_implementation="sdpa", dtype=next(iter(named.values())).dtype
+            directory, attn_implementation="sdpa", dtype=model.norm.weight.dtype
         )
     return loaded.eval()
 
@@ -208,24 +211,23 @@ def base_of(model: Llama, directory):
 KINDS = {
     "lora": (CONFIG, LoRA(rank=4, alpha=12, dropout=0.1)),
     "rslora": (CONFIG, LoRA(rank=9, alpha=6, rslora=True, targets=("wq", "wk", "w2"))),
-    "output": (CONFIG, LoRA(rank=2, alpha=8, targets=TARGETS)),
     "tied": (dataclasses.replace(CONFIG, tie_embeddings=True), LoRA(rank=4)),
 }
 
 
 def in_peft(directory, config: LlamaConfig, lora: LoRA, **options):
-    """A model with adapters, and what peft makes of the files that we write of it."""
+    """Return a model with adapters, and PEFT's model of the files that we write."""
     peft = pytest.importorskip("peft")
     model = adapted(config, lora, torch.float32)
     save(directory / "adapter", model, lora)
     base = base_of(model, directory / "base")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # peft only warns of keys it does not find
+        warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         return model, peft.PeftModel.from_pretrained(base, directory / "adapter", **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_ours(tmp_path, kind):
+def test_peft_loads_our_adapters(tmp_path, kind):
     config, lora = KINDS[kind]
     model, theirs = in_peft(tmp_path, config, lora)
     tokens = tokens_of(config)
@@ -241,7 +243,7 @@ def test_peft_loads_ours(tmp_path, kind):
 def test_we_load_what_peft_saves(tmp_path, kind):
     config, lora = KINDS[kind]
     model, theirs = in_peft(tmp_path, config, lora, is_trainable=True)
-    for factor in theirs.parameters():  # other numbers than those that we wrote
+    for factor in theirs.parameters():  # other values than those that we wrote
         factor.data.mul_(1.5) if factor.requires_grad else None
     theirs.save_pretrained(tmp_path / "theirs")
     plain = Llama(config)
@@ -255,7 +257,7 @@ def test_we_load_what_peft_saves(tmp_path, kind):
 
 
 def test_gradients_equal_pefts(tmp_path):
-    """The same loss on the same adapter, in float32: every factor's gradient, rows put in order."""
+    """Compare every factor's gradient in float32, once its rows are in PEFT's order."""
     model, theirs = in_peft(tmp_path, CONFIG, LoRA(rank=4, alpha=12), is_trainable=True)
     tokens = tokens_of(CONFIG)
     logits = theirs(tokens).logits
@@ -273,7 +275,7 @@ def test_gradients_equal_pefts(tmp_path):
 
 
 def test_round_trip_to_the_last_bit(tmp_path):
-    lora = LoRA(rank=4, alpha=1.5, dropout=0.25, rslora=True, targets=("wq", "wo", "output"))
+    lora = LoRA(rank=4, alpha=1.5, dropout=0.25, rslora=True, targets=("wq", "wo", "w2"))
     model = adapted(CONFIG, lora)
     save(tmp_path, model, lora)
     found, stored = open_adapter(tmp_path, CONFIG)
@@ -286,9 +288,9 @@ def test_round_trip_to_the_last_bit(tmp_path):
 def rename(directory, change) -> None:
     """Write the tensors of an adapter anew under other names."""
     found = open_safetensors(directory / PEFT_FILES[1])
-    copies = {name: t.read().clone() for name, t in found.items()}  # the file is about to go
-    kept = {name: Stored(t.dtype, tuple(t.shape), lambda t=t: t) for name, t in copies.items()}
-    save_safetensors(directory / PEFT_FILES[1], change(kept), {})
+    # Copies, since writing the file invalidates what was read from it.
+    copies = {name: stored_tensor(t.read().clone()) for name, t in found.items()}
+    save_safetensors(directory / PEFT_FILES[1], change(copies), {})
 
 
 WRONG = {
@@ -300,7 +302,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("which", ["", "q_proj"])
-def test_matrices_that_lack_factors_are_noticed(tmp_path, which):
+def test_matrices_without_factors_are_refused(tmp_path, which):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     rename(tmp_path, lambda found: {n: t for n, t in found.items() if which and which in n})
     with pytest.raises(UserError, match="has no factors for"):
@@ -341,7 +343,7 @@ def test_another_models_adapter_is_refused(tmp_path):
         ("use_rslora", "false"),
     ],
 )
-def test_what_is_not_plain_lora_is_refused(tmp_path, key, value):
+def test_variants_of_lora_are_refused(tmp_path, key, value):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     path = tmp_path / PEFT_FILES[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
@@ -349,7 +351,7 @@ def test_what_is_not_plain_lora_is_refused(tmp_path, key, value):
         load_adapter(Llama(CONFIG), tmp_path)
 
 
-def test_no_adapter_there(tmp_path):
+def test_a_directory_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(UserError, match="it has no adapter_config"):
         load_adapter(Llama(CONFIG), tmp_path)
 
@@ -359,28 +361,26 @@ def test_no_adapter_there(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_merged_checkpoint(tmp_path, tied):
-    """Base and adapter in, one model out: as the two computed, here and in transformers."""
+    """A base and its adapter give one model that computes alike, here and in transformers."""
     import transformers
 
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     lora = LoRA(rank=3, targets=TARGETS)
     model = adapted(config, lora, torch.float32)
     save(tmp_path / "adapter", model, lora)
-    named = {n: p for n, p in model.named_parameters() if "lora" not in n}
-    stored = {n: Stored(p.dtype, tuple(p.shape), lambda p=p: p.detach()) for n, p in named.items()}
-    write_checkpoint(tmp_path / "base", config, stored, None)
+    write_checkpoint(tmp_path / "base", config, stored_base(model), None)
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", None)
     tokens = tokens_of(config)
     with torch.no_grad():
         expected = model(tokens)
         merged = load_pretrained(tmp_path / "merged")
-        assert not merged.config.tie_embeddings
+        assert merged.config == config
         assert (merged(tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
         succeed("checkpoint.py", "export", tmp_path / "merged", tmp_path / "hf", "--format", "hf")
         theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
         assert (theirs(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_weights_are_asked_of_an_adapter(tmp_path):
+def test_an_adapter_is_no_model(tmp_path):
     save(tmp_path, adapted(CONFIG, LoRA()), LoRA())
     refused(launch("generate.py", tmp_path), "is an adapter", "--adapter, with base")

@@ -1,7 +1,7 @@
-"""Run by torchrun: DIR DTYPE WORK... with work as `LAYOUT` or `FROM>LAYOUT`.
+"""Run by torchrun: DIR DTYPE WORK..., where WORK is LAYOUT or SOURCE>LAYOUT.
 
-LAYOUT trains eight steps in it and saves DIR/LAYOUT after the third. FROM>LAYOUT resumes DIR/FROM
-in LAYOUT and trains the other five. Losses and norms of these five go to DIR/WORK.json."""
+LAYOUT trains eight steps and saves DIR/LAYOUT after the third. SOURCE>LAYOUT resumes DIR/SOURCE in
+LAYOUT and trains the other five. Losses and gradient norms of these five go to DIR/WORK.json."""
 
 import json
 import sys
@@ -14,48 +14,51 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import checkpoint
-from data import Batch, load_tokenizer
+from data import Batch
 from model import Llama, LlamaConfig
-from parallel import Split, arrange, parallelize, put_shard, run, set_up
+from parallel import ParallelConfig, assign_shard, parallelize, with_mesh
+from plumbing.processes import init_distributed, run
+from plumbing.tokenizer import load_tokenizer
 from train import make_optimizer, train_step
 
 LAYOUTS = {
-    "one": Split(),
-    "ddp2": Split("ddp", replicate=2),
-    "fsdp2": Split("fsdp", shard=2),
-    "tp2": Split("ddp", tp=2),
-    "fsdp4": Split("fsdp", shard=4),
-    "hsdp2x2": Split("hsdp", replicate=2, shard=2),
-    "fsdp2tp2": Split("fsdp", shard=2, tp=2),
+    "one": ParallelConfig(),
+    "ddp2": ParallelConfig("ddp", replicate=2),
+    "zero2": ParallelConfig("zero1", replicate=2),
+    "fsdp2": ParallelConfig("fsdp", shard=2),
+    "tp2": ParallelConfig("ddp", tp=2),
+    "fsdp4": ParallelConfig("fsdp", shard=4),
+    "hsdp2x2": ParallelConfig("hsdp", replicate=2, shard=2),
+    "fsdp2tp2": ParallelConfig("fsdp", shard=2, tp=2),
 }
 BATCH, SEQ, VOCAB = 8, 13, 269
-# Neither the vocabulary nor the feed-forward can be cut into 4 evenly.
+# Neither the vocabulary nor the feed-forward can be sharded evenly over 4 ranks.
 CONFIG = LlamaConfig(36, 2, 6, 2, 46, vocab_size=VOCAB)
 
 
 def steps(first, last, runner, optimizer, world) -> list[list[float]]:
-    share = BATCH // world.data_size
+    local_size = BATCH // world.data_size
     rows = []
     for step in range(first, last + 1):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=generator)
-        tokens = tokens[world.data_rank * share :][:share]
+        tokens = tokens[world.data_rank * local_size :][:local_size]
         batch = Batch(tokens[:, :-1], tokens[:, 1:], None, text_bytes=1)
-        totals = train_step(runner, optimizer, batch, share, 0.1, world, step)
+        totals = train_step(runner, optimizer, batch, local_size, 0.1, world, step)
         rows.append([totals.mean_loss, totals.grad_norm])
     return rows
 
 
 def main() -> None:
-    world = set_up()
+    process = init_distributed()
     directory, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
     tokenizer = load_tokenizer("bytes")
     for work in sys.argv[3:]:
         source, _, layout = work.rpartition(">")
-        world = arrange(world, replace(LAYOUTS[layout], dtype=dtype))
+        world = with_mesh(process, replace(LAYOUTS[layout], dtype=dtype))
         with torch.device("meta"):
             model = Llama(CONFIG)
-        runner = parallelize(model, world, partial(Llama.init_weights, seed=3, put=put_shard))
+        runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
         optimizer = make_optimizer(model, 1e-2, 0.1)
         if source:
             saved = directory / source / "step-00000003"

@@ -1,5 +1,5 @@
-"""Run by torchrun on two ranks: prints, for each, the size of the largest tensor that the loss of
-104 tokens over 997 words makes in forward and backward, when it takes 52 tokens at a time."""
+"""Run by torchrun on two ranks: prints, for each rank, the elements of the largest tensor that
+forward and backward of the loss make, for 104 tokens, 52 at a time, and a vocabulary of 997."""
 
 import sys
 from functools import partial
@@ -14,30 +14,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import model
 from model import Llama, LlamaConfig
-from parallel import Split, arrange, parallelize, put_shard, run, set_up
+from parallel import ParallelConfig, assign_shard, parallelize, with_mesh
+from plumbing.processes import init_distributed, run
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     numel = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        result = op(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 self.numel = max(self.numel, tensor.numel())
-        return out
+        return result
 
 
 def main():
-    world = arrange(set_up(), Split(tp=2))
+    world = with_mesh(init_distributed(), ParallelConfig(tp=2))
     model.LOSS_CHUNK = 52
     with torch.device("meta"):
         llama = Llama(LlamaConfig(16, 1, 2, 2, 32, vocab_size=997))
-    parallelize(llama, world, partial(Llama.init_weights, put=put_shard))
+    parallelize(llama, world, partial(Llama.init_weights, assign=assign_shard))
     tokens = torch.randint(997, (8, 13), generator=torch.Generator().manual_seed(0))
-    with Largest() as largest:
+    with LargestTensor() as largest:
         llama(tokens, tokens).backward()
-    sizes = world.gather([largest.numel])[:, 0].tolist()
+    sizes = world.all_gather_scalars([largest.numel])[:, 0].tolist()
     if world.rank == 0:
         print(*map(int, sizes))
 

@@ -1,7 +1,7 @@
-"""Run by torchrun: loads each directory of the arguments into a model split by FSDP, and prints how
-much this process's memory grew meanwhile, beside the model's own part, and what the weights take.
+"""Run by torchrun: load each directory of the arguments into a model sharded by FSDP.
 
-Memory is what is not backed by a file: pages of a mapped file cost nothing that cannot be had back.
+Prints by how many bytes the memory of rank 0 grew beyond its shard, and the bytes of the weights.
+Pages of mapped files are not counted, since the operating system can take them back at any time.
 """
 
 import re
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from checkpoint import load_weights, read_config
 from model import Llama
-from parallel import Split, arrange, parallelize, run, set_up
+from parallel import ParallelConfig, parallelize, with_mesh
+from plumbing.processes import init_distributed, run
 
 
 def anonymous_bytes() -> int:
@@ -23,7 +24,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak(TorchDispatchMode):
-    """The most memory after any of torch's operators."""
+    """Records the most memory in use after any of torch's operators."""
 
     bytes = 0
 
@@ -39,12 +40,12 @@ def fill_with_zeros(model: Llama) -> None:
 
 
 def main() -> None:
-    world = set_up()
-    world = arrange(world, Split("fsdp", shard=world.size))
+    process = init_distributed()
+    world = with_mesh(process, ParallelConfig("fsdp", shard=process.size))
     for directory in map(Path, sys.argv[1:]):
         with torch.device("meta"):
             model = Llama(read_config(directory)["model"])
-        # Its part is filled beforehand: memory that nobody wrote to does not count as used.
+        # The shard is written to beforehand: memory counts as used only from its first write on.
         parallelize(model, world, fill_with_zeros)
         before = anonymous_bytes()
         with Peak() as peak:

@@ -1,4 +1,5 @@
-"""Run by torchrun on two ranks: the second's loss is not finite. Prints what each has to say."""
+"""Run by torchrun on two ranks: the loss of rank 1 is not finite. Prints each rank's error, and
+whether its weights and moments stayed as they were."""
 
 import sys
 from pathlib import Path
@@ -8,13 +9,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import Batch
-from model import Llama, LlamaConfig, UserError
-from parallel import parallelize, run, set_up
+from model import Llama, LlamaConfig
+from parallel import parallelize, with_mesh
+from plumbing.processes import UserError, init_distributed, run
 from train import make_optimizer, train_step
 
 
 def main():
-    world = set_up()
+    world = with_mesh(init_distributed())
     with torch.device("meta"):
         model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, Llama.init_weights)

@@ -1,5 +1,6 @@
-"""Run by torchrun on two ranks: real steps with silenced passes between them, and without. Prints
-of each split whether a silenced collective did nothing, and whether both give the same weights."""
+"""Run by torchrun on two ranks: train with silenced passes between the steps, and without. For each
+configuration, print whether silenced collectives do nothing and both trainings give the same
+weights."""
 
 import argparse
 import sys
@@ -12,50 +13,55 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import Batch
-from diagnose import Run, plain_step, silenced, silenced_pass
 from model import Llama, LlamaConfig
-from parallel import Split, arrange, local, parallelize, put_shard, run, set_up
+from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
+from perf.measure import build_on_meta
+from perf.step import Training, plain_step, silenced, silenced_pass
+from plumbing.processes import init_distributed, run
 from train import make_optimizer
 
-SPLITS = {
-    "ddp": Split(replicate=2),
-    "fsdp": Split(dp="fsdp", shard=2, checkpointing="full"),
-    "none": Split(dp="fsdp", shard=2, reshard="none"),
-    "tp": Split(tp=2),
+CONFIGS = {
+    "ddp": ParallelConfig(replicate=2),
+    "zero1": ParallelConfig(dp="zero1", replicate=2),
+    "fsdp": ParallelConfig(dp="fsdp", shard=2, checkpointing="full"),
+    "reshard none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
+    "tp": ParallelConfig(tp=2),
 }
 
 
-def train(world, silent: bool) -> list[torch.Tensor]:
-    """The weights after three steps, of two microbatches each."""
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
-    runner = parallelize(model, world, partial(Llama.init_weights, put=put_shard))
+def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
+    """Return this rank's weights after three steps of two microbatches each."""
+    model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
+    runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     optimizer = make_optimizer(model, 1e-2, 0.1)
     args = argparse.Namespace(batch=2 * world.data_size, microbatch=1, clip=1.0)
-    training = Run(args, world, model, runner, optimizer, batches=iter(()))
+    training = Training(args, world, model, runner, optimizer, batches=iter(()))
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))
         batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1)
         plain_step(training, batch)
-        if silent:
+        if with_silenced_passes:
             assert "pass" in silenced_pass(training, training.dims, batch).seconds()
-    return [local(p.detach()).clone() for p in model.parameters()]
+    return [to_local(p.detach()).clone() for p in model.parameters()]
 
 
 def main():
-    base = set_up()
-    for name, split in SPLITS.items():
-        world = arrange(base, split)
+    process = init_distributed()
+    for name, parallel in CONFIGS.items():
+        world = with_mesh(process, parallel)
         (dim,) = (d for d in world.mesh.mesh_dim_names if world.mesh[d].size() > 1)
         one, group = torch.ones(1), world.mesh.get_group(dim)
         with silenced(torch.nn.Identity(), world, [dim]):
             dist.all_reduce(one, group=group)
-        quiet = one.item() == 1
+        is_silenced = one.item() == 1
         dist.all_reduce(one, group=group)
-        same = all(map(torch.equal, train(world, silent=True), train(world, silent=False)))
+        same = all(map(torch.equal, train(world, True), train(world, False)))
         if world.rank == 0:
-            print(f"{name}: quiet {quiet}, again {one.item():g}, same weights {same}", flush=True)
+            print(
+                f"{name}: silenced {is_silenced}, sum after it {one.item():g}, same weights {same}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

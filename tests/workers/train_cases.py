@@ -1,9 +1,9 @@
-"""Run by torchrun: five training steps of each case that the JSON file of the first argument lists.
+"""Run on several ranks: train each case in the JSON file of the first argument for STEPS steps.
 
-A case has "split" (fields of Split), "config" (of LlamaConfig), "microbatch", "packed", "dtype",
-and for adapters "lora" (fields of LoRA); those are trained with a tenth of the learning rate.
+A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
+"dtype", and for adapters "lora" (fields of LoRA); those train with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
-gradients, first and last weights, what was sent and what was predicted, and attention forwards."""
+gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
 import json
 import sys
@@ -15,14 +15,17 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from cost import predict_traffic
 from data import Batch
-from lora import LoRA, adapt_loss, adapters, add_adapters, gather_adapters, init_adapters
-from measure import Counted
+from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
-from parallel import Split, arrange, parallelize, put_shard, run, set_up
+from parallel import ParallelConfig, assign_shard, optimizer_parameters, parallelize, with_mesh
+from perf.cost import predict_traffic
+from perf.measure import Counted
+from plumbing.peft_files import gather_adapters
+from plumbing.processes import init_distributed, run
 from train import make_optimizer, train_step
 
+STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
 
 
@@ -49,35 +52,36 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
 
 
 @torch.no_grad()
-def fill(model: Llama) -> None:
+def initialize(model: Llama) -> None:
     """As after training a while: B is no longer zero, or A would have no gradient."""
-    model.init_weights(seed=3, put=put_shard)
-    init_adapters(model, seed=4, put=put_shard)
+    model.init_weights(seed=3, assign=assign_shard)
+    init_adapters(model, seed=4, assign=assign_shard)
     for name, parameter in adapters(model).items():
         if name.endswith("lora_B"):
             torch.manual_seed(len(name) + sum(map(ord, name)))
-            put_shard(parameter, torch.randn(parameter.shape, dtype=torch.float64) / 10)
+            assign_shard(parameter, torch.randn(parameter.shape, dtype=torch.float64) / 10)
 
 
-def train(world, case: dict) -> dict:
+def train(process, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
-    world = arrange(world, Split(**case["split"], dtype=dtype))
+    world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**case["config"]))
         if "lora" in case:
             add_adapters(model, LoRA(**case["lora"]))
     parts = world.data_size
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = predict_traffic(model, world.split, BATCH // parts // microbatch, microbatch, SEQ)
-    runner = parallelize(model, world, fill)
-    adapt_loss(model)
+    predicted = predict_traffic(
+        model, world.parallel, BATCH // parts // microbatch, microbatch, SEQ
+    )
+    runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
     optimizer = make_optimizer(model, 1e-3 if "lora" in case else 1e-2, 0.1)
     gradients = {}
 
     def keep(optimizer, args, kwargs):
-        learning = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        gradients.update({name: whole(p.grad) for name, p in learning})
+        updated = optimizer_parameters(model).items()
+        gradients.update({name: whole(p.grad) for name, p in updated})
 
     batch = batch_of(case.get("packed", False))
     share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
@@ -85,11 +89,11 @@ def train(world, case: dict) -> dict:
     mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
     rows = []
     # A mode would make compiled blocks run eagerly; the profiler counts what is merely asked for.
-    compiled = world.split.compile
+    compiled = world.parallel.compile
     measure = torch.profiler.profile() if compiled else Counted(world)
-    for step in range(1, 6):
+    for step in range(1, STEPS + 1):
         hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
-        with measure if step == 5 else nullcontext():
+        with measure if step == STEPS else nullcontext():
             totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
         if hook:
             hook.remove()
@@ -113,16 +117,16 @@ def train(world, case: dict) -> dict:
 
 
 def main():
-    world = set_up()
+    process = init_distributed()
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = []
     for case in cases:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        results.append(train(world, case))
-        if world.rank == 0:
+        results.append(train(process, case))
+        if process.rank == 0:
             print(f"{len(results)}/{len(cases)} {case}", file=sys.stderr, flush=True)
-    if world.rank == 0:
+    if process.rank == 0:
         torch.save(results, sys.argv[2])
 
 

@@ -1,0 +1,1 @@
+"""What measures and predicts: a file for each command of bench.py, and what they share."""

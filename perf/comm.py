@@ -1,0 +1,353 @@
+"""`bench.py comm`: latency and bandwidth of the links between ranks, and which links are slow.
+
+The collectives run in the groups that training uses, here on 2 nodes of 2 ranks:
+
+    world     (0 1 2 3)        all ranks
+    node      (0 1) (2 3)      the ranks of one node
+    across    (0 2) (1 3)      ranks with the same place in their nodes
+
+All groups of a kind run at once, as they do in training: so links that they share are shared. Then
+one pair of ranks after the other exchanges a message, which finds a slow link or a slow rank.
+`bench.py plan --measured` reads the file of --out in place of data sheets.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data import Batch
+from model import PRESETS, Llama
+from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
+from perf.choose import USABLE_FRACTION, usable_memory
+from perf.measure import build_on_meta, time_interleaved
+from plumbing.processes import UserError, init_distributed, print_rank_zero
+from plumbing.records import write_atomically
+from train import accumulate, make_optimizer
+
+SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
+MAX_RANKS_FOR_ALL_PAIRS = 32
+MAX_PAIRS_SHOWN = 8
+
+# --------------------------------------------------------------------------------- measuring
+
+
+def measure_comm(args: argparse.Namespace) -> str:
+    """Measure the links between all ranks; return the results as text and write them to --out."""
+    world = with_mesh(init_distributed())
+    if world.size < 2:
+        raise UserError(
+            "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
+        )
+    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
+    if args.out and not world.broadcast_from_rank_zero(args.out.parent.is_dir):
+        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+    groups = {}
+    for name, group in process_groups(world).items():
+        print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
+        times = time_collectives(group, sorted(set(args.sizes)), args.repeats, world)
+        groups[name] = {"ranks": group.size(), "times": times}
+    compute_times = time_computation(args, world) if args.model else None
+    pairs = pairs_to_measure(world.size, world.per_node)
+    print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
+    pair_speeds = time_pairs(pairs, args.repeats, world)
+    on_gpu = world.device.type == "cuda"
+    report = {
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "backend": "nccl" if on_gpu else "gloo",
+        "ranks": world.size,
+        "per_node": world.per_node,
+        "torch": str(torch.__version__),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
+        "groups": groups,
+        "pairs": pair_speeds,
+        "compute": compute_times,
+    }
+    if args.out and world.rank == 0:
+        write_atomically(args.out, json.dumps(report) + "\n")
+    return text_report(report)
+
+
+def process_groups(world: World) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each kind: world, node, across. Where a node has one rank, or
+    all of them, there is only the world."""
+    groups = {"world": dist.group.WORLD}
+    if 1 < world.per_node < world.size:
+        nodes = world.size // world.per_node
+        parallel = ParallelConfig(dp="hsdp", replicate=nodes, shard=world.per_node)
+        mesh = with_mesh(world, parallel).mesh
+        groups |= {"node": mesh.get_group("shard"), "across": mesh.get_group("replicate")}
+    return groups
+
+
+def time_collectives(
+    group: dist.ProcessGroup, sizes: list[int], repeats: int, world: World
+) -> dict[str, list[tuple[int, float]]]:
+    """Return, for each collective, one (payload bytes, seconds) per size.
+
+    A time is the median, over the rounds, of the slowest rank's. Sizes are rounded up so that every
+    rank of the group has an equal number of float32 elements."""
+    times = {}
+    for size in sizes:
+        multiple = 4 * group.size()
+        nbytes = math.ceil(size / multiple) * multiple
+        contestants = collectives(group, nbytes, world.device)
+        for name, seconds in time_interleaved(contestants, repeats).items():
+            times.setdefault(name, []).append((nbytes, median_of_slowest(seconds, world)))
+    return times
+
+
+def median_of_slowest(seconds: list[float], world: World) -> float:
+    """Return the median over rounds of the time of the slowest rank. `seconds` are this rank's."""
+    return statistics.median(slowest(seconds, world))
+
+
+def slowest(seconds: list[float], world: World) -> list[float]:
+    """Return the longest time of any rank, for each of this rank's `seconds`."""
+    return world.all_gather_scalars(seconds).amax(0).tolist()
+
+
+def collectives(
+    group: dist.ProcessGroup, nbytes: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Return functions that run each collective once, with a payload of `nbytes`.
+
+    In send/recv, each rank sends to the next and receives from the previous, in a ring."""
+    ranks, own = dist.get_process_group_ranks(group), group.rank()
+    full, received = torch.zeros(2, nbytes // 4, device=device)
+    shard = torch.zeros(len(full) // len(ranks), device=device)
+    next_rank, previous_rank = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    ring = (
+        (dist.isend, full, next_rank, group),
+        (dist.irecv, received, previous_rank, group),
+    )
+    return {
+        "all-reduce": lambda: dist.all_reduce(full, group=group),
+        "all-gather": lambda: all_gather(full, shard, group=group),
+        "reduce-scatter": lambda: reduce_scatter(shard, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, ranks[0], group),
+        "send/recv": lambda: send_and_receive(*ring),
+    }
+
+
+def send_and_receive(*transfers: tuple) -> None:
+    """Run several sends and receives at once and wait for them. Each is the arguments of a P2POp.
+
+    In a batch, NCCL uses the connections that the group has; single sends would open new ones for
+    every pair of ranks."""
+    for work in dist.batch_isend_irecv([dist.P2POp(*transfer) for transfer in transfers]):
+        work.wait()
+
+
+def time_computation(args: argparse.Namespace, world: World) -> dict:
+    """Return the seconds that one microbatch and one update of --model take without communication.
+
+    Every rank trains a model of its own, all at once, since ranks of a node share its processors.
+    It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
+    Times are the medians of the slowest rank's, since a training step waits for that rank."""
+    print_rank_zero(
+        f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr
+    )
+    config = PRESETS[args.model]
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    tokens = torch.randint(config.vocab_size, (args.microbatch, args.seq_len)).to(world.device)
+    batch = Batch(tokens, tokens, None, text_bytes=1)
+    contestants = {}
+    for dp in ("ddp", "fsdp"):
+        # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
+        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
+        model = build_on_meta(config)
+        parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
+        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+        contestants[f"{dp} microbatch"] = partial(
+            forward_and_backward, model, optimizer, batch, alone
+        )
+        contestants[f"{dp} update"] = partial(clip_and_update, optimizer)
+    seconds = time_interleaved(contestants, args.repeats)
+    medians = {name: median_of_slowest(times, world) for name, times in seconds.items()}
+    return {
+        "model": args.model,
+        "config": asdict(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": args.microbatch * args.seq_len,
+        "seq_len": args.seq_len,
+        "forward_backward": medians["ddp microbatch"],
+        "forward_backward_in_fsdp": medians["fsdp microbatch"],
+        "update": medians["ddp update"],
+    }
+
+
+def forward_and_backward(
+    model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, world: World
+) -> None:
+    optimizer.zero_grad()
+    accumulate(model, batch, len(batch.tokens), world)
+
+
+def clip_and_update(optimizer: torch.optim.Optimizer) -> None:
+    """Run what train.update computes on one rank: gradient norm, scaling, AdamW."""
+    gradients = [to_local(p.grad) for group in optimizer.param_groups for p in group["params"]]
+    torch._foreach_mul_(gradients, 1 / (1 + torch.nn.utils.get_total_norm(gradients)))
+    optimizer.step()
+
+
+def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
+    """Return all pairs of ranks; where that is too many, neighbours within nodes and pairs with the
+    same place in neighbouring nodes."""
+    if size <= MAX_RANKS_FOR_ALL_PAIRS:
+        return list(itertools.combinations(range(size), 2))
+    return sorted({(i, i + step) for step in (1, per_node) for i in range(size - step)})
+
+
+def time_pairs(
+    pairs: list[tuple[int, int]], repeats: int, world: World
+) -> list[tuple[int, int, float]]:
+    """Return (i, j, bytes per second) of each pair, measured by a message from i to j and back.
+
+    One pair runs at a time, while the other ranks wait. The speed is that of the fastest round: a
+    slow link is slow in every round, a processor that was busy is not."""
+    # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
+    elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
+    message = torch.zeros(elements, device=world.device)
+    seconds = []
+    for i, j in pairs:
+        round_trip = partial(send_there_and_back, message, world.rank, i, j)
+        fastest = min(time_interleaved({"pair": round_trip}, repeats)["pair"])
+        seconds.append(fastest if world.rank == i else 0.0)  # rank i sees the whole round trip
+    return [
+        (i, j, 2 * message.nbytes / pair_seconds)
+        for (i, j), pair_seconds in zip(pairs, slowest(seconds, world))
+    ]
+
+
+def send_there_and_back(message: Tensor, rank: int, i: int, j: int) -> None:
+    """Run this rank's part in sending a message from i to j and back: nothing on most ranks."""
+    for source, target in ((i, j), (j, i)):
+        if rank == source:
+            send_and_receive((dist.isend, message, target))
+        elif rank == target:
+            send_and_receive((dist.irecv, message, source))
+
+
+# ------------------------------------------------------------------------------ judging links
+
+
+def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float:
+    """Return the bytes per second that each rank's link carries, as nccl-tests define it.
+
+    In a ring of n ranks, a rank sends (n - 1)/n of the payload `nbytes` for an all-gather or a
+    reduce-scatter. An all-reduce is one of each. Unlike payload per second, the result compares
+    with the nominal speed of a link, and between groups of different sizes."""
+    fraction = (n - 1) / n
+    factors = {"all-reduce": 2 * fraction, "all-gather": fraction, "reduce-scatter": fraction}
+    return nbytes / seconds * factors.get(collective, 1.0)
+
+
+def slow_pairs(
+    pairs: list[tuple[int, int, float]], per_node: int
+) -> list[tuple[int, int, float, float]]:
+    """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first.
+
+    Pairs within nodes and pairs across nodes have medians of their own."""
+    kinds = {"within a node": [], "across nodes": []}
+    for i, j, speed in pairs:
+        same_node = i // per_node == j // per_node
+        kinds["within a node" if same_node else "across nodes"].append((i, j, speed))
+    slow = []
+    for kind in filter(None, kinds.values()):
+        median = statistics.median(speed for *_, speed in kind)
+        slow += [(i, j, speed, median) for i, j, speed in kind if speed < median / 2]
+    return sorted(slow, key=lambda pair: pair[2] / pair[3])
+
+
+def common_rank(pairs: list[tuple]) -> int | None:
+    """Return the rank that is in more than half of these pairs, and in more of them than any other
+    rank; None if there is no such rank. Pairs begin with their two ranks."""
+    counts = Counter(rank for pair in pairs for rank in pair[:2])
+    (rank, count), (_, second_count) = counts.most_common(2)
+    return rank if count > max(second_count, len(pairs) / 2) else None
+
+
+def slowest_group(groups: dict[str, dict]) -> tuple[str, str, float] | None:
+    """Return (slowest kind of group, fastest kind, ratio of their speeds); None for a single kind.
+
+    The speed is the bus bandwidth of an all-reduce of the largest message."""
+    if len(groups) == 1:
+        return None
+    speeds = {
+        name: bus_bandwidth("all-reduce", group["ranks"], *group["times"]["all-reduce"][-1])
+        for name, group in groups.items()
+    }
+    slow, fast = min(speeds, key=speeds.get), max(speeds, key=speeds.get)
+    return slow, fast, speeds[fast] / speeds[slow]
+
+
+# -------------------------------------------------------------------------------- as text
+
+
+def text_report(report: dict) -> str:
+    lines = [
+        f"{report['ranks']} ranks, {report['per_node']} per node, {report['backend']} on "
+        f"{report['device']}. MB/s are bus bandwidth: payload per second, times 2(n-1)/n for an "
+        "all-reduce of n ranks, (n-1)/n for all-gather and reduce-scatter, 1 for the others."
+    ]
+    for name, group in report["groups"].items():
+        lines += ["", f"{name}: {number_of_groups(report['ranks'], group['ranks'])}", ""]
+        lines += collectives_table(group["ranks"], group["times"])
+    lines += ["", *pairs_text(report["pairs"], report["per_node"])]
+    if result := slowest_group(report["groups"]):
+        slow, fast, ratio = result
+        lines.append(
+            f"the slowest groups are {slow}: all-reduce at 1/{ratio:.1f} of the MB/s of {fast}"
+        )
+    return "\n".join(lines)
+
+
+def number_of_groups(size: int, n: int) -> str:
+    return f"{size // n} groups of {n} ranks at once" if n < size else f"all {n} ranks"
+
+
+def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list[str]:
+    """Return the lines of a Markdown table with one row per size, and below it the latency: the
+    time of the smallest size."""
+    lines = [f"| bytes | {' | '.join(times)} |", "|--:|" + "--:|" * len(times)]
+    for row in zip(*times.values()):
+        cells = [
+            f"{1e3 * seconds:,.3f} ms, {bus_bandwidth(name, n, nbytes, seconds) / 1e6:,.1f} MB/s"
+            for name, (nbytes, seconds) in zip(times, row)
+        ]
+        nbytes, _ = row[0]
+        lines.append(f"| {nbytes:,} | {' | '.join(cells)} |")
+    latencies = (f"{name} {1e3 * by_size[0][1]:,.3f} ms" for name, by_size in times.items())
+    return [*lines, "", f"latency: {', '.join(latencies)}"]
+
+
+def pairs_text(pairs: list[tuple[int, int, float]], per_node: int) -> list[str]:
+    slow = slow_pairs(pairs, per_node)
+    if not slow:
+        return ["no pair of ranks is slower than half the median of its kind"]
+    lines = [
+        f"ranks {i} and {j}: {speed / 1e6:,.1f} MB/s, where the median is {median / 1e6:,.1f}"
+        for i, j, speed, median in slow[:MAX_PAIRS_SHOWN]
+    ]
+    if len(slow) > MAX_PAIRS_SHOWN:
+        lines.append(f"and {len(slow) - MAX_PAIRS_SHOWN} more pairs below half of the median")
+    if (rank := common_rank(slow)) is not None:
+        count = sum(rank in pair[:2] for pair in slow)
+        lines.append(f"rank {rank} is slow: it is in {count} of these {len(slow)} pairs")
+    return lines

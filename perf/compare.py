@@ -1,0 +1,389 @@
+"""`bench.py compare`: the same training step, distributed in different ways.
+
+Contestants are the strategies of parallel.py and some variants of them. All start from the same
+weights and train on the same batch. So their losses must agree, and they differ in cost: time,
+memory and communication. They run in turns and stay in memory together.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from data import Batch
+from lora import LoRA
+from model import PRESETS, Llama, LlamaConfig
+from parallel import STRATEGIES, ParallelConfig, World, with_mesh
+from perf.choose import check_parallel, data_ranks_in_node, usable_memory
+from perf.cost import Traffic, describe_traffic, predict_memory
+from perf.measure import (
+    Counted,
+    Live,
+    build_on_meta,
+    make_step,
+    megabytes,
+    quartiles,
+    ratios_to_first,
+    time_interleaved,
+    timing_table,
+)
+from plumbing.processes import UserError, init_distributed, print_rank_zero
+from plumbing.records import write_atomically
+from train import Totals
+
+LOSS_TOLERANCE = 1e-4  # relative; sums in a different order differ by less
+
+# ------------------------------------------------------------------------------- contestants
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to distribute the step. `base` is the world of all processes, in any mesh."""
+
+    parallel: Callable[[World], ParallelConfig]  # (base) -> configuration
+    by_default: Callable[[argparse.Namespace, World], bool]  # (args, base) -> run it unasked?
+
+
+def configure(strategy: str, base: World, **changes) -> ParallelConfig:
+    """Return the configuration of a strategy over all processes, with `changes` to its fields."""
+    in_node = data_ranks_in_node(base.size, 1, base.per_node)
+    shard = STRATEGIES[strategy].shard_size(base.size, in_node)
+    return ParallelConfig(dp=strategy, replicate=base.size // shard, shard=shard, **changes)
+
+
+def is_distinct(strategy: str, args: argparse.Namespace, base: World) -> bool:
+    """Return whether a strategy differs from the others on these processes.
+
+    One with a copy per node, such as HSDP, is like DDP where a node has one rank, and like FSDP
+    where there is one node."""
+    copy_per_node = STRATEGIES[strategy].copy_per == "node"
+    return base.size > 1 and (not copy_per_node or 1 < base.per_node < base.size)
+
+
+def several_ranks(args: argparse.Namespace, base: World) -> bool:
+    return base.size > 1
+
+
+CONTESTANTS = {
+    # Rank 0 alone, with the whole batch.
+    "one": Contestant(lambda base: ParallelConfig(), lambda args, base: base.size == 1),
+    **{
+        name: Contestant(partial(configure, name), partial(is_distinct, name))
+        for name in STRATEGIES
+    },
+    "fsdp-none": Contestant(partial(configure, "fsdp", reshard="none"), several_ranks),
+    "fsdp-adapters": Contestant(
+        partial(configure, "fsdp", reshard="adapters"),
+        lambda args, base: base.size > 1 and args.lora,
+    ),
+    # HSDP in a wrong mesh: it all-gathers weights across nodes and all-reduces within them.
+    "wrong": Contestant(partial(configure, "hsdp"), lambda args, base: False),
+    "tp": Contestant(lambda base: ParallelConfig(tp=base.size), several_ranks),
+    "selective": Contestant(
+        partial(configure, "ddp", checkpointing="selective"), lambda args, base: True
+    ),
+    "full": Contestant(partial(configure, "ddp", checkpointing="full"), lambda args, base: True),
+    "compiled": Contestant(
+        partial(configure, "ddp", compile=True), lambda args, base: base.device.type == "cuda"
+    ),
+}
+
+
+def contestant_name(text: str) -> str:
+    """Argument type: a name in CONTESTANTS. `choices` would not do: some versions of argparse
+    reject the empty list, which stands for no argument, as no choice."""
+    if text not in CONTESTANTS:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
+    return text
+
+
+def world_of(name: str, base: World) -> World:
+    """Return the processes in the mesh of a contestant."""
+    parallel, dim_names = CONTESTANTS[name].parallel(base), base.mesh.mesh_dim_names
+    if name == "one":
+        ranks = torch.zeros(1, 1, 1, dtype=torch.int)
+        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
+        return replace(base, size=1, parallel=parallel, mesh=mesh, group=dist.new_group([0]))
+    if name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
+        ranks = torch.arange(base.size).view(parallel.shard, parallel.replicate, 1).transpose(0, 1)
+        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
+        return replace(base, parallel=parallel, mesh=mesh)
+    return with_mesh(base, parallel)
+
+
+# ---------------------------------------------------------------------------------- choosing
+
+
+def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: World) -> list[str]:
+    """Return the contestants that the user named; without names, the default ones that are possible
+    and fit in memory together. Raises UserError for an impossible one that was named."""
+    if args.seq_len > config.max_seq_len:
+        raise UserError(
+            f"--seq-len {args.seq_len} is too long: --model {args.model} takes at most "
+            f"--seq-len {config.max_seq_len}"
+        )
+    if args.contestants:
+        for name in args.contestants:
+            check_contestant(name, args, config, base)
+        return args.contestants
+    needs, left_out = {}, {}
+    model = build_on_meta(config, LoRA() if args.lora else None)
+    for name, contestant in CONTESTANTS.items():
+        if contestant.by_default(args, base):
+            try:
+                check_contestant(name, args, config, base)
+                needs[name] = memory_needed(model, contestant.parallel(base), args)
+            except UserError as error:
+                left_out[name] = str(error)
+    chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
+    if left_out := left_out | too_large:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
+        if not chosen:
+            raise UserError(f"nothing is left to compare: without {reasons}")
+        print_rank_zero(f"left out: {reasons}", file=sys.stderr)
+    return chosen
+
+
+def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, base: World) -> None:
+    """Raise UserError where a contestant cannot run on these processes, model or batch."""
+    parallel = CONTESTANTS[name].parallel(base)
+    data_ranks = parallel.replicate * parallel.shard
+    if parallel.reshard == "adapters" and not args.lora:
+        raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
+    check_parallel(parallel, None, config, base)
+    if args.batch % (data_ranks * args.microbatch):
+        raise UserError(
+            f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "
+            f"{data_ranks} data-parallel ranks x --microbatch {args.microbatch}"
+        )
+    if args.seq_len % parallel.tp and torch.__version__ < "2.13":
+        raise UserError(
+            f"{name}: with torch {torch.__version__}, --seq-len {args.seq_len} must be a multiple "
+            f"of {parallel.tp} processes; torch 2.13 can shard it unevenly"
+        )
+
+
+def memory_needed(
+    model: Llama, parallel: ParallelConfig, args: argparse.Namespace
+) -> tuple[int, int]:
+    """Return the bytes that a contestant keeps on a rank between its steps, and the bytes that it
+    takes on top of them while it runs."""
+    local_batch = args.batch // (parallel.replicate * parallel.shard)
+    tokens = args.microbatch * args.seq_len
+    fused = parallel.compile or torch.cuda.is_available()
+    held = predict_memory(model, parallel, tokens, local_batch // args.microbatch, fused)
+    keeps = held["parameters"] + held["optimizer"]
+    return keeps, held["peak"] - keeps
+
+
+def choose_fitting(
+    needs: dict[str, tuple[int, int]], usable: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the contestants that fit in `usable` bytes together, and why each other one does not.
+
+    needs: name -> bytes that it keeps, bytes that it takes on top while it runs. All contestants
+    keep theirs at the same time, but they run one at a time. They are tried in order."""
+    chosen, too_large, kept, largest_run = [], {}, 0, 0
+    for name, (keeps, runs_with) in needs.items():
+        if kept + keeps + max(largest_run, runs_with) <= usable:
+            chosen.append(name)
+            kept, largest_run = kept + keeps, max(largest_run, runs_with)
+        else:
+            too_large[name] = (
+                f"it takes {(keeps + runs_with) / 1e9:.3g} GB, those before it keep "
+                f"{kept / 1e9:.3g}, and a process has {usable / 1e9:.3g}"
+            )
+    return chosen, too_large
+
+
+# --------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What was counted in a contestant's steps."""
+
+    loss: float = 0.0  # of the first step, mean over the batch
+    sent: Traffic | None = None  # of a step; None: not counted
+    peak: int | None = None  # bytes of tensors on a rank; None: not counted
+
+
+def measure_compare(args: argparse.Namespace) -> str:
+    """Run the contestants; return the results as text, and write them to --json and --plot."""
+    base, config = with_mesh(init_distributed()), PRESETS[args.model]
+    if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
+        raise UserError(problem)
+    steps, costs = {}, {}
+    for name in choose_contestants(args, config, base):
+        world = world_of(name, base)
+        if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
+            steps[name], costs[name] = lambda: None, Cost()
+        else:
+            steps[name] = make_contestant_step(args, config, world)
+            costs[name] = count_costs(steps[name], world)
+    seconds = time_interleaved(steps, args.repeats)
+    costs = with_highest_peaks(costs, base)
+    if base.rank > 0:
+        return ""
+    if args.json:
+        results = json_report(args, base, seconds, costs)
+        write_atomically(args.json, json.dumps(results, indent=1) + "\n")
+    if args.plot:
+        save_plot(args, seconds, costs)
+    return text_report(args, seconds, costs)
+
+
+def output_problem(args: argparse.Namespace) -> str | None:
+    """Return why --json or --plot could not be written at the end, None if they can."""
+    for flag, file in {"--json": args.json, "--plot": args.plot}.items():
+        if file and not file.parent.is_dir():
+            return f"{flag} {file}: there is no directory {file.parent}; make it first"
+        if file and file.is_dir():
+            return f"{flag} {file} is a directory: give a file in it"
+    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        return f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf"
+    try:
+        if args.plot:
+            import matplotlib  # noqa: F401
+    except ImportError:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return None
+
+
+def make_contestant_step(
+    args: argparse.Namespace, config: LlamaConfig, world: World
+) -> Callable[[], Totals]:
+    """Return a step on this rank's rows of a batch that is the same for all contestants."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (args.batch, args.seq_len + 1), generator=generator)
+    local = tokens.chunk(world.data_size)[world.data_rank].to(world.device)
+    batch = Batch(local[:, :-1], local[:, 1:].contiguous(), None, text_bytes=1)
+    return make_step(config, batch, args.microbatch, world, LoRA() if args.lora else None)
+
+
+def count_costs(step: Callable[[], Totals], world: World) -> Cost:
+    """Run a contestant's first steps and count in the last of them."""
+    loss = step().mean_loss
+    step()  # DDP makes its final buckets in step 2
+    if world.parallel.compile:  # a compiled block would run eagerly under Counted and Live
+        return Cost(loss)
+    with Live() as live:
+        step()  # only at its end does Live see AdamW's moments, and count them from then on
+        with Counted(world) as counted:
+            step()
+    return Cost(loss, counted.sent, live.peak)
+
+
+def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
+    """Return the costs with the peak memory of the rank that has the highest: slices of parameters
+    that cannot be sharded evenly differ in size."""
+    peaks = base.all_gather_scalars([cost.peak or 0 for cost in costs.values()]).amax(0).tolist()
+    return {
+        name: cost if cost.peak is None else replace(cost, peak=round(peak))
+        for (name, cost), peak in zip(costs.items(), peaks)
+    }
+
+
+# --------------------------------------------------------------------------------- reporting
+
+
+def text_report(
+    args: argparse.Namespace, seconds: dict[str, list[float]], costs: dict[str, Cost]
+) -> str:
+    """Return a table, whether the losses agree, and each contestant's traffic."""
+    columns = {
+        "peak memory": [megabytes(cost.peak) for cost in costs.values()],
+        "payload": [payload_text(cost) for cost in costs.values()],
+        "loss": [f"{cost.loss:.5f}" for cost in costs.values()],
+    }
+    traffic = []
+    for name, cost in costs.items():
+        if name != "one":
+            known = cost.sent is not None
+            text = (describe_traffic(cost.sent) or "nothing") if known else "not counted"
+            traffic.append(f"payload of {name}: {text}")
+    table = timing_table(seconds, args.batch * args.seq_len, columns)
+    return "\n".join([table, "", compare_losses(costs), *traffic])
+
+
+def payload_text(cost: Cost) -> str:
+    if not cost.sent:
+        return "-" if cost.sent is None else "nothing"
+    calls, nbytes = (sum(column) for column in zip(*cost.sent.values()))
+    return f"{megabytes(nbytes)}, {calls} calls"
+
+
+def compare_losses(costs: dict[str, Cost]) -> str:
+    """Say whether all contestants computed the same loss in the first step, as they must."""
+    (first, reference), *_ = costs.items()
+    errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
+    if different := [name for name, error in errors.items() if error > LOSS_TOLERANCE]:
+        losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)
+        return f"losses of the first step DO NOT AGREE: {losses}, but {first} {reference.loss:.5f}"
+    return f"losses of the first step agree to {max(errors.values()):.0e}"
+
+
+def json_report(
+    args: argparse.Namespace,
+    base: World,
+    seconds: dict[str, list[float]],
+    costs: dict[str, Cost],
+) -> dict:
+    """Return all that was measured, for --json."""
+    on_gpu = base.device.type == "cuda"
+    results = {}
+    for name, cost in costs.items():
+        sends = cost.sent and {" ".join(key): list(value) for key, value in cost.sent.items()}
+        results[name] = {
+            "seconds": seconds[name],
+            "tokens_per_second": args.batch * args.seq_len / statistics.median(seconds[name]),
+            "ratio": statistics.median(ratios_to_first(seconds, name)),
+            "peak_bytes": cost.peak,
+            "sends": sends,
+            "loss": cost.loss,
+        }
+    return {
+        "model": args.model,
+        "batch": args.batch,
+        "microbatch": args.microbatch,
+        "seq_len": args.seq_len,
+        "ranks": base.size,
+        "per_node": base.per_node,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "lora": args.lora,
+        "strategies": results,
+    }
+
+
+def save_plot(
+    args: argparse.Namespace, seconds: dict[str, list[float]], costs: dict[str, Cost]
+) -> None:
+    """Draw tokens/s of each contestant as a bar with quartiles, labelled with its payload."""
+    from matplotlib.figure import Figure
+
+    tokens = args.batch * args.seq_len
+    speeds = [quartiles([tokens / time for time in times]) for times in seconds.values()]
+    medians = [median for _, median, _ in speeds]
+    below, above = zip(*((median - lower, upper - median) for lower, median, upper in speeds))
+    figure = Figure(figsize=(7, 1 + 0.4 * len(seconds)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(
+        list(seconds), medians, xerr=(below, above), color="#7a9cc6", ecolor="#444", capsize=3
+    )
+    axes.bar_label(bars, [payload_text(cost) for cost in costs.values()], padding=5, fontsize=8)
+    axes.invert_yaxis()  # the first contestant on top, as in the table
+    axes.margins(x=0.25)  # room for the labels
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens/s with quartiles; label: payload of a rank per step")
+    axes.set_title(f"{args.model}, {args.batch} x {args.seq_len} tokens per step")
+    figure.savefig(args.plot, dpi=150)

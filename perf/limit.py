@@ -1,0 +1,240 @@
+"""`bench.py limit`, `lora` and `loss`: how far training is from what the machine can do.
+
+limit    a training step beside transformers' step and the bare matrix products of a step
+lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
+loss     peak memory of the chunked cross-entropy beside PyTorch's
+
+Letters: N tokens of a batch; in, out widths of a weight; r rank of an adapter; V vocabulary.
+"""
+
+import argparse
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import Batch
+from lora import LoRA
+from model import PRESETS, LlamaConfig, cross_entropy_sum
+from parallel import World, with_mesh
+from perf.measure import build_on_meta, make_step, time_interleaved, timing_table
+from plumbing.processes import UserError, init_distributed
+from plumbing.records import peak_memory
+from train import make_optimizer
+
+# ------------------------------------------------------------------------------ the commands
+
+
+def measure_limit(args: argparse.Namespace) -> str:
+    """Return a table of the times of a full training step."""
+    world, config = with_mesh(init_distributed()), PRESETS[args.model]
+    batch = random_batch(args, world)
+    contestants = {
+        "bare matrix products and attention": bare_products(
+            config, args.batch, args.seq_len, world.device
+        ),
+        "transformers": transformers_step(config, batch, world),
+        "flatllama": flatllama_step(config, batch, world),
+    }
+    if args.compile:
+        contestants["flatllama, compiled blocks"] = flatllama_step(
+            config, batch, world, compile=True
+        )
+    return timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
+
+
+def measure_lora(args: argparse.Namespace) -> str:
+    """Return a table of the times of a LoRA step, and one of its peak memory."""
+    memory = ["", "| adapters by | peak memory |", "|---|--:|"]
+    makers = {"peft on transformers": transformers_step, "flatllama": flatllama_step}
+    for name, make in makers.items():
+        peak = in_new_process(lora_peak, make, args, torch.get_num_threads())
+        memory.append(f"| {name} | {peak / 1e9:.2f} GB |")
+    world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
+    batch = random_batch(args, world)
+    contestants = {
+        "bare products of LoRA and attention": bare_products(
+            config, args.batch, args.seq_len, world.device, lora.rank
+        ),
+        "peft on transformers": transformers_step(config, batch, world, lora),
+        "flatllama LoRA": flatllama_step(config, batch, world, lora),
+        "flatllama, all weights": flatllama_step(config, batch, world),
+    }
+    if args.compile:
+        contestants["flatllama LoRA, compiled blocks"] = flatllama_step(
+            config, batch, world, lora, compile=True
+        )
+    times = timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
+    return "\n".join([times, *memory])
+
+
+def measure_loss(args: argparse.Namespace) -> str:
+    """Return a table of the peak memory of the loss and its backward."""
+    lines = ["| loss and its backward | peak memory |", "|---|--:|"]
+    for name in ("plain", "chunked"):
+        peak = in_new_process(loss_peak, name, args.tokens, args.dim, args.vocab_size)
+        lines.append(f"| {name} | {peak / 1e9:.2f} GB |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------- contestants
+
+
+def bare_products(
+    config: LlamaConfig, batch: int, seq_len: int, device: torch.device, rank: int = 0
+) -> Callable[[], None]:
+    """Return a function that runs only the matrix products and the attention of a training step.
+
+    The time that a training step takes beyond this is overhead. Each weight [out, in] is in three
+    products: output = x Wᵀ, gradient of x = gradient of output W, and gradient of W. With LoRA
+    (`rank` above 0) W is frozen and has no gradient; instead, its factors A [r, in] and B [out, r]
+    are in three products each. As in training, the output matrix has no adapter."""
+    linears = [m for m in build_on_meta(config).modules() if isinstance(m, nn.Linear)]
+    weights = [torch.randn(linear.weight.shape, device=device) for linear in linears]
+    widths = {width for weight in weights for width in weight.shape} | {rank}
+    # Random operands by width: activations or gradients [N, width], factors [r, width].
+    rows = {width: torch.randn(batch * seq_len, width, device=device) for width in widths}
+    factors = {width: torch.randn(rank, width, device=device) for width in widths}
+    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
+    q, k, v, attention_grad = (
+        torch.randn(batch, seq_len, n, config.head_dim, device=device).transpose(1, 2)
+        for n in heads
+    )
+    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+
+    def step() -> None:
+        for i, weight in enumerate(weights):
+            x, grad = rows[weight.shape[1]], rows[weight.shape[0]]  # [N, in], [N, out]
+            torch.mm(x, weight.T)
+            # With LoRA the input of the first wq, wk and wv needs no gradient: what computed it,
+            # the embedding, is frozen.
+            if not (rank and i < 3):
+                torch.mm(grad, weight)
+            if not rank:
+                torch.mm(grad.T, x)
+            elif i < len(weights) - 1:  # the last weight is the output matrix
+                A, B = factors[weight.shape[1]], factors[weight.shape[0]]  # B is stored as Bᵀ
+                low_rank = rows[rank]  # x Aᵀ or its gradient [N, r]
+                # Forward, gradients of the inputs, gradients of the factors; each product in the
+                # order of operands that is fastest.
+                torch.mm(x, A.T)
+                torch.mm(low_rank, B)
+                torch.mm(grad, B.T)
+                torch.mm(low_rank, A)
+                torch.mm(low_rank.T, x)
+                torch.mm(low_rank.T, grad)
+        for _ in range(config.n_layers):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=config.n_heads != config.n_kv_heads
+            )
+            torch.autograd.grad(out, (q, k, v), attention_grad)
+
+    return step
+
+
+def flatllama_step(
+    config: LlamaConfig,
+    batch: Batch,
+    world: World,
+    lora: LoRA | None = None,
+    compile: bool = False,
+) -> Callable[[], object]:
+    """Return train.py's own step: forward, backward, clipping, fused AdamW."""
+    world = with_mesh(world, replace(world.parallel, compile=compile))
+    return make_step(config, batch, len(batch.tokens), world, lora)
+
+
+def transformers_step(
+    config: LlamaConfig, batch: Batch, world: World, lora: LoRA | None = None
+) -> Callable[[], object]:
+    """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
+    seven matrices of each block where `lora` is given."""
+    try:
+        import peft
+        import transformers
+    except ImportError:
+        raise UserError(
+            "this command compares with transformers and peft: pip install -r requirements-dev.txt"
+        )
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=config.dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.ffn_dim,
+            vocab_size=config.vocab_size,
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    ).to(world.device)
+    if lora:
+        options = peft.LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, options)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+
+    def step() -> float:
+        # shift_labels are taken as they are; labels alone would be shifted by one more token.
+        out = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return out.loss.item()
+
+    return step
+
+
+def random_batch(args: argparse.Namespace, world: World) -> Batch:
+    """Return a batch of random tokens: the time of a step does not depend on their values."""
+    vocab_size = PRESETS[args.model].vocab_size
+    tokens = torch.randint(vocab_size, (args.batch, args.seq_len + 1), device=world.device)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+
+
+# ------------------------------------------------------------------------------- peak memory
+
+
+def in_new_process(function: Callable[..., int], *args) -> int:
+    """Return function(*args), run in a process of its own: a process's peak memory never falls."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
+    """Return the bytes that three LoRA steps of the model that `make` builds add to the process.
+
+    A step of a tiny model comes first, so that imports and libraries are loaded already."""
+    torch.set_num_threads(threads)
+    world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
+    batch = random_batch(args, world)
+    tiny = argparse.Namespace(model="tiny", batch=1, seq_len=8)
+    make(PRESETS["tiny"], random_batch(tiny, world), world, lora)()
+    before = peak_memory(world.device)
+    step = make(config, batch, world, lora)
+    for _ in range(3):
+        step()
+    return peak_memory(world.device) - before
+
+
+def loss_peak(name: str, tokens: int, dim: int, vocab_size: int) -> int:
+    """Return the bytes that the loss of random hidden states and its gradients add to its inputs.
+
+    name: "chunked" for cross_entropy_sum, "plain" for PyTorch's cross-entropy."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hidden = torch.randn(tokens, dim, device=device, requires_grad=True)
+    weight = torch.randn(vocab_size, dim, device=device, requires_grad=True)
+    targets = torch.randint(vocab_size, (tokens,), device=device)
+    before = peak_memory(device)
+    if name == "chunked":
+        loss = cross_entropy_sum(hidden, weight, targets)
+    else:
+        loss = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    loss.backward()
+    return peak_memory(device) - before

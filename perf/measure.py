@@ -1,0 +1,311 @@
+"""Instruments that the rest of perf/ measures with.
+
+    time_interleaved    seconds of several contestants, run in turns
+    Counted             collectives of a rank and their payload
+    Live                bytes of the tensors on a rank, and their peak
+    emulate             the same counts for one rank of a cluster that does not exist
+
+On a shared machine the speed changes from one minute to the next. So contestants take turns in one
+process, and a result is the median, over all rounds, of the ratio of two times of the same round.
+"""
+
+import contextlib
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from data import Batch
+from lora import LoRA, add_adapters, init_adapters
+from model import Llama, LlamaConfig
+from parallel import (
+    ParallelConfig,
+    World,
+    assign_shard,
+    ddp,
+    optimizer_parameters,
+    parallelize,
+    to_local,
+    with_mesh,
+)
+from perf.cost import Traffic
+from plumbing.processes import Process
+from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
+
+# ---------------------------------------------------------------------------------------- timing
+
+
+def time_interleaved(
+    contestants: dict[str, Callable[[], object]], repeats: int
+) -> dict[str, list[float]]:
+    """Return the seconds that each contestant took in each of `repeats` rounds.
+
+    A round calls every contestant once. A warm-up round comes first and is not returned."""
+    seconds = {name: [] for name in contestants}
+    for round_number in range(repeats + 1):
+        for name, step in contestants.items():
+            if dist.is_initialized():
+                dist.barrier()  # a rank that still runs the previous contestant would disturb
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if round_number > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def timing_table(
+    seconds: dict[str, list[float]], tokens: int, columns: dict[str, list[str]] | None = None
+) -> str:
+    """Return a Markdown table with one row per contestant: its median time, tokens per second, and
+    its ratio to the first contestant.
+
+    `tokens` is the number of tokens of a step; `columns` maps the heading of an additional column
+    to its cells, one per contestant."""
+    columns = columns or {}
+    headings = ["step", "seconds", "tokens/s", "ratio to the first (quartiles)", *columns]
+    lines = [f"| {' | '.join(headings)} |", f"|---|{'--:|' * (len(headings) - 1)}"]
+    for (name, times), *cells in zip(seconds.items(), *columns.values()):
+        median = statistics.median(times)
+        lower, middle, upper = quartiles(ratios_to_first(seconds, name))
+        ratio = f"{middle:.3f} ({lower:.3f}-{upper:.3f})"
+        cells = [name, f"{median:.3f}", f"{tokens / median:,.0f}", ratio, *cells]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ratios_to_first(seconds: dict[str, list[float]], name: str) -> list[float]:
+    """Return, for each round, the time of contestant `name` divided by the first contestant's."""
+    first = next(iter(seconds.values()))
+    return [own_time / first_time for own_time, first_time in zip(seconds[name], first)]
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
+
+
+# ----------------------------------------------------------------------- counting collectives
+
+# torch's operators -> the collective that each runs.
+COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast_": "broadcast",
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts this rank's collectives, and its forward runs of attention, while it is entered.
+
+    `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
+    A group of all ranks that is no dimension of the mesh is called "world". Collectives in a group
+    of one rank are not counted. Avoid when blocks are compiled: torch.compile and dispatch modes do
+    not combine.
+    """
+
+    def __init__(self, world: World):
+        super().__init__()
+        self.group_names = {tuple(range(world.size)): "world"}  # ranks of a group -> its name
+        for dim in world.mesh.mesh_dim_names:
+            group = world.mesh.get_group(dim)
+            self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
+        self.sent: Traffic = {}
+        self.attentions = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op._opname
+        if op.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
+            ranks = tuple(dist.get_process_group_ranks(_group_of(op, args)))
+            if len(ranks) > 1:
+                self._count(self.group_names[ranks], COLLECTIVES[name], (*args, result))
+        self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
+        return result
+
+    def _count(self, dim: str, collective: str, operands: tuple) -> None:
+        """Count one call. Its payload is the larger side: what an all-gather puts out, what a
+        reduce-scatter takes in."""
+        payload = max(
+            sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand)) for operand in operands
+        )
+        calls, nbytes = self.sent.get((dim, collective), (0, 0))
+        self.sent[dim, collective] = calls + 1, nbytes + payload
+
+
+def _group_of(op, args: tuple) -> dist.ProcessGroup:
+    """Return the process group in which a collective operator is called."""
+    named = {argument.name: value for argument, value in zip(op._schema.arguments, args)}
+    if "group_name" in named:
+        return dist.distributed_c10d._resolve_process_group(named["group_name"])
+    return dist.ProcessGroup.unbox(named["process_group"])
+
+
+# ---------------------------------------------------------------------------- counting memory
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors on this rank: `now`, and their `peak` while it is entered.
+
+    It counts the tensors `held` from the start, and every tensor that an operator touches, until
+    the tensor's storage is freed. It does not see what a kernel allocates for itself. Avoid when
+    blocks are compiled, like Counted."""
+
+    def __init__(self, held: Iterable[Tensor] = ()):
+        super().__init__()
+        # Address of a storage -> a weak reference to it, and its bytes when it was last counted.
+        self.storages: dict[int, tuple[weakref.ref, int]] = {}
+        self.now = self.peak = 0
+        self._count_tensors(held)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace in ("fsdp", "c10d"):  # FSDP allocates and frees by resizing storages
+            for address, (storage, _) in list(self.storages.items()):
+                self._count_storage(address, storage())
+        result = op(*args, **(kwargs or {}))
+        self._count_tensors(tree_leaves((args, kwargs, result)))
+        return result
+
+    def _count_tensors(self, values: Iterable) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                tensor = to_local(value)
+                tensor = getattr(tensor, "elem", tensor)  # what an AsyncCollectiveTensor wraps
+                storage = tensor.untyped_storage()
+                self._count_storage(storage._cdata, storage)
+        self.peak = max(self.peak, self.now)
+
+    def _count_storage(self, address: int, storage: torch.UntypedStorage) -> None:
+        if address not in self.storages:
+            self.storages[address] = weakref.ref(storage, lambda _: self._forget(address)), 0
+        reference, counted = self.storages[address]
+        self.storages[address] = reference, storage.nbytes()
+        self.now += storage.nbytes() - counted
+
+    def _forget(self, address: int) -> None:
+        self.now -= self.storages.pop(address)[1]
+
+
+def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors of the training state: parameters, gradients, optimizer state.
+
+    The gradients are those that the optimizer sees, which ZeRO-1 shards."""
+    updated = optimizer_parameters(model).values()
+    return {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in updated if p.grad is not None],
+        "optimizer": [t for state in optimizer.state.values() for t in state.values()],
+    }
+
+
+def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes that this rank holds of each kind of state_tensors."""
+    kinds = state_tensors(model, optimizer)
+    return {kind: sum(to_local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
+
+
+# --------------------------------------------------------------------------------- emulating
+
+
+def emulate(
+    model: Llama, parallel: ParallelConfig, local_batch: int, microbatch: int, seq_len: int
+) -> tuple[Traffic, dict[str, int]]:
+    """Run training steps of rank 0 of a cluster, in this process alone, and count the last one.
+
+    Returns the traffic, in predict_traffic's format, and the bytes of each kind of state and at the
+    `peak`, in predict_memory's. `model` is on meta; the rank has `local_batch` sequences per step.
+
+    The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
+    they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
+    Only DDP's tensors are real, since its C++ code reads them.
+    """
+    size = parallel.replicate * parallel.shard * parallel.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    cpu = torch.device("cpu")
+    process = Process(rank=0, size=size, local_rank=0, per_node=size, device=cpu)
+    world = with_mesh(process, replace(parallel, compile=False))
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+
+    # Only memory is allocated under the mode: parallelize also makes meshes, which need contents.
+    def allocate_fake(model: Llama) -> None:
+        with fake_tensors:
+            model.to_empty(device=cpu)
+            model.tie_weights()  # to_empty makes two parameters of a shared one
+
+    if parallel.strategy.apply is ddp and size > 1:
+        runner = parallelize(model, world, Llama.init_weights)
+        runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
+        mode = contextlib.nullcontext()
+    else:
+        runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
+        mode = fake_tensors
+    with mode:
+        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+        tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
+        batch = Batch(tokens, tokens, None, text_bytes=1)
+        for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
+            kinds = state_tensors(model, optimizer)
+            with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
+                accumulate(runner, batch, microbatch, world)
+                held = state_bytes(model, optimizer)
+                optimizer.step()
+                zero_gradients(optimizer, world)
+    dist.destroy_process_group()
+    return counted.sent, held | {"peak": live.peak}
+
+
+def all_reduce_at_once(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """All-reduce a bucket of DDP without waiting: a fake group's collective never finishes."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# ------------------------------------------------------------------------------ building steps
+
+
+def build_on_meta(config: LlamaConfig, lora: LoRA | None = None) -> Llama:
+    """Return a model, with adapters or without, whose parameters have shapes and no memory."""
+    with torch.device("meta"):
+        model = Llama(config)
+        if lora:
+            add_adapters(model, lora)
+    return model
+
+
+def make_step(
+    config: LlamaConfig, batch: Batch, microbatch: int, world: World, lora: LoRA | None = None
+) -> Callable[[], Totals]:
+    """Return a function that runs train.py's training step of a new model, with adapters or
+    without, on `world`. `batch` holds this rank's sequences of the step."""
+    model = build_on_meta(config, lora)
+
+    def initialize(model: Llama) -> None:
+        model.init_weights(assign=assign_shard)
+        init_adapters(model, assign=assign_shard)
+
+    runner = parallelize(model, world, initialize)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)

@@ -1,0 +1,488 @@
+"""`bench.py plan`: predict memory, traffic and time of every plan for a cluster, on a laptop.
+
+    python bench.py plan --model llama3.1-8b --gpus 16     a cluster known from data sheets
+    python bench.py plan --measured comm.json              the cluster that bench.py comm measured
+
+A plan is a data-parallel strategy on a mesh of replicate x shard x tp ranks, a kind of activation
+checkpointing, a microbatch size and a value of --reshard. perf/cost.py predicts the memory and the
+payload of each plan, perf/roofline.py its time. The output is a table with the best plan of each
+mesh and the reason why it loses against the best of all, then the command that starts the best.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from model import PRESETS, Llama, LlamaConfig
+from parallel import STRATEGIES, ParallelConfig, Strategy
+from perf.choose import USABLE_FRACTION
+from perf.cost import flops_per_token, predict_memory, predict_traffic
+from perf.measure import emulate
+from perf.roofline import (
+    GPUS,
+    Machine,
+    assumed_machine,
+    find_measured_group,
+    group_shape,
+    measured_machine,
+    read_measurement,
+    step_time,
+)
+from plumbing.processes import UserError
+from plumbing.records import write_atomically
+
+MESH_DIMS = ("replicate", "shard", "tp")
+CHECKPOINTING = ("none", "selective", "full")
+RESHARD = ("weights", "none", "all")
+FILTERS = ("shard", "tp", "reshard", "checkpointing", "microbatch")  # flags that fix part of a plan
+
+
+def plan_cluster(args: argparse.Namespace) -> str:
+    """Return the output of `bench.py plan`; with --json, also write all plans to a file.
+
+    Raises UserError where no plan exists or none fits in memory."""
+    if args.measured:
+        report = read_measurement(args.measured)
+        machine, computed = measured_machine(report), report["compute"]
+        args.gpus, args.per_node = report["ranks"], report["per_node"]
+        defaults = {name: computed[name] for name in ("model", "seq_len", "dtype")}
+        defaults["compile"] = False
+    else:
+        machine = assumed_machine(args.gpu, args.link, args.per_node)
+        defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    config = PRESETS[args.model]
+    check_flags(args, config)
+    with torch.device("meta"):
+        model = Llama(config)
+    plans = list(every_plan(model, args, machine))
+    if not plans:
+        raise UserError(explain_no_plan(args, config))
+    ranked = best_of_each_mesh(plans)
+    best, shown = ranked[0], ranked[: args.top]
+    if not best.fits:
+        raise UserError(explain_nothing_fits(args, model, best, machine))
+    if args.json:
+        rows = [json_row(plan, args) for plan in sorted(plans, key=lambda plan: plan.seconds)]
+        write_atomically(args.json, json.dumps(rows, indent=1) + "\n")
+    return "\n".join(
+        [
+            headline(args, machine, len(plans)),
+            "",
+            *table(shown, model, args, machine),
+            "",
+            f"{len(shown)} of {len(ranked)} meshes; --top shows more, --json FILE has all plans.",
+            describe_best(best, args),
+            "",
+            *commands(best, args),
+            *(["", *emulation_table(best, model, args)] if args.check else []),
+        ]
+    )
+
+
+def check_flags(args: argparse.Namespace, config: LlamaConfig) -> None:
+    """Set the defaults of --batch and --per-node. Raise UserError where flags contradict."""
+    args.batch = args.batch or 2 * args.gpus
+    if args.gpus > args.per_node and args.gpus % args.per_node:
+        nodes = math.ceil(args.gpus / args.per_node)
+        raise UserError(
+            f"--gpus {args.gpus} is no multiple of --per-node {args.per_node}: give --gpus "
+            f"{nodes * args.per_node} for {nodes} full nodes"
+        )
+    args.per_node = min(args.gpus, args.per_node)
+    if args.seq_len > config.max_seq_len:
+        raise UserError(
+            f"--seq-len {args.seq_len} is longer than the {config.max_seq_len} tokens of "
+            f"{args.model}: give at most {config.max_seq_len}"
+        )
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UserError(f"--json {args.json}: give a file in a directory that exists")
+
+
+# -------------------------------------------------------------------------------------- every plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train on the cluster, and its predicted cost on rank 0."""
+
+    parallel: ParallelConfig
+    microbatch: int  # sequences
+    memory: dict[str, int]  # bytes by kind, and the `peak`: see cost.predict_memory
+    payload: dict[str, int]  # bytes of collectives in a step, by mesh dimension
+    parts: dict[str, float]  # seconds of a step by part: see roofline.step_time
+    fits: bool  # whether the peak fits in a GPU's memory
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[Plan]:
+    """Yield every plan for --gpus and --batch that the flags in FILTERS allow.
+
+    With --measured, leave out plans with groups of ranks that were not measured."""
+    config, dtype = model.config, getattr(torch, args.dtype)
+    for tp in divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)):
+        data_ranks = args.gpus // tp
+        if args.batch % data_ranks:
+            continue
+        sequences = args.batch // data_ranks  # of a step, on each rank
+        choices = data_parallel_choices(data_ranks, tp)
+        for (dp, shard), microbatch in itertools.product(choices, divisors(sequences)):
+            microbatches = sequences // microbatch
+            # The values of --reshard differ in how several microbatches share all-gathers.
+            reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
+            for checkpointing, reshard in itertools.product(CHECKPOINTING, reshards):
+                parallel = ParallelConfig(
+                    dp=dp,
+                    replicate=data_ranks // shard,
+                    shard=shard,
+                    tp=tp,
+                    reshard=reshard,
+                    checkpointing=checkpointing,
+                    compile=args.compile,
+                    dtype=dtype,
+                )
+                if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
+                    yield predict(model, parallel, microbatch, microbatches, args.seq_len, machine)
+
+
+def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]:
+    """Yield (strategy, shard size) for `data_ranks` ranks with different sequences.
+
+    A strategy that would shard over a dimension of size 1 is left out: it would be DDP."""
+    for dp, strategy in STRATEGIES.items():
+        if tp > 1 and not strategy.with_tp:
+            continue
+        for shard in shard_sizes(strategy, data_ranks):
+            sizes = {"replicate": data_ranks // shard, "shard": shard}
+            if all(sizes[dim] > 1 for dim in strategy.sharded.values()):
+                yield dp, shard
+
+
+def shard_sizes(strategy: Strategy, data_ranks: int) -> list[int]:
+    """Return the shard sizes to try with a strategy.
+
+    HSDP's may be any divisor of the ranks, not only the ranks of a node. But with 1 it would be
+    DDP, and with all ranks FSDP."""
+    sizes = {strategy.shard_size(data_ranks, in_node) for in_node in divisors(data_ranks)}
+    if strategy.copy_per == "node":
+        sizes -= {1, data_ranks}
+    return sorted(sizes)
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def matches_flags(parallel: ParallelConfig, microbatch: int, args: argparse.Namespace) -> bool:
+    """Return whether a plan has the values that flags in FILTERS give."""
+    settings = vars(parallel) | {"microbatch": microbatch}
+    return all(getattr(args, name) in (None, settings[name]) for name in FILTERS)
+
+
+def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
+    """Return whether groups of each mesh dimension were measured, if the machine was measured."""
+    if not machine.measured:
+        return True
+    shapes = [group_shape(dim, parallel, machine) for dim in MESH_DIMS]
+    return all(n == 1 or find_measured_group(n, in_node, machine) for n, in_node in shapes)
+
+
+def predict(
+    model: Llama,
+    parallel: ParallelConfig,
+    microbatch: int,
+    microbatches: int,
+    seq_len: int,
+    machine: Machine,
+) -> Plan:
+    """Return a plan with its memory, payload and time."""
+    fused = parallel.compile or not machine.measured  # assumed machines are GPUs
+    memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused)
+    payload = Counter()
+    traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
+    for (dim, _), (_, nbytes) in traffic.items():
+        payload[dim] += nbytes
+    parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine)
+    fits = memory["peak"] <= USABLE_FRACTION * machine.memory
+    return Plan(parallel, microbatch, memory, payload, parts, fits)
+
+
+# ----------------------------------------------------------------------------------------- ranking
+
+
+def best_of_each_mesh(plans: list[Plan]) -> list[Plan]:
+    """Return the best plan of each mesh, best mesh first.
+
+    Plans that fit come first, the fastest leading; then the others, the smallest leading. Where
+    several strategies have the same mesh, as DDP and ZeRO-1 do, only the best of them stays."""
+
+    def order(plan: Plan) -> tuple:
+        return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
+
+    best = {}
+    for plan in sorted(plans, key=order):
+        best.setdefault(mesh_of(plan), plan)
+    return list(best.values())
+
+
+def mesh_of(plan: Plan) -> str:
+    return " x ".join(str(getattr(plan.parallel, dim)) for dim in MESH_DIMS)
+
+
+PART_NAMES = {
+    "products": "matrix products",
+    "recompute": "recomputation",
+    "passes": "memory-bound operations",
+    "optimizer": "the optimizer",
+    "handling": "FSDP overhead",
+    "tp": "waiting for tp",
+    "shard": "waiting for shard",
+    "replicate": "waiting for replicate",
+}
+
+
+def reason(plan: Plan, best: Plan, machine: Machine) -> str:
+    """Return why a plan loses against the best: the memory that it lacks, or the part of a step
+    that takes the most additional time."""
+    if not plan.fits:
+        return memory_needed(plan, machine)
+    if plan is best:
+        return "the fastest"
+    additional = {part: seconds - best.parts[part] for part, seconds in plan.parts.items()}
+    part = max(additional, key=additional.get)
+    return f"{additional[part]:+.2g} s of {PART_NAMES[part]}"
+
+
+def memory_needed(plan: Plan, machine: Machine) -> str:
+    """Describe the memory that a plan needs, the usable memory, and the two largest kinds."""
+    kinds = {kind: nbytes for kind, nbytes in plan.memory.items() if kind != "peak"}
+    largest = sorted(kinds, key=kinds.get, reverse=True)[:2]
+    mostly = " and ".join(f"{kinds[kind] / 1e9:,.3g} for {kind}" for kind in largest)
+    usable = USABLE_FRACTION * machine.memory / 1e9
+    return f"needs {plan.memory['peak'] / 1e9:,.4g} GB of {usable:,.4g}: {mostly}"
+
+
+# ------------------------------------------------------------------------------------- no solution
+
+
+def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
+    """Return the error message for flags that leave no plan."""
+    data_ranks = args.gpus // (args.tp or 1)
+    if args.tp and args.batch % data_ranks:
+        return (
+            f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it: use "
+            f"--batch {math.ceil(args.batch / data_ranks) * data_ranks}"
+        )
+    if fixed := [f"--{name} {getattr(args, name)}" for name in FILTERS if getattr(args, name)]:
+        return (
+            f"no plan for --batch {args.batch} on {args.gpus} GPUs has {' '.join(fixed)}: leave "
+            f"out some of these flags"
+        )
+    max_tp = math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)
+    multiple = args.gpus // max_tp
+    return (
+        f"--batch {args.batch} cannot be shared by {args.gpus} GPUs evenly: at most {max_tp} of "
+        f"them can share a sequence (--tp), so use a multiple of {multiple}, such as --batch "
+        f"{math.ceil(args.batch / multiple) * multiple}"
+    )
+
+
+def explain_nothing_fits(
+    args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine
+) -> str:
+    """Return the error message where no plan fits in memory: what the smallest plan needs, and
+    which larger cluster, shorter sequence or larger GPU would do."""
+    remedies = []
+    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
+        larger = argparse.Namespace(**vars(args) | dict(gpus=args.gpus * factor))
+        larger.batch = max(args.batch, larger.gpus)
+        if any(plan.fits for plan in every_plan(model, larger, machine)):
+            remedies.append(f"--gpus {larger.gpus} --batch {larger.batch}")
+            break
+    seq_len = args.seq_len
+    while seq_len > 512:
+        seq_len //= 2
+        shorter = argparse.Namespace(**vars(args) | dict(seq_len=seq_len))
+        if any(plan.fits for plan in every_plan(model, shorter, machine)):
+            remedies.append(f"--seq-len {seq_len}")
+            break
+    if not machine.measured:
+        peak = smallest.memory["peak"]
+        large = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
+        remedies += [f"--gpu {name}" for name in large[:1]]
+    return (
+        f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
+        f"{memory_needed(smallest, machine)}; what would fit: "
+        f"{', or '.join(remedies) or 'a smaller model'}"
+    )
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
+    rates = (
+        f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of matrix products, "
+        f"{machine.bandwidth / 1e9:,.0f} GB/s of memory bandwidth"
+    )
+    if not machine.measured:
+        rates += (
+            f", {machine.node_link / 1e9:,.0f} GB/s within a node of {args.per_node}, "
+            f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
+        )
+    return (
+        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}, on {args.gpus} "
+        f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}). "
+        f"Of {n_plans:,} plans the best of each mesh:"
+    )
+
+
+def table(
+    ranked: list[Plan], model: Llama, args: argparse.Namespace, machine: Machine
+) -> list[str]:
+    """Return the lines of a Markdown table: memory of rank 0, and its payload in a step."""
+    lines = [
+        "| replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
+        "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
+        "| payload over replicate GB | shard GB | tp GB | step s | MFU | |",
+        "|---|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for plan in ranked:
+        parallel = plan.parallel
+        gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
+        state = gigabytes["parameters"] + gigabytes["gradients"] + gigabytes["optimizer"]
+        cells = [
+            mesh_of(plan),
+            parallel.dp,
+            parallel.checkpointing,
+            plan.microbatch,
+            parallel.reshard if parallel.shard > 1 else "-",
+            f"{state:,.1f}",
+            f"{gigabytes['gathered']:,.1f}",
+            f"{gigabytes['activations']:,.1f}",
+            f"{gigabytes['peak']:,.1f}",
+            *(f"{plan.payload.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
+            f"{plan.seconds:,.3g}",
+            mfu(plan, model, args, machine),
+            reason(plan, ranked[0], machine),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def mfu(plan: Plan, model: Llama, args: argparse.Namespace, machine: Machine) -> str:
+    """Return the model FLOPs utilization; the peak of a measured machine is not known."""
+    if machine.measured:
+        return "unknown"
+    flops = flops_per_token(model, args.seq_len) * tokens_per_second_per_gpu(plan, args)
+    return f"{flops / machine.peak:.1%}"
+
+
+def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
+    return args.batch * args.seq_len / plan.seconds / args.gpus
+
+
+def json_row(plan: Plan, args: argparse.Namespace) -> dict:
+    """Return a plan as --json writes it, in bytes and seconds."""
+    names = ("dp", *MESH_DIMS, "reshard", "checkpointing")
+    return {name: getattr(plan.parallel, name) for name in names} | {
+        "microbatch": plan.microbatch,
+        "fits": plan.fits,
+        "bytes": plan.memory,
+        "sent": plan.payload,
+        "seconds": plan.seconds,
+        "parts": plan.parts,
+        "tokens_per_second_per_gpu": tokens_per_second_per_gpu(plan, args),
+    }
+
+
+def short_name(plan: Plan) -> str:
+    return (
+        f"{mesh_of(plan)} with --dp {plan.parallel.dp}, checkpointing "
+        f"{plan.parallel.checkpointing}, microbatches of {plan.microbatch}"
+    )
+
+
+def describe_best(plan: Plan, args: argparse.Namespace) -> str:
+    """Return the best plan in a sentence, with the share of each part in its time."""
+    parts = sorted(plan.parts.items(), key=lambda item: -item[1])
+    shares = ", ".join(
+        f"{PART_NAMES[part]} {seconds / plan.seconds:.0%}" for part, seconds in parts if seconds
+    )
+    return (
+        f"Best: {short_name(plan)}: {plan.seconds:,.3g} s a step, "
+        f"{tokens_per_second_per_gpu(plan, args):,.0f} tokens/s per GPU. Its time: {shares}. "
+        f"Start it with:"
+    )
+
+
+def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """Return the lines that start a plan: the command of the first node, and of the others."""
+    parallel, nodes = plan.parallel, args.gpus // args.per_node
+    shard_is_a_flag = STRATEGIES[parallel.dp].copy_per == "node"
+    flags = {
+        "model": args.model,
+        "batch": args.batch,
+        "microbatch": plan.microbatch,
+        "seq-len": args.seq_len,
+        "dp": parallel.dp,
+        "shard": parallel.shard if shard_is_a_flag else None,
+        "tp": parallel.tp if parallel.tp > 1 else None,
+        "reshard": parallel.reshard if parallel.shard > 1 else None,
+        "checkpointing": parallel.checkpointing,
+        "dtype": args.dtype,
+    }
+    train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
+    if nodes == 1:
+        return [f"torchrun --nproc-per-node {args.per_node} {train}"]
+    first_node = (
+        f"torchrun --nnodes {nodes} --nproc-per-node {args.per_node} --node-rank 0 "
+        f"--master-addr HOST {train}"
+    )
+    others = "1" if nodes == 2 else f"1 to {nodes - 1}"
+    return [first_node, f"and on the other nodes the same with --node-rank {others}"]
+
+
+def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[str]:
+    """Return the lines of the table for --check: what rank 0 of a plan communicates and holds,
+    predicted and counted in an emulated step (see measure.emulate).
+
+    The emulation runs uncompiled blocks on a CPU, so the prediction here is for those."""
+    parallel = replace(plan.parallel, compile=False)
+    sequences = args.batch // (parallel.replicate * parallel.shard)
+    microbatches = sequences // plan.microbatch
+    traffic = predict_traffic(model, parallel, microbatches, plan.microbatch, args.seq_len)
+    memory = predict_memory(model, parallel, plan.microbatch * args.seq_len, microbatches)
+    if not parallel.uses_fsdp and memory["peak"] > 4e9:
+        return [
+            f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "
+            f"and these would take {memory['peak'] / 1e9:,.3g} GB (at most 4 are allowed)"
+        ]
+    counted_traffic, counted_memory = emulate(
+        model, parallel, sequences, plan.microbatch, args.seq_len
+    )
+    lines = ["| emulated, in one process | predicted | counted |", "|---|--:|--:|"]
+    for dim, collective in sorted(traffic | counted_traffic):
+        cells = [
+            f"{nbytes:,} bytes in {calls:,} calls"
+            for calls, nbytes in (
+                traffic.get((dim, collective), (0, 0)),
+                counted_traffic.get((dim, collective), (0, 0)),
+            )
+        ]
+        lines.append(f"| {collective} over {dim} | {' | '.join(cells)} |")
+    for kind, nbytes in counted_memory.items():
+        lines.append(f"| {kind} | {memory[kind]:,} bytes | {nbytes:,} bytes |")
+    return lines

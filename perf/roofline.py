@@ -1,0 +1,333 @@
+"""Estimate the time of a training step from a roofline model, for `bench.py plan`.
+
+The estimate is a sum of parts, each in seconds:
+
+    products     matrix products: FLOPs / (peak x MATMUL_FRACTION). Attention is causal, so half of
+                 its square counts, and its rate is peak x ATTENTION_FRACTION
+    recompute    matrix products that backward recomputes under activation checkpointing
+    passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss
+                 and FSDP's copies read and write, recomputation included / memory bandwidth
+    handling     overhead of FSDP's own code, where `bench.py comm` has measured it
+    optimizer    bytes that clipping and AdamW read and write / memory bandwidth
+    tp, shard,   for each mesh dimension, the time of its collectives that is exposed, that is, not
+    replicate    hidden behind computation
+
+A collective takes a latency, and then its bytes over each link at the speed of the link. Of its
+time is hidden:
+
+    shard        up to the time of computation. While a block computes, FSDP all-gathers the weights
+                 of the next block and reduce-scatters the gradients of the one before. The first
+                 and the last collective are exposed
+    replicate    up to the time of the last microbatch's backward, beside which the gradients are
+                 all-reduced or reduce-scattered; the last collective is exposed. ZeRO-1's
+                 all-gather of updated weights comes after the optimizer: it is exposed
+    tp           nothing: the next operation always needs the result
+
+gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
+--model NAME --out FILE` replaces them with measurements.
+
+Times are in seconds, rates per second. Letters: D model width, F feed-forward width, V vocabulary,
+L layers; w bytes of a weight in computation.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from model import Llama, LlamaConfig
+from parallel import ParallelConfig
+from perf.cost import PEAK_FLOPS, predict_memory, predict_traffic
+from plumbing.processes import UserError
+
+MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
+ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
+EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
+COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
+HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
+
+# Bytes per parameter in an update: the norm reads 4; clipping reads 4, writes 4; AdamW reads
+# weight, gradient and two moments (16), writes weight and moments (12).
+UPDATE_BYTES = 40
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware of one process, from data sheets or measured."""
+
+    name: str
+    peak: float  # FLOP/s of dense matrix products in bfloat16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    node_link: float  # bytes/s to other ranks of the node, one way
+    link: float = math.inf  # bytes/s of each GPU to other nodes, one way
+    per_node: int = 8
+    matmul_fraction: float = MATMUL_FRACTION
+    attention_fraction: float = ATTENTION_FRACTION
+    overlaps: bool = True  # whether collectives run beside computation
+    fsdp_overhead: float = 0.0  # seconds per microbatch
+    measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
+
+
+class GPU(NamedTuple):
+    """A row of a manufacturer's data sheet."""
+
+    peak_name: str  # key of PEAK_FLOPS
+    memory: float  # GB
+    bandwidth: float  # GB/s of its memory
+    node_link: float  # GB/s within a node, one way
+
+
+GPUS = {
+    "h100": GPU("H100", 80, 3350, 450),
+    "h200": GPU("H200", 141, 4800, 450),
+    "b200": GPU("B200", 180, 8000, 900),
+    "a100": GPU("A100", 80, 2039, 300),
+    "l40s": GPU("L40S", 48, 864, 32),
+    "rtx4090": GPU("RTX 4090", 24, 1008, 32),
+    "mi300x": GPU("MI300X", 192, 5300, 448),
+}
+LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
+NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
+
+
+def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
+    """Return the machine that --gpu and --link describe by a name or by numbers.
+
+    A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
+    if gpu.lower() in GPUS:
+        peak_name, memory, bandwidth, node_link = GPUS[gpu.lower()]
+        teraflops = PEAK_FLOPS[peak_name] / 1e12
+    elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
+        teraflops, memory, bandwidth, node_link = map(float, gpu.split(":"))
+    else:
+        raise UserError(
+            f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
+            f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
+        )
+    return Machine(
+        gpu,
+        teraflops * 1e12,
+        memory * 1e9,
+        bandwidth * 1e9,
+        node_link * 1e9,
+        link_speed(link),
+        per_node,
+    )
+
+
+def link_speed(text: str) -> float:
+    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
+
+    Raises UserError where it is neither."""
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text.lower())
+    if not match:
+        raise UserError(
+            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
+            f"as 400gbit or 50GB"
+        )
+    return float(match[1]) * units[match[2]]
+
+
+def read_measurement(file: Path) -> dict:
+    """Return the report that `bench.py comm --model NAME --out FILE` wrote.
+
+    Raises UserError where the file is no such report."""
+    try:
+        report = json.loads(file.read_text())
+        problem = None if report["compute"] else "it was written without --model"
+        if not problem:
+            measured_machine(report)  # fails where something is missing
+            return report
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
+
+
+def measured_machine(report: dict) -> Machine:
+    """Return the machine that `bench.py comm` measured.
+
+    The report has two times, which give two rates. The optimizer's update is memory-bound: its time
+    gives the memory bandwidth, and with that the time of `passes`. What forward and backward take
+    beyond `passes` is the time of the matrix products, and gives their rate."""
+    computed = report["compute"]
+    config = LlamaConfig(**computed["config"])
+    parallel = ParallelConfig(dtype=getattr(torch, computed["dtype"]))
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(config).parameters())
+    machine = Machine(
+        report["device"],
+        peak=1.0,
+        memory=report["memory"],
+        bandwidth=UPDATE_BYTES * parameters / computed["update"],
+        node_link=math.inf,
+        per_node=report["per_node"],
+        matmul_fraction=1.0,
+        attention_fraction=1.0,
+        overlaps=report["backend"] == "nccl",
+        fsdp_overhead=max(0.0, computed["forward_backward_in_fsdp"] - computed["forward_backward"]),
+        measured=report["groups"],
+    )
+    tokens, seq_len = computed["tokens"], computed["seq_len"]
+    parts = compute_time(config, parallel, tokens, seq_len, machine, compiled=False)
+    flops, passes = parts["products"], parts["passes"]  # at 1 FLOP/s, products take FLOPs seconds
+    # In a noisy measurement the passes may leave no time for products: keep the rate positive.
+    products = max(computed["forward_backward"] - passes, 0.1 * passes)
+    return replace(machine, peak=flops / products)
+
+
+# ------------------------------------------------------------------------------ the time of a step
+
+
+def compute_time(
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    seq_len: int,
+    machine: Machine,
+    compiled: bool,
+) -> dict[str, float]:
+    """Return seconds of forward and backward of a microbatch of `tokens` on one rank, by part,
+    without communication."""
+    D, F, V = config.dim, config.ffn_dim, config.vocab_size
+    L, w = config.n_layers, parallel.weight_bytes
+    kv_dim = config.n_kv_heads * config.head_dim
+    checkpointing = parallel.checkpointing
+
+    # Forward FLOPs per token. A product with a matrix takes 2 per element.
+    block = 2 * (2 * D * (D + kv_dim) + 3 * D * F)
+    attention = 2 * seq_len * D  # scores and weighted sums, over half of the square
+    output = 2 * D * V
+    selective = 2 * D * (D + kv_dim + F)  # every second matrix of a block
+    block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
+    attention_again = attention if checkpointing == "full" else 0
+
+    # Bytes per token read and written. Elements: norms 4 D, residual sums 6 D, RoPE 2 (D + kv_dim),
+    # SwiGLU 3 F. Backward moves twice those of forward.
+    forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if compiled else EAGER_FACTOR)
+    loss = (2 * w + 16) * V  # logits, softmax, its exponential, the gradient
+    passes = L * forward * (3 if checkpointing == "none" else 4) + loss
+
+    matmul_rate = machine.peak * machine.matmul_fraction
+    attention_rate = machine.peak * machine.attention_fraction
+    # Backward takes twice the FLOPs of forward. Attention's also recomputes the scores: 2.5 times.
+    products = 3 * (L * block + output) / matmul_rate + 3.5 * L * attention / attention_rate
+    recompute = L * (block_again / matmul_rate + attention_again / attention_rate)
+    tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
+    return {
+        "products": tokens_of_rank * products,
+        "recompute": tokens_of_rank * recompute,
+        "passes": tokens_of_rank * passes / machine.bandwidth,
+    }
+
+
+def step_time(
+    model: Llama,
+    parallel: ParallelConfig,
+    microbatch: int,
+    microbatches: int,
+    seq_len: int,
+    machine: Machine,
+) -> dict[str, float]:
+    """Return seconds of a training step by part, as listed at the top of this file.
+
+    `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
+    sequences."""
+    tokens = microbatch * seq_len
+    parts = compute_time(model.config, parallel, tokens, seq_len, machine, parallel.compile)
+    parts = {name: seconds * microbatches for name, seconds in parts.items()}
+    memory = predict_memory(model, parallel, tokens, microbatches)
+    updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
+    parts["optimizer"] = UPDATE_BYTES * updated / machine.bandwidth
+    parts["handling"] = machine.fsdp_overhead * microbatches * parallel.uses_fsdp
+    traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
+    if parallel.shard > 1:  # FSDP copies each payload between parameters and buffers
+        copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "shard")
+        parts["passes"] += 2 * copied / machine.bandwidth
+
+    # Backward is two thirds of products and passes.
+    backward = 2 / 3 * parts["products"] + parts["recompute"] + 2 / 3 * parts["passes"]
+    computation = {  # seconds behind which collectives over a dimension can hide
+        "tp": 0.0,
+        "shard": parts["products"] + parts["recompute"] + parts["passes"],
+        "replicate": backward / microbatches,
+    }
+    # Of each kind of collective over shard, the first and the last call have no computation beside
+    # them; of each kind over replicate, the last.
+    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}
+    total, hideable = dict.fromkeys(computation, 0.0), dict.fromkeys(computation, 0.0)
+    for (dim, collective), (calls, nbytes) in traffic.items():
+        seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
+        total[dim] += calls * seconds
+        if (dim, collective) != ("replicate", "all-gather"):  # that is ZeRO-1's, after the update
+            hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
+    for dim in total:
+        hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
+        parts[dim] = total[dim] - hidden
+    return parts
+
+
+def collective_time(
+    collective: str, nbytes: float, dim: str, parallel: ParallelConfig, machine: Machine
+) -> float:
+    """Return seconds of one collective with a payload of `nbytes` over a mesh dimension.
+
+    In a ring of n ranks each rank sends (n - 1)/n of the payload to the next, in an all-reduce
+    twice. Where several ranks of a group share a node, they divide what goes to the next node among
+    their links. Raises KeyError on a measured machine without a group of this shape."""
+    n, in_node = group_shape(dim, parallel, machine)
+    if machine.measured:
+        group = machine.measured[find_measured_group(n, in_node, machine)]
+        return interpolate(group["times"][collective], nbytes)
+    nodes = n / in_node
+    speed = machine.node_link if nodes == 1 else in_node * machine.link
+    if in_node > 1:
+        speed = min(speed, machine.node_link)
+    rounds = 2 if collective == "all-reduce" else 1
+    hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
+    return COLLECTIVE_LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
+
+
+def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[int, int]:
+    """Return the number of ranks in a group along a mesh dimension, and in its part in one node."""
+    n = getattr(parallel, dim)
+    # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
+    stride = {"tp": 1, "shard": parallel.tp, "replicate": parallel.tp * parallel.shard}[dim]
+    return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
+
+
+def find_measured_group(n: int, in_node: int, machine: Machine) -> str | None:
+    """Return the name of the measured group with n ranks, of which `in_node` share a node; None if
+    there is none. bench.py comm measures the world, a node, and one rank of each node (across)."""
+    for name, group in machine.measured.items():
+        # A group of as many ranks as the world is the world.
+        measured_in_node = {"world": in_node, "node": n, "across": 1}[name]
+        if (group["ranks"], measured_in_node) == (n, in_node):
+            return name
+    return None
+
+
+def interpolate(points: list[tuple[int, float]], nbytes: float) -> float:
+    """Return seconds for a payload, given measured points (bytes, seconds) in ascending order.
+
+    Between points, interpolate linearly. A payload smaller than the first takes as long as the
+    first, its latency. One larger than the last takes the bytes per second of the last."""
+    last_size, last_seconds = points[-1]
+    if nbytes >= last_size:
+        return last_seconds * nbytes / last_size
+    before, seconds_before = 0, points[0][1]
+    for size, seconds in points:
+        if nbytes <= size:
+            share = (nbytes - before) / (size - before)
+            return seconds_before + share * (seconds - seconds_before)
+        before, seconds_before = size, seconds

@@ -1,0 +1,205 @@
+"""Which flag would make a training step faster? The rules behind the last lines of `bench.py step`.
+
+`verdict` turns measurements (`Facts`) into sentences. Every part of a step has a `Rule`: the share
+of the time from which on it is worth a sentence, and a function that returns its levers, the
+changes that would shorten it. A change that needs memory is suggested only where perf/cost.py
+predicts that the step would still fit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from parallel import STRATEGIES, ParallelConfig
+from perf.choose import data_ranks_in_node
+
+COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
+EXPOSED = "exposed communication over "  # a part of a step, followed by a mesh dimension
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Measurements and predictions that the verdict follows from."""
+
+    shares: dict[str, float]  # part of a step -> its share of the time
+    parallel: ParallelConfig
+    size: int  # processes
+    per_node: int
+    sequences: int  # of a step, on each rank
+    microbatches: int
+    usable_memory: int  # bytes, per process
+    peaks: dict[str, int]  # name in `alternatives` -> predicted peak of a step in bytes
+    attentions: float  # forward runs of attention per layer and microbatch
+    graph_breaks: int = 0
+    on_gpu: bool = False
+    mfu: float | None = None  # None: unknown
+
+    def fits(self, name: str) -> bool:
+        return self.peaks[name] < self.usable_memory
+
+    def fit_note(self, name: str) -> str:
+        return f"fits: {self.peaks[name] / 1e9:.3g} of {self.usable_memory / 1e9:.3g} GB"
+
+    def crosses_nodes(self, dim: str) -> bool:
+        """Return whether groups along a mesh dimension have ranks on several nodes."""
+        parallel = self.parallel
+        # A group lies within a block of so many consecutive ranks.
+        block = {"tp": parallel.tp, "shard": parallel.tp * parallel.shard, "replicate": self.size}
+        return self.per_node % block[dim] != 0
+
+
+def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelConfig]:
+    """Return the configurations that a lever may suggest, by name, and the present one as `this`.
+
+    The verdict needs to know how much memory each of them would take."""
+    data_ranks = parallel.replicate * parallel.shard
+    in_node = data_ranks_in_node(data_ranks, parallel.tp, per_node)
+
+    def with_strategy(dp: str) -> ParallelConfig:
+        shard = STRATEGIES[dp].shard_size(data_ranks, in_node)
+        return replace(parallel, dp=dp, replicate=data_ranks // shard, shard=shard)
+
+    return {
+        "this": parallel,
+        "ddp": replace(with_strategy("ddp"), reshard="weights"),
+        "hsdp": with_strategy("hsdp"),
+        "reshard none": replace(parallel, reshard="none"),
+        "selective": replace(parallel, checkpointing="selective"),
+        "none": replace(parallel, checkpointing="none"),
+    }
+
+
+# ----------------------------------------------------------------------------------- the sentences
+
+
+def verdict(facts: Facts) -> list[str]:
+    """Return sentences: what takes time besides forward and backward, largest part first, and
+    which changes would shorten it."""
+    sentences = []
+    for part, share in sorted(facts.shares.items(), key=lambda item: -item[1]):
+        if part not in RULES:
+            continue
+        rule = RULES[part]
+        if share > rule.threshold and (levers := rule.levers(facts)):
+            dim = part.removeprefix(EXPOSED)
+            crosses = dim != part and facts.crosses_nodes(dim)
+            where = ", which crosses nodes" if crosses else ""
+            sentences.append(
+                f"{percent(share)} of the step {rule.what}{where}: {'; or '.join(levers)}"
+            )
+    if facts.attentions > 2:
+        sentences.append(
+            f"attention runs forward {facts.attentions:g} times a layer and microbatch: full "
+            f"checkpointing needs 2, so there is a checkpoint within a checkpoint"
+        )
+    if facts.graph_breaks:
+        sentences.append(
+            f"{facts.graph_breaks} graph break(s) interrupt the compiled blocks: "
+            f"TORCH_LOGS=graph_breaks in front of the command shows where"
+        )
+    if facts.on_gpu and not facts.parallel.compile:
+        sentences.append(
+            "blocks are not compiled: --compile fuses what lies between matrix products"
+        )
+    return sentences or [nothing_to_improve(facts)]
+
+
+def nothing_to_improve(facts: Facts) -> str:
+    """Return the sentence for a step that mostly computes: how much, and the largest other part."""
+    computing = {part: facts.shares[part] for part in COMPUTATION if part in facts.shares}
+    others = [share for part, share in facts.shares.items() if part not in COMPUTATION]
+    parts = ", ".join(f"{part} {percent(share)}" for part, share in computing.items())
+    mfu = "" if facts.mfu is None else f", at {percent(facts.mfu)} of the device's peak"
+    return (
+        f"{percent(sum(computing.values()))} of the step computes ({parts}){mfu}: nothing else "
+        f"takes more than {percent(max(others))}"
+    )
+
+
+def too_noisy(shares: dict[str, float]) -> bool:
+    """Return whether some part came out clearly negative."""
+    return min(shares.values()) < -0.05
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+# -------------------------------------------------------------------------------------- the levers
+
+
+def replicate_levers(facts: Facts) -> list[str]:
+    return ["a larger --batch sends gradients less often"]
+
+
+def shard_levers(facts: Facts) -> list[str]:
+    parallel, levers = facts.parallel, []
+    data_ranks = parallel.replicate * parallel.shard
+    in_node = data_ranks_in_node(data_ranks, parallel.tp, facts.per_node)
+    if facts.crosses_nodes("shard") and in_node > 1 and facts.fits("hsdp"):
+        has_shard_flag = STRATEGIES[parallel.dp].copy_per == "node"
+        flag = f"--shard {in_node}" if has_shard_flag else "--dp hsdp"
+        levers.append(f"{flag} keeps them within nodes, and {facts.fit_note('hsdp')}")
+    if facts.fits("ddp") and not parallel.offload:
+        levers.append(f"--dp ddp sends only gradients, and a whole copy {facts.fit_note('ddp')}")
+    if facts.microbatches > 1:
+        if parallel.reshard in ("weights", "all") and facts.fits("reshard none"):
+            note = facts.fit_note("reshard none")
+            levers.append(f"--reshard none all-gathers once a step, and {note}")
+        elif parallel.reshard != "none":
+            levers.append("a larger --microbatch, if memory allows, all-gathers weights less often")
+    return levers or ["a larger --batch computes more for the same payload"]
+
+
+def tp_levers(facts: Facts) -> list[str]:
+    if facts.crosses_nodes("tp"):
+        return [f"--tp {facts.per_node} or less stays within a node"]
+    if facts.sequences > 1:
+        return ["a smaller --tp, if memory allows, waits less"]
+    # With fewer ranks along tp, more ranks need sequences of their own.
+    return ["a smaller --tp with a larger --batch, if memory allows, waits less"]
+
+
+def recompute_levers(facts: Facts) -> list[str]:
+    weaker = ["none"] if facts.parallel.checkpointing == "selective" else ["none", "selective"]
+    fitting = [name for name in weaker if facts.fits(name)]
+    return [f"--checkpointing {name} {facts.fit_note(name)}" for name in fitting[:1]]
+
+
+def data_levers(facts: Facts) -> list[str]:
+    return ["tokenize them beforehand with data.py tokenize, and keep the shards on a local disk"]
+
+
+def optimizer_levers(facts: Facts) -> list[str]:
+    if facts.parallel.offload and facts.fits("this"):
+        return [f"without --offload it runs on the GPU, and a step {facts.fit_note('this')}"]
+    levers = ["a larger --batch updates less often"]
+    shards_over_replicate = "replicate" in facts.parallel.strategy.sharded.values()  # as ZeRO-1
+    if shards_over_replicate and facts.fits("ddp"):
+        note = facts.fit_note("ddp")
+        levers.append(f"--dp ddp has no all-gather of updated weights, and a whole copy {note}")
+    return levers
+
+
+def other_levers(facts: Facts) -> list[str]:
+    levers = ["a larger --batch does this less often"]
+    return levers + ["bench.py comm names a slow link"] * (facts.size > 1)
+
+
+class Rule(NamedTuple):
+    what: str  # verb phrase: what the step does in this part
+    threshold: float  # share of the step's time
+    levers: Callable[[Facts], list[str]]
+
+
+RULES = {
+    EXPOSED + "replicate": Rule("waits for gradients over replicate", 0.10, replicate_levers),
+    EXPOSED + "shard": Rule(
+        "waits for all-gathers and reduce-scatters over shard", 0.10, shard_levers
+    ),
+    EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", 0.10, tp_levers),
+    "recompute": Rule("recomputes activations", 0.10, recompute_levers),
+    "data": Rule("waits for data", 0.05, data_levers),
+    "optimizer": Rule("updates weights", 0.15, optimizer_levers),
+    "other": Rule("clips gradients and waits for other ranks", 0.10, other_levers),
+}

@@ -1,0 +1,219 @@
+"""The files of a checkpoint: checksums, torch's index of tensors, and directories written whole.
+
+A directory is written under a hidden name and renamed last, after its files have been synced to
+disk. So a directory with its final name is complete, whenever the process may be killed.
+
+Weights and optimizer states are written by torch.distributed.checkpoint (DCP). Each of them is a
+directory. Its file __RANK_0.distcp holds what that rank has written; .metadata is the index, which
+says where in these files each tensor lies.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor
+
+CHECKSUMS = "SHA256SUMS"
+
+# -------------------------------------------------------------------------------------- checksums
+
+
+def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 digest of files, by their names relative to a directory."""
+    digests = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        digests[str(path.relative_to(directory))] = digest.hexdigest()
+    return digests
+
+
+def write_checksums(directory: Path, digests: dict[str, str]) -> None:
+    """Write SHA256SUMS in the format of the command sha256sum.
+
+    The last line is a comment with the digest of the lines above it."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    own = hashlib.sha256(lines.encode()).hexdigest()
+    (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n")
+
+
+def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
+    """Raise UserError if files whose names begin with one of `prefixes` are missing or damaged.
+
+    Every rank checks all small files. The large files, in weights/ and optimizer/, are shared out
+    over the ranks; a rank that reads `alone` checks all of them."""
+    in_run = directory.name.startswith("step-")
+    advice = f"Remove {directory} to use the checkpoint before it" if in_run else "Make it again"
+    path = directory / CHECKSUMS
+    content = path.read_bytes() if path.exists() else b""
+    *lines, last = content.splitlines(keepends=True) or [b""]
+    if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
+        raise UserError(f"{directory} is not complete: {CHECKSUMS} is missing or damaged. {advice}")
+    shared = dist.is_initialized() and not alone
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    digests = {}
+    for line in lines:
+        digest, name = line.decode().rstrip("\n").split("  ", 1)
+        digests[name] = digest
+    names = [name for name in digests if name.startswith(prefixes)]
+    small = [name for name in names if "/" not in name]
+    large = [name for name in names if "/" in name]
+    for name in small + large[rank::size]:
+        file = directory / name
+        if not file.exists():
+            raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
+        if checksums(directory, [file]) != {name: digests[name]}:
+            raise UserError(
+                f"{file} is damaged: its checksum is not the one in {CHECKSUMS}. {advice}"
+            )
+
+
+# ------------------------------------------------------------------------------- DCP's directories
+
+
+def read_index(part: Path) -> Metadata:
+    """Return DCP's index of the tensors in weights/ or optimizer/.
+
+    The index is a pickle, which could run any code when it is loaded. This reader accepts only the
+    classes that an index of tensors consists of, and raises UserError for anything else. Call it
+    before any function of DCP, which would load the pickle unchecked."""
+    path = part / ".metadata"
+    with open(path, "rb") as file:
+        try:
+            index = _IndexUnpickler(file).load()
+            entries = index.state_dict_metadata.values()
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise UserError(f"{path} holds more than an index of tensors: {error}")
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+        raise UserError(f"{path} is an index of more than tensors")
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    ALLOWED = (
+        "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
+        "ChunkStorageMetadata _MEM_FORMAT_ENCODING _StorageInfo Size _get_layout PosixPath"
+    ).split()
+
+    def find_class(self, module: str, name: str):
+        allowed = name in self.ALLOWED and module.split(".")[0] in ("torch", "pathlib")
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if allowed or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def load_tensors(tensors: dict[str, Tensor], part: Path, alone: bool = False) -> None:
+    """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by their names.
+
+    All ranks call it together; or one rank calls it `alone`, which then involves no other."""
+    read_index(part)
+    try:
+        with _without_warnings():
+            dcp.load(tensors, checkpoint_id=part, no_dist=alone)
+    except CheckpointException as error:
+        raise UserError(f"cannot load {part}: {failure_reason(error)}")
+
+
+def save_stored_tensors(stored: dict[str, StoredTensor], part: Path) -> None:
+    """Write weights/ from one process, which holds one tensor at a time."""
+    on_meta = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.items()
+    }
+    with _without_warnings():
+        dcp.save(on_meta, checkpoint_id=part, planner=_ReadWhenWritten(stored), no_dist=True)
+
+
+class _ReadWhenWritten(dcp.DefaultSavePlanner):
+    """Let DCP plan with tensors on `meta`, and read each one only when DCP writes it."""
+
+    def __init__(self, stored: dict[str, StoredTensor]):
+        super().__init__()
+        self.stored = stored
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.stored[index.fqn].read()
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppress DCP's warning that a process works without others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def failure_reason(error: OSError | CheckpointException) -> str:
+    """Return in one line why reading or writing failed."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
+# ------------------------------------------------------------------------------------ directories
+
+
+def sync(*paths: Path) -> None:
+    """Wait until files or directories are safely on disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yield a hidden directory to write to, and rename it to `target` if nothing was raised.
+
+    Raises UserError if the target exists."""
+    if target.exists():
+        raise UserError(f"{target} exists: give the name of a new directory")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.rename(temporary, target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def make_empty_directory(directory: Path) -> None:
+    """Create a directory, or remove everything in it."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, or print a warning where that fails.
+
+    It is renamed to a hidden name first, since a half-removed one must not look complete. Some
+    disks refuse to remove files that are being read; the next run then removes the hidden rest."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}")
+    try:
+        os.rename(checkpoint, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)

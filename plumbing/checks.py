@@ -1,0 +1,92 @@
+"""What the flags of a training run ask for, checked before any work is done."""
+
+import argparse
+import math
+from dataclasses import replace
+
+import torch
+
+import checkpoint
+from data import find_shards, tokenizer_of_shards
+from model import PRESETS, LlamaConfig
+from parallel import ParallelConfig
+from perf.choose import check_parallel
+from plumbing.flags import MODEL_SIZES
+from plumbing.processes import Process, UserError
+from plumbing.tokenizer import DEFAULT_TOKENIZER
+
+
+def choose_model_config(args: argparse.Namespace, initial: dict | None) -> LlamaConfig:
+    """Return the configuration of the --init checkpoint, or of the preset and the size flags.
+
+    `initial` is what checkpoint.read_config says of --init, None without it."""
+    if args.model and args.model not in PRESETS:
+        raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
+    sizes = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
+    try:
+        if not initial:
+            return replace(PRESETS[args.model or "tiny"], **sizes)
+        found = initial["model"]
+        wanted = PRESETS[args.model] if args.model else found
+        wanted = replace(wanted, vocab_size=found.vocab_size, **sizes)
+    except ValueError as error:
+        raise UserError(str(error))
+    if wanted != found:
+        differences = checkpoint.describe_differences(found, wanted)
+        raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
+    return found
+
+
+def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
+    """Return the name of the tokenizer: the flag's, else that of the data or of --init."""
+    if args.tokenizer:
+        return args.tokenizer
+    if not initial or find_shards(args.data):
+        return tokenizer_of_shards(args.data) or DEFAULT_TOKENIZER
+    if not initial["tokenizer"]:
+        raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
+    return initial["tokenizer"]
+
+
+def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
+    """Return the flags' parallel configuration, before its mesh sizes are known."""
+    return ParallelConfig(
+        dp=args.dp,
+        tp=args.tp,
+        reshard=args.reshard,
+        checkpointing=args.checkpointing,
+        compile=args.compile,
+        offload=args.offload,
+        dtype=getattr(torch, args.dtype),
+    )
+
+
+def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process: Process) -> None:
+    """Raise UserError for flags that cannot work together, with values that would."""
+    if args.seq_len > config.max_seq_len:
+        raise UserError(
+            f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
+        )
+    check_parallel(requested_parallel(args), args.shard, config, process)
+    if args.seq_len % args.tp and torch.__version__ < "2.13":  # compared as versions
+        even = math.ceil(args.seq_len / args.tp) * args.tp
+        raise UserError(
+            f"torch {torch.__version__} cannot shard --seq-len {args.seq_len} over --tp {args.tp}: "
+            f"use --seq-len {even}, or torch 2.13, which shards unevenly"
+        )
+    data_ranks = process.size // args.tp
+    share, rest = divmod(args.batch, data_ranks)
+    if rest:
+        raise UserError(
+            f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it: "
+            f"use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
+        )
+    if args.microbatch and share % args.microbatch:
+        raise UserError(
+            f"--microbatch {args.microbatch} does not divide the {share} sequences of a rank "
+            f"(--batch {args.batch} over {data_ranks} ranks)"
+        )
+    if checkpoint.checkpoints(args.out) and not args.resume:
+        raise UserError(
+            f"{args.out} already holds a run: --resume continues it, or choose another --out"
+        )

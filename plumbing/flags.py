@@ -1,0 +1,139 @@
+"""Command-line flags: one argument parser, argument types, and the groups that scripts share."""
+
+import argparse
+import math
+from pathlib import Path
+
+from model import PRESETS
+from parallel import STRATEGIES
+from plumbing.processes import UserError
+from plumbing.tokenizer import DEFAULT_TOKENIZER
+
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError: one line once, not a usage page from every rank."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see --help")
+
+
+def positive_int(text: str) -> int:
+    """Argument type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got '{text}'")
+    return int(text)
+
+
+def nonnegative_int(text: str) -> int:
+    """Argument type: an integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got '{text}'")
+    return int(text)
+
+
+def nonnegative_float(text: str) -> float:
+    """Argument type: a finite number of at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got '{text}'")
+    return number
+
+
+# fmt: off
+
+
+def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of train.py: model, data, and everything that all training scripts share."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
+    for name in MODEL_SIZES:
+        model.add_argument(f"--{name.replace('_', '-')}", type=positive_int,
+                           help=f"{name} of the model, in place of the preset's")
+    model.add_argument("--init", type=Path, metavar="DIR",
+                       help="initial weights: a checkpoint, or a model directory in Meta's or "
+                            "Hugging Face's format (default: random weights)")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=["python"],
+                      help="text files, directories or token shards (default: python, the source "
+                           "of Python's standard library)")
+    data.add_argument("--tokenizer", help=f"name or tokenizer.model file (default: the one of the "
+                                          f"data or of --init, or {DEFAULT_TOKENIZER})")
+    data.add_argument("--seq-len", type=positive_int, default=256,
+                      help="tokens per sequence (default: %(default)s)")
+    data.add_argument("--document-mask", action="store_true",
+                      help="no attention across documents that share a sequence")
+    data.add_argument("--prompt", default="def",
+                      help="prompt of the text samples at evaluations (default: %(default)s)")
+    add_training_flags(parser)
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
+    step = parser.add_argument_group("optimizer step")
+    step.add_argument("--batch", type=positive_int, default=8,
+                      help="sequences per step, over all processes (default: %(default)s)")
+    step.add_argument("--microbatch", type=positive_int,
+                      help="sequences that a process computes at a time (default: all of its own)")
+    step.add_argument("--steps", type=positive_int, default=1700,
+                      help="number of optimizer steps (default: %(default)s)")
+    step.add_argument("--lr", type=nonnegative_float, default=5e-3,
+                      help="peak learning rate (default: %(default)s); larger models need less")
+    step.add_argument("--warmup", type=nonnegative_int, default=50,
+                      help="steps of linear warmup to the peak (default: %(default)s)")
+    step.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
+                      help="weight decay of matrices; norms have none (default: %(default)s)")
+    step.add_argument("--clip", type=nonnegative_float, default=1.0,
+                      help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
+    step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")
+
+    parallel = parser.add_argument_group("parallelism")
+    parallel.add_argument("--dp", choices=["auto", *STRATEGIES], default="auto",
+                          help="data parallelism: which state each rank holds a shard of "
+                               "(default: auto, by what fits in memory)")
+    parallel.add_argument("--shard", type=positive_int,
+                          help="ranks that share one copy of the model with --dp hsdp (default: "
+                               "the ranks of a node)")
+    parallel.add_argument("--tp", type=positive_int, default=1,
+                          help="tensor parallelism: ranks that share every matrix product and see "
+                               "the same sequences (default: %(default)s)")
+    parallel.add_argument("--reshard", choices=["auto", "none", "adapters", "weights", "all"],
+                          default="auto",
+                          help="what fsdp and hsdp shard again after use: none; weights; all, that "
+                               "is gradients of each microbatch too; adapters, leaving a frozen "
+                               "base unsharded (default: weights, or all where memory is short)")
+    parallel.add_argument("--offload", action="store_true",
+                          help="keep parameters and optimizer state of fsdp and hsdp in CPU memory")
+    parallel.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
+                          help="activations that backward recomputes (default: %(default)s)")
+
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
+                       help="dtype of computation (default: bfloat16 on a GPU, else float32)")
+    speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                       help="compile the transformer blocks (default: on a GPU)")
+    speed.add_argument("--profile", action="store_true",
+                       help="write a trace of three steps to OUT/trace-RANK.json, for "
+                            "chrome://tracing")
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
+    run.add_argument("--resume", action="store_true",
+                     help="continue from the newest checkpoint in OUT, if there is one")
+    run.add_argument("--save-every", type=nonnegative_int, default=500,
+                     help="steps between checkpoints, 0 for one at the end (default: %(default)s)")
+    run.add_argument("--async-save", action="store_true",
+                     help="write checkpoints in the background, from a copy in CPU memory")
+    run.add_argument("--keep", type=nonnegative_int, default=2,
+                     help="number of checkpoints to keep, 0 for all (default: %(default)s)")
+    run.add_argument("--eval-every", type=nonnegative_int, default=500,
+                     help="steps between evaluations, 0 for none (default: %(default)s)")
+    run.add_argument("--eval-windows", type=positive_int, default=512,
+                     help="validation sequences per evaluation (default: %(default)s)")
+    run.add_argument("--log-every", type=positive_int, default=10,
+                     help="steps between progress lines (default: %(default)s)")

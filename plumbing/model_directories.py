@@ -1,0 +1,116 @@
+"""Find and open the directories that hold a model's weights, or an adapter.
+
+A directory with weights is one of three kinds: a checkpoint in our own format (checkpoint.py), or a
+model in the files of Meta or of Hugging Face (formats.py). Where a directory is asked for, the
+output directory of a run stands for the newest of its checkpoints.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model import LlamaConfig
+from plumbing import formats
+from plumbing.checkpoint_files import CHECKSUMS, load_tensors, read_index, verify
+from plumbing.peft_files import base_of_adapter, is_adapter
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor
+from plumbing.tokenizer import Tokenizer, find_tokenizer
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first. Other files of the user are ignored."""
+    found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether this is a checkpoint in our format that holds weights."""
+    return (directory / "weights").is_dir()
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """Return the directory with weights: the given one, or the newest checkpoint of a run.
+
+    Finds our checkpoints and directories of Meta and Hugging Face; else raises UserError."""
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if has_weights(found) or formats.is_meta(found) or formats.is_hf(found):
+            return found
+        if is_adapter(found):
+            raise UserError(
+                f"{found} is an adapter: generate.py takes it as --adapter, with "
+                f"{base_of_adapter(found)} as the model, and python checkpoint.py merge makes a "
+                f"model of both"
+            )
+    raise UserError(
+        f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
+        f"with params.json (Meta) or config.json (Hugging Face) and weights"
+    )
+
+
+def find_adapter(directory: Path) -> Path:
+    """Return the directory with an adapter: the given one, or the newest checkpoint of a run."""
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if is_adapter(found):
+            if (found / CHECKSUMS).exists():
+                verify(found, "adapter")
+            return found
+    raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
+
+
+def read_config(directory: Path) -> dict:
+    """Return what a directory of find_checkpoint says about its model.
+
+    `model` is a LlamaConfig, `tokenizer` an argument for load_tokenizer, or None, and `directory`
+    the directory itself. Our checkpoints also have `tokenizer_hash`, `step` and `flags`."""
+    if not has_weights(directory) and not (directory / CHECKSUMS).exists():
+        config, _ = open_weights(directory)
+        file = find_tokenizer(directory)
+        return {"model": config, "tokenizer": file and str(file), "directory": directory}
+    verify(directory, "config.json", "tokenizer.model")
+    content = formats.JsonFile(directory / "config.json")
+    metadata = content | {"model": content.llama_config(**content["model"]), "directory": directory}
+    if metadata["tokenizer"] == "tokenizer.model":
+        metadata["tokenizer"] = str(directory / "tokenizer.model")
+    return metadata
+
+
+def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a tokenizer does not fit a model, given what read_config returned.
+
+    Where the model's tokenizer is not known, one with too many tokens is still refused."""
+    directory, vocab_size = metadata["directory"], metadata["model"].vocab_size
+    if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
+        raise UserError(
+            f"{directory} was trained with another tokenizer than {tokenizer.name}: "
+            f"give --tokenizer {metadata['tokenizer']}"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
+            f"{directory} {vocab_size}: give the --tokenizer it was trained with"
+        )
+
+
+def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+    """Return the configuration and the stored weights of any directory of find_checkpoint.
+
+    A rank may call it alone."""
+    if not has_weights(directory):
+        is_meta = formats.is_meta(directory)
+        return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
+    verify(directory, "weights", alone=True)
+    entries = read_index(directory / "weights").state_dict_metadata
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+        load_tensors({name: tensor}, directory / "weights", alone=True)
+        return tensor
+
+    return read_config(directory)["model"], {
+        name: StoredTensor(entry.properties.dtype, tuple(entry.size), partial(read, name))
+        for name, entry in entries.items()
+    }

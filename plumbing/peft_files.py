@@ -1,0 +1,215 @@
+"""Save, open, load and merge LoRA adapters in the files of PEFT, Hugging Face's adapter library.
+
+    adapter_config.json           rank, alpha, dropout, and the matrices that have an adapter
+    adapter_model.safetensors     the factors A and B of every such matrix
+
+So peft and transformers load adapters trained here, and theirs load here. In these files matrices
+have Hugging Face's names, and the factors B of wq and wk have Hugging Face's order of rows.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from lora import TARGETS, LoRA, adapters, add_adapters, merged_weight
+from model import Llama, LlamaConfig
+from plumbing.formats import (
+    HF_NAMES,
+    JsonFile,
+    check_weights,
+    halves_to_pairs,
+    hf_name,
+    pairs_to_halves,
+    rotated_heads,
+)
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor, open_safetensors, save_safetensors
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# The values that are accepted for settings in adapter_config.json. Most of these settings belong to
+# features that lora.py does not have, and must be off.
+SUPPORTED = dict(
+    peft_type=("LORA",),
+    bias=("none",),
+    use_rslora=(False, True, None),
+    # Other initializations, such as pissa, change the base model.
+    init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
+    **dict.fromkeys(
+        "use_dora lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
+        "layers_to_transform layer_replication trainable_token_indices target_parameters "
+        "use_qalora alora_invocation_tokens arrow_config exclude_modules use_bdlora".split(),
+        (None, False, {}, []),
+    ),
+)
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of a factor.
+
+    layers.3.attention.wq.lora_A ->
+    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"""
+    matrix, factor = name.rsplit(".", 1)
+    return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{factor}.weight"
+
+
+def _peft_target(target: str) -> str:
+    """Return PEFT's name of a target: wq -> q_proj."""
+    return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]
+
+
+def _reordered_heads(name: str, config: LlamaConfig) -> int:
+    """Return the number of heads of a factor whose rows PEFT orders differently, or 0.
+
+    These are the factors B of wq and wk. The rows of A belong to the rank, not to heads."""
+    return rotated_heads(name, config) if name.endswith("lora_B") else 0
+
+
+# ----------------------------------------------------------------------------------------- saving
+
+
+@torch.no_grad()
+def gather_adapters(model: Llama) -> dict[str, Tensor]:
+    """Return every factor in full, on the CPU, by name.
+
+    All ranks must call it together: it all-gathers the adapters, and nothing of the base."""
+
+    def gather(factor: Tensor) -> Tensor:
+        if not isinstance(factor, DTensor):
+            return factor
+        # parallel.py shards over the mesh's dimensions from last to first: undo it in reverse.
+        for dim in range(factor.device_mesh.ndim):
+            placements = list(factor.placements)
+            placements[dim] = Replicate()
+            factor = factor.redistribute(placements=placements)
+        return factor.to_local()
+
+    return {name: gather(p).to("cpu", copy=True) for name, p in adapters(model).items()}
+
+
+def save_adapter(
+    directory: Path, lora: LoRA, config: LlamaConfig, factors: dict[str, Tensor], base: str
+) -> None:
+    """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
+
+    def read(name: str) -> Tensor:
+        heads = _reordered_heads(name, config)
+        return pairs_to_halves(factors[name], heads) if heads else factors[name]
+
+    stored = {
+        peft_name(name): StoredTensor(factor.dtype, tuple(factor.shape), partial(read, name))
+        for name, factor in factors.items()
+    }
+    save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": [_peft_target(target) for target in lora.targets],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / PEFT_FILES[0]).write_text(json.dumps(content, indent=1))
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / PEFT_FILES[0]).is_file()
+
+
+def base_of_adapter(directory: Path) -> str:
+    """Return the path of the model that an adapter was trained on, or "its base" if unknown."""
+    return JsonFile(directory / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
+
+
+def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, StoredTensor]]:
+    """Return an adapter's settings and its factors, under our names and in Meta's order of rows.
+
+    Raises UserError if it does not fit a Llama of this configuration, or is not plain LoRA on the
+    seven matrices of a block."""
+    path, file = (directory / name for name in PEFT_FILES)
+    if not path.is_file() or not file.is_file():
+        raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
+    content, found = JsonFile(path), open_safetensors(file)
+    for key, values in SUPPORTED.items():
+        if (value := content.get(key, values[0])) not in values:
+            raise UserError(f"{path} has {key} {value!r:.80}: only plain LoRA works here")
+
+    targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
+    # Matrices that have factors in the file, and those that the config lists: q_proj, k_proj, ...
+    in_file = {name.rsplit(".", 3)[1] for name in found if name.count(".") >= 3}
+    listed = content.get("target_modules")
+    listed = {str(name).split(".")[-1] for name in listed} if isinstance(listed, list) else in_file
+    if "lm_head" in in_file | listed:
+        raise UserError(
+            f"{directory} adapts lm_head: here LoRA works only on the seven matrices of a block, "
+            f"{', '.join(targets)}"
+        )
+    if missing := (listed & targets.keys()) - in_file or not in_file:
+        names = ", ".join(sorted(missing)) if in_file else "any matrix"
+        raise UserError(f"{file} has no factors for {names}")
+
+    def number(key: str, kind: type, limit: float = 2**31) -> int | float:
+        return content.checked(key, content[key], kind, limit)
+
+    lora = LoRA(
+        rank=number("r", int),
+        alpha=number("lora_alpha", float),
+        dropout=number("lora_dropout", float, limit=1) if content.get("lora_dropout") else 0.0,
+        rslora=bool(content.get("use_rslora")),
+        targets=tuple(target for name, target in targets.items() if name in in_file),
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+        add_adapters(model, lora)
+    shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
+    check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
+
+    def read(name: str) -> Tensor:
+        factor = found[peft_name(name)].read()
+        heads = _reordered_heads(name, config)
+        return halves_to_pairs(factor, heads) if heads else factor
+
+    return lora, {
+        name: StoredTensor(found[peft_name(name)].dtype, shape, partial(read, name))
+        for name, shape in shapes.items()
+    }
+
+
+@torch.no_grad()
+def load_adapter(model: Llama, directory: str | Path) -> None:
+    """Add an adapter to a model that holds the base's weights, in place."""
+    lora, stored = open_adapter(Path(directory), model.config)
+    add_adapters(model, lora)
+    for name, factor in adapters(model).items():
+        factor.copy_(stored[name].read())
+
+
+def merge_adapter(
+    weights: dict[str, StoredTensor], lora: LoRA, factors: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the weights of a model with an adapter added.
+
+    Nothing is read yet: each weight is merged when it is read."""
+
+    def read(name: str) -> Tensor:
+        matrix = name.removesuffix(".weight")
+        A, B = (factors[f"{matrix}.{factor}"].read() for factor in ("lora_A", "lora_B"))
+        return merged_weight(weights[name].read(), A, B, lora.scale)
+
+    merged = {
+        name: StoredTensor(weight.dtype, weight.shape, partial(read, name))
+        for name, weight in weights.items()
+        if name.replace(".weight", ".lora_A") in factors
+    }
+    return weights | merged

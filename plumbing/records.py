@@ -1,0 +1,144 @@
+"""The record of a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from model import Llama
+from parallel import World
+from perf.cost import flops_per_token, peak_flops
+from plumbing.processes import print_rank_zero
+from plumbing.tokenizer import Tokenizer
+
+# Flags that define an experiment: resuming with other values deserves a warning.
+EXPERIMENT_FLAGS = (
+    "data seq_len document_mask batch steps lr warmup weight_decay clip seed dtype init long "
+    "train_on_prompt"
+).split()
+
+
+class Recorder:
+    """Measures the steps of a run and records them: on rank 0 in OUT/metrics.jsonl, one JSON object
+    a step, and as progress lines on stderr."""
+
+    def __init__(
+        self, args: argparse.Namespace, world: World, model: Llama, tokenizer: Tokenizer, done: int
+    ):
+        """Continue a record after step `done`; lines of later steps, which will run again, go."""
+        self.args, self.world, self.done = args, world, done
+        on_gpu = world.device.type == "cuda"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+        self.flops_per_token = flops_per_token(model, args.seq_len)
+        self.file = None
+        if world.rank == 0:
+            config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
+            config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
+            text = json.dumps(config, indent=1, default=str)
+            write_atomically(args.out / "config.json", text)
+            path = args.out / "metrics.jsonl"
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            complete = (line for line in lines if line.endswith("\n"))
+            kept = [line for line in complete if json.loads(line)["step"] <= done]
+            write_atomically(path, "".join(kept))
+            self.file = open(path, "a", buffering=1)
+        self.started = self.step_started = time.perf_counter()
+
+    def measure(self, step: int, loss: float, bits_per_byte: float, norm: float, lr: float) -> dict:
+        """Return the metrics of a step that has just ended, and show them every --log-every."""
+        args, now = self.args, time.perf_counter()
+        seconds = now - self.step_started
+        tokens_per_second = args.batch * args.seq_len / seconds
+        mfu = None
+        if self.peak_flops:
+            achieved = self.flops_per_token * tokens_per_second
+            mfu = achieved / (self.peak_flops * self.world.size)
+        metrics = {
+            "step": step,
+            "loss": loss,
+            "bits_per_byte": bits_per_byte,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": step * args.batch * args.seq_len,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "memory_bytes": peak_memory(self.world.device),
+        }
+        if step in (self.done + 1, args.steps) or step % args.log_every == 0:
+            remaining = (now - self.started) / (step - self.done) * (args.steps - step)
+            print_rank_zero(progress_line(metrics, args.steps, remaining), file=sys.stderr)
+        return metrics
+
+    def write(self, metrics: dict) -> None:
+        if self.file:
+            print(json.dumps(metrics), file=self.file)
+
+    def start_step(self) -> None:
+        """Start a step's clock, so that an evaluation or a save before it does not count."""
+        self.step_started = time.perf_counter()
+
+
+def progress_line(metrics: dict, steps: int, remaining: float) -> str:
+    """Return the metrics of a step as a line; `remaining` seconds to the last step."""
+    mfu = "" if metrics["mfu"] is None else f"mfu {metrics['mfu']:.1%}  "
+    gigabytes = metrics["memory_bytes"] / 1e9
+    return (
+        f"step {metrics['step']:>5}/{steps}  loss {metrics['loss']:.4f}  "
+        f"{metrics['bits_per_byte']:.3f} bits/byte  norm {metrics['grad_norm']:.2f}  "
+        f"{metrics['tokens_per_second']:,.0f} tokens/s  {mfu}{gigabytes:.2f} GB  "
+        f"{int(remaining) // 60}:{int(remaining) % 60:02d} left"
+    )
+
+
+def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
+    """Return the first line of a run: the model, the batch, the data, the processes."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
+    return (
+        f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
+        f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
+        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+    )
+
+
+def warn_about_changed_flags(before: dict, now: dict) -> None:
+    """Print a warning for each flag of the experiment that differs from the run's first start."""
+    for name in EXPERIMENT_FLAGS:
+        if name in before and str(before[name]) != str(now[name]):
+            flag = name.replace("_", "-")
+            print_rank_zero(
+                f"warning: --{flag} was {before[name]}, is {now[name]}", file=sys.stderr
+            )
+
+
+def start_profiler(path: Path) -> torch.profiler.profile:
+    """Trace three steps, after two that are not recorded, for chrome://tracing or Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by a complete new one: a crash leaves either the old or the new file."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has held: on its GPU or, without one, in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,163 @@
+"""Read and write safetensors files, in which Hugging Face keeps weights.
+
+    8 bytes      length of the header in bytes, little-endian
+    header       JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    data         the bytes of all tensors without gaps, little-endian; offsets count from here
+
+The format holds no code, so a file from an unknown source is safe to read, provided that the reader
+checks everything the header says before using it.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plumbing.processes import UserError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is still in a file. `read` returns the full tensor, on the CPU."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, without reading their data.
+
+    Raises UserError if the file is malformed."""
+
+    def refuse(reason: str):
+        raise UserError(f"{path} is not a safetensors file, or it is damaged: {reason}")
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            refuse("its header has the same name twice")
+        return dict(pairs)
+
+    file_size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if file_size < 8 or length > min(file_size - 8, MAX_HEADER_BYTES):
+            refuse(f"a header of {length:,} bytes in a file of {file_size:,} bytes")
+        header = file.read(length)
+    try:
+        entries = json.loads(header.decode(), object_pairs_hook=refuse_duplicates)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
+        refuse(f"its header is not JSON ({type(error).__name__})")
+    if not isinstance(entries, dict) or not header.startswith(b"{"):
+        refuse("its header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        refuse("its __metadata__ is not text")
+
+    tensors, ranges = {}, []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            refuse(f"{name!r} needs exactly a dtype, a shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            refuse(f"{name!r} has the unknown dtype {dtype!s:.200}")
+        if not _are_sizes(shape) or len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**63:
+            refuse(f"{name!r} cannot have shape {shape!s:.200}")
+        if not _are_sizes(offsets) or len(offsets) != 2:
+            refuse(f"{name!r} cannot have data_offsets {offsets!s:.200}")
+        begin, end = offsets
+        if begin + math.prod(shape) * DTYPES[dtype].itemsize != end:
+            refuse(f"{name!r} of shape {shape} in {dtype} does not fill {offsets}")
+        position = 8 + length + begin
+        read = partial(_map, path, file_size, position, DTYPES[dtype], tuple(shape))
+        tensors[name] = StoredTensor(DTYPES[dtype], tuple(shape), read)
+        ranges.append((begin, end))
+    data_end = 0
+    for begin, end in sorted(ranges):
+        if begin != data_end:
+            refuse(f"its tensors overlap or leave a gap at byte {min(begin, data_end):,}")
+        data_end = end
+    if 8 + length + data_end != file_size:
+        refuse(f"it has {file_size:,} bytes, but its header describes {8 + length + data_end:,}")
+    return tensors
+
+
+def _are_sizes(value: Any) -> bool:
+    """Return whether a JSON value is a list of integers of at least 0."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _map(
+    path: Path, file_size: int, position: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor over the bytes of a memory-mapped file from `position` on.
+
+    The operating system reads only what is used of it, and unmaps the file with the tensor."""
+    if path.stat().st_size != file_size:
+        raise UserError(f"{path} has changed while it was read")
+    file = torch.from_file(str(path), shared=False, size=file_size, dtype=torch.uint8)
+    data = file[position : position + math.prod(shape) * dtype.itemsize]
+    if position % dtype.itemsize:  # torch views only aligned bytes as another dtype
+        data = data.clone()
+    return data.view(dtype).view(shape)
+
+
+def save_safetensors(
+    path: Path, tensors: dict[str, StoredTensor], metadata: dict[str, str]
+) -> None:
+    """Write a file, reading one tensor at a time.
+
+    The widest dtypes come first, so that every tensor is aligned to its dtype."""
+    if sys.byteorder != "little":
+        raise UserError("safetensors files are little-endian, this machine is big-endian")
+    dtype_names = {dtype: name for name, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header, end = {"__metadata__": metadata}, 0
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": dtype_names[tensors[name].dtype],
+            "shape": tensors[name].shape,
+            "data_offsets": (begin, end),
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned, too
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            flat = tensors[name].read().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())

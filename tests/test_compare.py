@@ -1,0 +1,178 @@
+"""bench.py compare: which contestants it takes, and what it counts. Speed is not tested."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import launch, refused, succeed
+
+from model import PRESETS, Llama
+from parallel import STRATEGIES, ParallelConfig
+from perf import compare
+from perf.compare import (
+    CONTESTANTS,
+    Cost,
+    choose_contestants,
+    choose_fitting,
+    compare_losses,
+    output_problem,
+)
+from perf.cost import predict_traffic
+from plumbing.processes import UserError
+
+
+@pytest.mark.slow
+def test_compare():
+    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "full", "--batch=2", "--seq-len=16",
+                  "--repeats=2", nproc=2).out  # fmt: skip
+    rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
+    assert rows[2:] == ["ddp", "wrong", "tp", "full"]
+    assert "payload of ddp: 2.56 MB by 2 all-reduce over replicate" in out  # 0.64 M parameters
+    assert "payload of full: 2.56 MB" in out and "all-gather over tp" in out
+
+
+def test_compare_takes_all_that_fit(tmp_path):
+    file, picture = tmp_path / "all.json", tmp_path / "all.png"
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    out = succeed("bench.py", "compare", "--batch=4", "--seq-len=16", "--repeats=2", "--json", file,
+                  *(["--plot", picture] if drawn else []), nproc=2).out  # fmt: skip
+    assert not drawn or picture.read_bytes().startswith(b"\x89PNG")
+    results = json.loads(file.read_text())
+    assert {name: results[name] for name in ("model", "batch", "microbatch", "seq_len")} == {
+        "model": "tiny", "batch": 4, "microbatch": 1, "seq_len": 16}  # fmt: skip
+    assert (results["ranks"], results["per_node"], results["device"]) == (2, 2, "cpu")
+    assert results["torch"] == torch.__version__ and results["lora"] is False and results["date"]
+
+    configurations = {  # and the number of microbatches of a rank
+        "ddp": (ParallelConfig(replicate=2), 2),
+        "zero1": (ParallelConfig(dp="zero1", replicate=2), 2),
+        "fsdp": (ParallelConfig(dp="fsdp", shard=2), 2),
+        "fsdp-none": (ParallelConfig(dp="fsdp", shard=2, reshard="none"), 2),
+        "tp": (ParallelConfig(tp=2), 4),
+        "selective": (ParallelConfig(replicate=2, checkpointing="selective"), 2),
+        "full": (ParallelConfig(replicate=2, checkpointing="full"), 2),
+    }
+    assert list(results["strategies"]) == list(configurations)
+    loss = loss_of_plain_model()
+    with torch.device("meta"):
+        model = Llama(PRESETS["tiny"])
+    for name, (parallel, microbatches) in configurations.items():
+        result = results["strategies"][name]
+        assert result["loss"] == pytest.approx(loss, rel=1e-5), name
+        scalars = 2 * 40  # all-gathered in each step
+        sent = sum(nbytes for _, nbytes in result["sends"].values()) - scalars
+        predicted = predict_traffic(model, parallel, microbatches, 1, 16)
+        assert sent == sum(nbytes for _, nbytes in predicted.values()), name
+        assert len(result["seconds"]) == 2 and result["tokens_per_second"] > 0, name
+        assert f"| {result['peak_bytes'] / 1e6:.2f} MB |" in out
+        assert f"payload of {name}: {sent / 1e6:.2f} MB by" in out or len(predicted) > 1
+    assert "losses of the first step agree to" in out and results["strategies"]["ddp"]["ratio"] == 1
+
+    peaks = {name: result["peak_bytes"] for name, result in results["strategies"].items()}
+    state = 16 * sum(p.numel() for p in model.parameters())  # of a rank that shards nothing
+    assert state <= peaks["full"] <= peaks["ddp"] < 1.6 * state
+    # Beside its half of the state, a rank of FSDP has whole gradients, and what it gathers.
+    assert state / 2 < peaks["fsdp"] < peaks["fsdp-none"] < peaks["ddp"]
+    # ZeRO-1 shards AdamW's moments, half of the state, over two ranks.
+    assert 0.75 * state < peaks["zero1"] < peaks["ddp"]
+
+
+def loss_of_plain_model() -> float:
+    """Compute, without bench.py, the loss of tiny's initial weights on the contestants' batch."""
+    model, generator = Llama(PRESETS["tiny"]), torch.Generator().manual_seed(0)
+    model.init_weights()
+    tokens = torch.randint(model.config.vocab_size, (4, 17), generator=generator)
+    with torch.no_grad():
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+@pytest.mark.slow
+def test_compare_adapters(tmp_path):
+    file = tmp_path / "adapters.json"
+    succeed("bench.py", "compare", "one", "ddp", "fsdp-adapters", "fsdp", "--lora", "--batch=2",
+            "--seq-len=16", "--repeats=1", "--json", file, nproc=2)  # fmt: skip
+    results = json.loads(file.read_text())
+    one, ddp, adapters, fsdp = results["strategies"].values()
+    assert results["lora"] and one["sends"] == {}
+    losses = [result["loss"] for result in (ddp, adapters, fsdp)]
+    assert losses == pytest.approx([one["loss"]] * 3, rel=1e-5)
+    gathered = [result["sends"]["shard all-gather"][1] for result in (adapters, fsdp)]
+    assert gathered[0] < gathered[1] / 2  # the frozen base is not gathered
+    assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
+
+
+def compare_args(**given) -> SimpleNamespace:
+    defaults = dict(contestants=[], model="tiny", batch=8, microbatch=1, seq_len=16, lora=False)
+    return SimpleNamespace(**defaults | dict(json=None, plot=None) | given)
+
+
+def test_every_strategy_is_a_contestant():
+    base = SimpleNamespace(size=8, per_node=4)
+    for name in STRATEGIES:
+        assert CONTESTANTS[name].parallel(base).dp == name
+    shards = {name: CONTESTANTS[name].parallel(base).shard for name in STRATEGIES}
+    assert (shards["ddp"], shards["zero1"], shards["hsdp"], shards["fsdp"]) == (1, 1, 4, 8)
+
+
+def test_what_is_compared_by_default(monkeypatch):
+    printed = []
+    monkeypatch.setattr(compare, "print_rank_zero", lambda text, **where: printed.append(text))
+    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 10**9)
+    tiny, cpu, gpu = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda")
+
+    def chosen(nodes: int, per_node: int, device=cpu, **given) -> str:
+        base = SimpleNamespace(size=nodes * per_node, per_node=per_node, device=device)
+        return " ".join(choose_contestants(compare_args(**given), tiny, base))
+
+    assert chosen(1, 1) == "one selective full"
+    assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
+    assert chosen(2, 1, lora=True) == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
+    assert chosen(1, 2, gpu) == "ddp zero1 fsdp fsdp-none tp selective full compiled"
+    assert chosen(1, 2, contestants=["full", "wrong"]) == "full wrong" and not printed
+    assert chosen(2, 2) == "ddp zero1 hsdp fsdp fsdp-none selective full"
+    assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")
+    assert chosen(1, 2, batch=3) == "tp"
+    assert printed[1].startswith("left out: ddp (ddp: --batch 3 must be a multiple of 2: 2 data-")
+    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 32 * 640_000)
+    assert chosen(1, 2) == "ddp zero1" and "; full (it takes 0.01" in printed[2]
+    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 10**6)
+    with pytest.raises(UserError, match="nothing is left to compare: without ddp"):
+        chosen(1, 2)
+
+
+def test_contestants_that_fit_together():
+    """All keep what they keep; what a step takes on top is needed once."""
+    needs = {"a": (10, 5), "b": (10, 7), "c": (10, 1), "d": (3, 7)}
+    assert choose_fitting(needs, 30)[0] == ["a", "b", "d"]
+    assert choose_fitting(needs, 37)[0] == ["a", "b", "c"]
+    assert list(choose_fitting(needs, 16)[1]) == ["b", "c", "d"]
+
+
+def test_losses_that_do_not_agree_are_named():
+    costs = {"one": Cost(7.0), "ddp": Cost(7.0000014), "tp": Cost(7.01)}
+    assert compare_losses(costs) == (
+        "losses of the first step DO NOT AGREE: tp 7.01000, but one 7.00000"
+    )
+    del costs["tp"]
+    assert compare_losses(costs) == "losses of the first step agree to 2e-07"
+
+
+def test_a_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # now an import raises ImportError
+    args = compare_args(plot=Path("comparison.png"))
+    assert output_problem(args) == "--plot needs matplotlib: pip install matplotlib"
+
+
+def test_compare_wrong_input():
+    refused(launch("bench.py", "compare", "ddp", "--batch=3", "--microbatch=2"), "--batch 3")
+    refused(launch("bench.py", "compare", "ddp", "--seq-len=9999"), "at most --seq-len 2048")
+    refused(launch("bench.py", "compare", "ddp", "quick"), "expected one, ddp", "got 'quick'")
+    refused(launch("bench.py", "compare", "fsdp-adapters"), "fsdp-adapters is for --lora")
+    refused(launch("bench.py", "compare", "--json", "nowhere/x.json"), "no directory nowhere")
+    refused(launch("bench.py", "compare", "--plot", "x.doc"), "--plot x.doc", ".png")
+    refused(launch("bench.py", "compare", "--plot", "nowhere/x.png"), "no directory nowhere")

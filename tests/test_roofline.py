@@ -1,0 +1,182 @@
+"""perf/roofline.py: a step's time against the same formulas worked out by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import PRESETS, LlamaConfig
+from parallel import ParallelConfig
+from perf.cost import predict_traffic
+from perf.measure import build_on_meta
+from perf.roofline import (
+    UPDATE_BYTES,
+    Machine,
+    assumed_machine,
+    collective_time,
+    compute_time,
+    find_measured_group,
+    group_shape,
+    link_speed,
+    measured_machine,
+    read_measurement,
+    step_time,
+)
+from plumbing.processes import UserError
+
+H100 = assumed_machine("h100", "400gbit", 8)
+
+
+def measurement() -> dict:
+    """A report as bench.py comm --model tiny writes it, with round numbers."""
+    names = ("all-reduce", "all-gather", "reduce-scatter")
+    times = {name: [(1024, 0.001), (1 << 20, 0.1)] for name in names}
+    computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
+    computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
+    computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
+    groups = {"world": {"ranks": 2, "times": times}}
+    return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
+            "groups": groups, "compute": computed}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+def test_machines_by_name_and_by_numbers():
+    assert (H100.peak, H100.memory, H100.bandwidth) == (989.4e12, 80e9, 3.35e12)
+    assert H100.link == 50e9 and H100.node_link == 450e9
+    by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
+    assert (by_numbers.peak, by_numbers.node_link, by_numbers.link) == (312e12, 300e9, 12.5e9)
+    assert link_speed("ndr") == link_speed("400gbit") == link_speed("50GB")
+    assert link_speed("200mbit") == 25e6
+    with pytest.raises(UserError, match="no GPU 'h1000': choose one of h100"):
+        assumed_machine("h1000", "ndr", 8)
+    with pytest.raises(UserError, match="no link 'fast': choose one of ndr"):
+        link_speed("fast")
+
+
+def test_files_that_are_no_measurement(tmp_path):
+    file = tmp_path / "comm.json"
+    for text in ("[]", '{"compute": {"x": 1}}', "{"):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"no result of bench\.py comm"):
+            read_measurement(file)
+    file.write_text(json.dumps(measurement()))
+    assert read_measurement(file)["ranks"] == 2
+
+
+def test_a_measured_machine_reproduces_its_measurement():
+    """A step of two microbatches like the measured one, on two ranks."""
+    machine = measured_machine(measurement())
+    model, parallel = build_on_meta(PRESETS["tiny"]), ParallelConfig(replicate=2)
+    parts = step_time(model, parallel, 2, 2, 128, machine)
+    assert parts["products"] + parts["passes"] == pytest.approx(2 * 0.2)
+    assert parts["optimizer"] == pytest.approx(0.01)
+    ((calls, nbytes),) = predict_traffic(model, parallel, 2, 2, 128).values()
+    assert parts["replicate"] == pytest.approx(0.1 * nbytes / (1 << 20), rel=0.01) and calls == 2
+    fsdp = step_time(model, ParallelConfig(dp="fsdp", shard=2), 2, 2, 128, machine)
+    assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
+
+
+# ------------------------------------------------------------------------ computation, collectives
+
+
+def test_computation_of_a_block():
+    """One layer and a vocabulary of 1: seven matrices, 2 FLOPs an element, three times."""
+    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
+    machine = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=0.5, attention_fraction=0.25)
+    matrices = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
+    products = 10 * 3 * 2 * (matrices + 64) / 0.5e9
+    attention = (
+        10 * 3.5 * 2 * 2 * 64 * 128 / 2 / 0.25e9
+    )  # scores and weighted sums, half the square
+    seconds = compute_time(config, ParallelConfig(), 10, 128, machine, compiled=True)
+    assert seconds["products"] == pytest.approx(products + attention)
+    assert seconds["recompute"] == 0
+    checkpointed = ParallelConfig(checkpointing="full")
+    full = compute_time(config, checkpointed, 10, 128, machine, compiled=True)
+    recompute = 10 * (2 * matrices / 0.5e9 + 2 * 2 * 64 * 128 / 2 / 0.25e9)
+    assert full["recompute"] == pytest.approx(recompute)
+    halved = compute_time(config, ParallelConfig(tp=2), 10, 128, machine, compiled=True)
+    assert halved["products"] == pytest.approx(seconds["products"] / 2)
+
+
+def test_collectives_of_1_gb():
+    """An all-gather over the 8 GPUs of a node sends 7/8 over NVLink. Over two nodes it is limited
+    by their 8 links together. An all-reduce sends twice as much, and here over one link."""
+    node, two_nodes = ParallelConfig(dp="fsdp", shard=8), ParallelConfig(dp="fsdp", shard=16)
+    across = ParallelConfig(dp="hsdp", replicate=2, shard=8)
+
+    def seconds(collective, dim, parallel):
+        return collective_time(collective, 1e9, dim, parallel, H100)
+
+    assert seconds("all-gather", "shard", node) == pytest.approx(7 / 8 / 450, rel=0.02)
+    assert seconds("all-gather", "shard", two_nodes) == pytest.approx(15 / 16 / 400, rel=0.05)
+    assert seconds("all-reduce", "replicate", across) == pytest.approx(1 / 50, rel=0.01)
+
+
+def test_measured_times_are_interpolated():
+    groups = {"world": {"ranks": 2, "times": {"all-reduce": [(1000, 1.0), (3000, 2.0)]}}}
+    machine = Machine("cpu", 1, 1, 1, 1, per_node=2, measured=groups)
+    parallel = ParallelConfig(replicate=2)
+    for nbytes, expected in [(0, 1.0), (1000, 1.0), (2000, 1.5), (3000, 2.0), (6000, 4.0)]:
+        seconds = collective_time("all-reduce", nbytes, "replicate", parallel, machine)
+        assert seconds == pytest.approx(expected)
+
+
+def test_groups_match_measured_ones_by_size_and_nodes():
+    """4 ranks in 2 nodes: replicas and shards lie as measured; tp of 4 is the world."""
+    ranks = {"world": 4, "node": 2, "across": 2}
+    groups = {name: {"ranks": n} for name, n in ranks.items()}
+    machine = Machine("cpu", 1, 1, 1, 1, per_node=2, measured=groups)
+    for dim, parallel, expected in [
+        ("replicate", ParallelConfig(replicate=4), "world"),
+        ("shard", ParallelConfig(dp="hsdp", replicate=2, shard=2), "node"),
+        ("replicate", ParallelConfig(dp="hsdp", replicate=2, shard=2), "across"),
+        ("tp", ParallelConfig(tp=4), "world"),
+        ("shard", ParallelConfig(dp="fsdp", shard=2, tp=2), "across"),
+        ("shard", ParallelConfig(dp="fsdp", shard=3), None),
+    ]:
+        assert find_measured_group(*group_shape(dim, parallel, machine), machine) == expected
+
+
+# --------------------------------------------------------------- what computation hides, and cannot
+
+
+def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
+    model = build_on_meta(PRESETS["llama3.1-8b"])
+    fsdp = ParallelConfig(dp="fsdp", shard=8, dtype=torch.bfloat16, compile=True)
+    quick = step_time(model, fsdp, 2, 1, 8192, H100)
+    assert quick["shard"] < 0.05 * quick["products"]  # only the first and the last are exposed
+    slow = step_time(model, fsdp, 2, 1, 8192, replace(H100, node_link=1e9))
+    payload = sum(nbytes for _, nbytes in predict_traffic(model, fsdp, 1, 2, 8192).values())
+    hidden = slow["products"] + slow["recompute"] + slow["passes"]
+    assert slow["shard"] == pytest.approx(7 / 8 * payload / 1e9 - hidden, rel=0.02)
+    tp = replace(fsdp, shard=1, tp=8)
+    traffic = predict_traffic(model, tp, 1, 2, 8192)
+    payload = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "tp")
+    on_links = 7 / 8 * payload / 450e9
+    assert on_links < step_time(model, tp, 2, 1, 8192, H100)["tp"] < 1.2 * on_links
+
+
+def test_zero1_hides_its_gradients_and_never_its_weights():
+    """With much computation a ZeRO-1 step waits for every all-gather, and for one reduce-scatter;
+    a rank updates an eighth of the parameters."""
+    model = build_on_meta(PRESETS["llama3.2-1b"])
+    ddp = ParallelConfig(replicate=8, dtype=torch.bfloat16)
+    zero1 = replace(ddp, dp="zero1")
+    traffic = predict_traffic(model, zero1, 1, 8, 8192)
+
+    def seconds_of_one(collective):
+        calls, nbytes = traffic["replicate", collective]
+        return collective_time(collective, nbytes / calls, "replicate", zero1, H100)
+
+    calls, _ = traffic["replicate", "all-gather"]
+    exposed = calls * seconds_of_one("all-gather") + seconds_of_one("reduce-scatter")
+    parts = step_time(model, zero1, 8, 1, 8192, H100)
+    assert parts["replicate"] == pytest.approx(exposed)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parts["optimizer"] == pytest.approx(UPDATE_BYTES * parameters / 8 / H100.bandwidth)
+    replicated = step_time(model, ddp, 8, 1, 8192, H100)
+    assert replicated["optimizer"] == pytest.approx(8 * parts["optimizer"])

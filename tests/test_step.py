@@ -1,0 +1,121 @@
+"""bench.py step: its parts add up, its counts are as predicted, and silenced passes leave no trace
+in the weights. How long anything takes is not tested."""
+
+import pytest
+from conftest import launch, refused, succeed
+from test_train import CONFIG, SIZES
+
+from parallel import ParallelConfig
+from perf.cost import predict_memory
+from perf.measure import build_on_meta, megabytes
+from perf.step import parts_of_step
+from perf.verdict import EXPOSED
+
+
+def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
+    """Return what bench.py step prints, the seconds of each part, and the bytes of each kind."""
+    out = succeed("bench.py", "step", *SIZES, "--data", shards, "--seq-len=24", "--batch=4",
+                  "--repeats=2", *more, nproc=nproc).out  # fmt: skip
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    parts = {row[0]: float(row[1]) for row in rows if len(row) == 3 and row[0] != "part"}
+    memory = {row[0]: row[1] for row in rows if len(row) == 2}
+    whole = parts.pop("the step")
+    assert sum(parts.values()) == pytest.approx(whole, abs=1e-4 * len(parts))
+    speed = float(out.split(" tokens/s")[0].splitlines()[-1].replace(",", ""))
+    assert 4 * 24 / speed == pytest.approx(whole, rel=0.02)
+    assert out.splitlines()[-1].startswith("- ") and "MFU unknown" in out
+    return out, parts, memory
+
+
+def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches: int) -> None:
+    """Compare the counted bytes of each kind with the predicted ones; microbatches of 24 tokens."""
+    predicted = predict_memory(build_on_meta(CONFIG), parallel, 24, microbatches)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory[kind] == megabytes(predicted[kind]), kind
+    assert memory["predicted peak"] == megabytes(predicted["peak"])
+    assert float(memory["peak"].split()[0]) == pytest.approx(predicted["peak"] / 1e6, rel=0.1)
+
+
+def check_traffic(out: str) -> None:
+    """Compare the counted collectives with those that train.py announces."""
+    lines = out.splitlines()
+    (predicted,) = [line for line in lines if line.startswith("payload of a step: ")]
+    (counted,) = [line for line in lines if line.startswith("counted payload of a step: ")]
+    traffic = predicted.removeprefix("payload of a step: ")
+    assert traffic == counted.removeprefix("counted payload of a step: ")
+
+
+def test_fully_sharded(shards, tmp_path):
+    """An OUT with a run in it is accepted and left as it is."""
+    left = tmp_path / "run" / "step-00000001"
+    left.mkdir(parents=True)
+    out, parts, memory = step(shards, "--dp=fsdp", "--checkpointing=full", "--microbatch=1",
+                              "--out", left.parent, nproc=2)  # fmt: skip
+    assert list(left.parent.rglob("*")) == [left]
+    assert list(parts) == ["forward", "backward", "recompute", EXPOSED + "shard", "optimizer",
+                           "data", "other"]  # fmt: skip
+    assert "attention runs forward 2 time(s)" in out
+    check_memory(memory, ParallelConfig(dp="fsdp", shard=2, checkpointing="full"), 2)
+    check_traffic(out)
+
+
+def test_one_process(shards):
+    out, parts, _ = step(shards, "--checkpointing=selective", nproc=0)
+    assert "attention runs forward 1 time(s)" in out and "counted payload of a step: nothing" in out
+    assert parts["recompute"] > 0 and not any(part.startswith(EXPOSED) for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dp", ["ddp", "zero1"])
+def test_replicas(shards, dp):
+    out, parts, memory = step(shards, f"--dp={dp}", "--microbatch=1", nproc=2)
+    assert EXPOSED + "replicate" in parts and "recompute" not in parts
+    assert "attention runs forward 1 time(s)" in out
+    check_memory(memory, ParallelConfig(dp=dp, replicate=2), 2)
+    check_traffic(out)
+
+
+@pytest.mark.slow
+def test_compiled(shards):
+    """Full checkpointing is around the compiled block, selective within."""
+    out, parts, memory = step(shards, "--compile", "--checkpointing=full", nproc=1)
+    assert "attention runs forward 2 time(s)" in out and parts["recompute"] > 0
+    assert "1 graph(s) compiled, 0 graph break(s)" in out and memory["peak"] == "-"
+    out, parts, _ = step(shards, "--compile", "--checkpointing=selective", nproc=1)
+    assert "attention runs forward 1 time(s)" in out and "recompute" not in parts
+    assert "recompute is compiled into backward" in out
+
+
+def test_silenced_passes_leave_no_trace():
+    out = succeed("tests/workers/silence.py", nproc=2).out
+    names = [line.split(":")[0] for line in out.splitlines()]
+    assert names == ["ddp", "zero1", "fsdp", "reshard none", "tp"]
+    for line in out.splitlines():
+        assert line.endswith("silenced True, sum after it 2, same weights True"), line
+
+
+@pytest.mark.slow
+def test_refuses_what_train_refuses(shards):
+    wrong = ["bench.py", "step", *SIZES, "--data", shards, "--seq-len=24"]
+    result = launch(*wrong, "--batch=3", nproc=2)
+    assert result.err.count("error: --batch 3 is no multiple of the 2 ranks that share it") == 1
+    assert result.codes == [2, 2]
+    refused(launch(*wrong, "--shard=2"), "--shard 2 is for --dp hsdp")
+    refused(launch(*wrong, "--repeats=0"), "expected an integer of at least 1")
+
+
+def test_parts():
+    """Medians of three rounds: what silencing a dimension saves is its exposed communication."""
+
+    def rounds(**seconds) -> list[dict[str, float]]:
+        return [{part: s + noise for part, s in seconds.items()} for noise in (9.0, 0.0, -9.0)]
+
+    variants = {
+        "marked": rounds(**{"pass": 50, "forward": 30, "optimizer": 4, "step": 99, "data": 1}),
+        "plain": rounds(step=60, data=3),
+        "without replicate": rounds(**{"pass": 45, "forward": 29}),
+        "without replicate shard": rounds(**{"pass": 30, "forward": 10, "recompute": 8}),
+    }
+    parts = parts_of_step(variants, ["replicate", "shard"], times_recompute=True)
+    assert parts == {"forward": 10, "backward": 12, "recompute": 8, EXPOSED + "replicate": 5,
+                     EXPOSED + "shard": 15, "optimizer": 4, "data": 3, "other": 3}  # fmt: skip

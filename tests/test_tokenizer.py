@@ -1,0 +1,152 @@
+"""plumbing/tokenizer.py: encoding and decoding, files of tokenizers, training."""
+
+import itertools
+from collections import Counter
+
+import pytest
+from conftest import shared, succeed
+from tiktoken.load import load_tiktoken_bpe
+
+from plumbing.processes import UserError
+from plumbing.tokenizer import load_tokenizer, train_bpe, train_tokenizer
+
+SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
+
+
+@pytest.fixture(scope="session")
+def small_bpe(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("bpe") / "tokenizer.model"
+    succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", out)
+    return out
+
+
+def test_the_bytes_tokenizer():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode(SNIPPET) == list(SNIPPET.encode())
+    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
+    assert tokenizer.vocab_size == 256 + 11
+
+
+def test_trained_tokenizer(small_bpe):
+    tokenizer = load_tokenizer(str(small_bpe))
+    assert tokenizer.vocab_size == 400
+    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
+    line = "12 and 13 make 25\n"
+    assert len(tokenizer.encode(line)) < len(line) / 1.5
+    assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
+    assert tokenizer.token_bytes[tokenizer.bos] == 0
+    # tiktoken's reader of Llama 3's files finds the same tokens.
+    assert load_tiktoken_bpe(str(small_bpe)) == tokenizer.vocab
+
+
+def test_training_merges_the_most_frequent_pairs():
+    """Compared with the textbook loop, which counts all pairs again after each merge."""
+    words = Counter({"low": 5, "lowest": 2, "newer": 6, "wider": 3, "new": 2, "aaaaa": 4})
+    tokens_of_words = [[bytes([b]) for b in word.encode()] for word in words]
+    expected = [bytes([i]) for i in range(256)]
+    for _ in range(12):
+        counts = Counter()
+        for tokens, frequency in zip(tokens_of_words, words.values()):
+            for pair in itertools.pairwise(tokens):
+                counts[pair] += frequency
+        order = {token: i for i, token in enumerate(expected)}
+        best = min(counts, key=lambda pair: (-counts[pair], order[pair[0]], order[pair[1]]))
+        expected.append(best[0] + best[1])
+        for tokens in tokens_of_words:
+            i = 0
+            while i + 1 < len(tokens):
+                if (tokens[i], tokens[i + 1]) == best:
+                    tokens[i : i + 2] = [best[0] + best[1]]
+                i += 1
+    assert train_bpe(words, 268) == expected
+
+
+def test_llama_3s_tokenizer():
+    tokenizer = load_tokenizer(str(shared("llama3.tokenizer.model")))
+    assert tokenizer.vocab_size == 128_256
+    assert tokenizer.bos == 128_000 and tokenizer.eos == 128_001
+    assert tokenizer.special["<|finetune_right_pad_id|>"] == 128_004
+    assert tokenizer.special["<|python_tag|>"] == 128_010
+    assert tokenizer.special["<|reserved_special_token_247|>"] == 128_255
+    assert set(tokenizer.stop) == {128_001, 128_008, 128_009}
+    # Ids as published in Meta's and Hugging Face's documentation of Llama 3.
+    assert tokenizer.encode("Hello, world!", bos=True) == [128_000, 9906, 11, 1917, 0]
+    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
+    assert 128_001 not in tokenizer.encode(SNIPPET)
+
+
+def test_chat_format():
+    tokenizer = load_tokenizer(str(shared("llama3.tokenizer.model")))
+    chat = tokenizer.encode_chat(
+        [
+            {"role": "system", "content": " Be brief. "},
+            {"role": "user", "content": "Hi<|eot_id|>"},
+        ]
+    )
+    written = "".join(
+        {token: name for name, token in tokenizer.special.items()}.get(i) or tokenizer.decode([i])
+        for i in chat
+    )
+    assert written == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert chat.count(128_009) == 2  # not three: what a user types cannot end the turn
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("YQ== 0\nYg==\n", "line 2"),
+        ("!! 0\n", "line 1"),
+        ("YQ== 5\n", "expected ids 0, 1, 2"),
+        ("", "expected ids 0, 1, 2"),
+    ],
+)
+def test_damaged_tokenizer_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "tokenizer.model"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(str(path))
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(UserError, match=r"no tokenizer 'nonsense'.*bytes.*gpt2"):
+        load_tokenizer("nonsense")
+
+
+def test_ids_without_a_token_are_left_out(small_bpe):
+    tokenizer = load_tokenizer(str(small_bpe))
+    assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "is not a Llama 3 tokenizer: TypeError"),
+        ("{", "is not a Llama 3 tokenizer: JSONDecodeError"),
+        ("{}", "is not a Llama 3 tokenizer: KeyError 'pre_tokenizer'"),
+        (
+            '{"pre_tokenizer": {"type": "ByteLevel"}, "model": {"vocab": {}}}',
+            "it pre-tokenizes with []",
+        ),
+        ('{"pre_tokenizer": null}', "is not a Llama 3 tokenizer: AttributeError"),
+        (
+            '{"pre_tokenizer": {"pretokenizers": []}, "model": {"vocab": {"▁a": 3}}}',
+            "is not a Llama 3 tokenizer: KeyError",
+        ),
+    ],
+)
+def test_tokenizer_json_files_of_other_models_are_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(tmp_path))
+    assert message in str(error.value)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path, text):
+    with pytest.raises(UserError, match="tokenizer of 266 tokens is too small: ask for 267"):
+        train_tokenizer([str(text)], 266, tmp_path / "tokenizer.model")
+    train_tokenizer([str(text)], 267, tmp_path / "tokenizer.model")
+    assert load_tokenizer(str(tmp_path)).encode(SNIPPET) == list(SNIPPET.encode())

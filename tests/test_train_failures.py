@@ -1,0 +1,254 @@
+"""Runs of train.py that are resumed, stopped, refused, or lose a rank."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    by_torchrun,
+    error_lines,
+    finish,
+    launch,
+    metrics,
+    refused,
+    slow,
+    start,
+    succeed,
+)
+from test_train import flags, name_case, weights
+
+from data import ShardWriter
+
+# -------------------------------------------------------------------------------- stop and go on
+
+
+@pytest.mark.parametrize("nproc, dp", [(0, "auto"), (2, "auto"), (2, "zero1")])
+def test_resuming_is_bit_exact(shards, tmp_path, nproc, dp):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = dict(steps=6, save_every=3, dtype="float32", dp=dp)
+    succeed("train.py", *flags(shards, whole, **options), nproc=nproc)
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "step-00000006")
+    resumed = succeed("train.py", *flags(shards, parts, **options), "--resume", nproc=nproc)
+    assert f"resumed from {parts / 'step-00000003'}" in resumed.out
+    for a, b in zip(metrics(whole), metrics(parts), strict=True):
+        assert [a[key] for key in ("step", "loss", "grad_norm", "lr")] == [
+            b[key] for key in ("step", "loss", "grad_norm", "lr")
+        ]
+    for name, weight in weights(whole).items():
+        assert torch.equal(weight, weights(parts)[name]), name
+
+
+def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(shards, tmp_path):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    again = succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    assert "has done its 2 steps" in again.out
+    assert len(metrics(out)) == 2
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
+    out = tmp_path / "run"
+    process = start("train.py", *flags(shards, out, steps=10**6), nproc=nproc)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not _has_lines(out / "metrics.jsonl", 5):
+        time.sleep(0.05)
+    if nproc:  # a terminal sends the signal to torchrun and to every process that it started
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert "with --resume goes on" in result.out
+    if not nproc:  # torchrun itself reports the signal with a code of its own
+        assert result.code == 0 and "Traceback" not in result.err
+    (saved,) = sorted(out.glob("step-*"))
+    stopped = metrics(out)[-1]["step"]
+    assert saved.name == f"step-{stopped:08d}" and stopped >= 5
+    arguments = flags(shards, out, steps=stopped + 2)
+    assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
+
+
+def _has_lines(path: Path, n: int) -> bool:
+    return path.exists() and path.read_text().count("\n") >= n
+
+
+# ------------------------------------------------------------------------------------- wrong input
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (dict(model="gpt5"), ["no model 'gpt5'", "llama3.1-8b"]),
+        (dict(tokenizer="nonsense"), ["no tokenizer 'nonsense'", "bytes"]),
+        (dict(data="/no/such/place"), ["no data at '/no/such/place'"]),
+        (dict(batch=8, microbatch=3), ["--batch 8", "--microbatch 3"]),
+        (dict(lr=-1), ["--lr", "at least 0"]),
+        (dict(keep=-1), ["--keep", "at least 0"]),
+        (dict(clip="nan"), ["--clip", "at least 0"]),
+        (dict(n_heads=3), ["dim 32 over n_heads 3"]),
+        (dict(n_heads=8, n_kv_heads=3), ["n_heads 8 is no multiple of n_kv_heads 3"]),
+        (dict(seq_len=2500, model="tiny"), ["--seq-len 2500", "maximum: --seq-len 2048"]),
+        (dict(steps=0), ["--steps", "at least 1"]),
+        (dict(batch="many"), ["--batch", "'many'"]),
+        (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
+    ],
+)
+def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
+    refused(launch("train.py", *flags(shards, tmp_path / "run", **options)), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options, parts",
+    [
+        (dict(dtype="int3"), ["--dtype", "int3"]),  # noticed before the ranks have met
+        (dict(dp="hsdp", shard=3), ["--shard 3", "2 ranks"]),  # noticed afterwards
+        (dict(dp="zero1", tp=2), ["--dp zero1 does not combine with --tp", "--dp fsdp"]),
+    ],
+    ids=name_case,
+)
+def test_wrong_flags_are_refused_once_by_two_ranks(shards, tmp_path, options, parts):
+    refused(launch("train.py", *flags(shards, tmp_path / "run", **options), nproc=2), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_reports_wrong_flags_once(shards, tmp_path):
+    options = flags(shards, tmp_path / "run", dtype="int3")
+    result = by_torchrun("train.py", *options, nproc=2)
+    assert len(error_lines(result)) == 1, result.err
+    assert "exitcode  : 2" in result.err and result.code != 0
+
+
+def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=1))
+    refused(
+        launch("train.py", *flags(shards, out, steps=1)), f"{out} already holds a run", "--resume"
+    )
+    other = flags(shards, out, steps=2, ffn_dim=64)
+    refused(launch("train.py", *other, "--resume"), "another model", "ffn_dim 48, not 64")
+    other = flags(shards, tmp_path / "other", init=out, dim=64)
+    refused(launch("train.py", *other), f"{out} has dim 32, not 64")
+    changed = succeed("train.py", *flags(shards, out, steps=2, seed=1), "--resume")
+    assert "warning: --seed was 0, is 1" in changed.err
+
+
+def write_tokens(directory: Path, tokens: torch.Tensor) -> Path:
+    """Write a token shard that does not say which tokenizer made it."""
+    directory.mkdir(exist_ok=True)
+    writer = ShardWriter(directory, "train", 1000, 10**6)
+    writer.write(tokens.numpy())
+    writer.close()
+    return directory / "train_000000.bin"
+
+
+def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
+    path = write_tokens(tmp_path / "bad", torch.full((5000,), 999))
+    result = launch("train.py", *flags(path.parent, tmp_path / "a", tokenizer="bytes"))
+    refused(result, "token 999", "tokenizer bytes has only 267")
+    path.write_bytes(path.read_bytes()[:-100])
+    result = launch("train.py", *flags(path.parent, tmp_path / "b", tokenizer="bytes"))
+    refused(result, "is damaged", "says 5000 tokens, it holds 4950")
+
+
+def test_an_error_that_one_rank_meets_is_printed_once(tmp_path):
+    tokens = torch.full((5000,), 65)
+    tokens[3000] = 999
+    write_tokens(tmp_path, tokens)
+    arguments = flags(tmp_path, tmp_path / "run", tokenizer="bytes", steps=500)
+    refused(launch("train.py", *arguments, nproc=2), "the data holds token 999")
+
+
+# ---------------------------------------------------------------------- losses that are not finite
+
+
+def test_nothing_is_updated_when_a_rank_is_not_finite():
+    out = succeed("tests/workers/not_finite.py", nproc=2).out
+    for rank in (0, 1):
+        assert f"rank {rank} kept True: step 2: the loss on rank [1] is not finite" in out
+
+
+@pytest.mark.parametrize("nproc", [slow(0), 2])
+def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, nproc):
+    out = tmp_path / "run"
+    succeed("train.py", *flags(shards, out, steps=2), nproc=nproc)
+    before = weights(out)
+    arguments = flags(shards, out, steps=50, lr=1e300, warmup=0)
+    result = launch("train.py", *arguments, "--resume", nproc=nproc)
+    refused(result, "error: step 4: the ", "Nothing was updated")
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(out).items())
+
+
+# ------------------------------------------------------------------------ ranks that die or differ
+
+
+def test_ranks_started_with_different_flags_are_refused(shards, tmp_path):
+    """Two nodes, as two launches that meet at a port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for rank in (0, 1):
+        options = flags(shards, tmp_path / "run", lr=(1e-2, 2e-2)[rank])
+        node = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
+        nodes.append(
+            start("train.py", *options, nproc=1, torchrun=[*node, f"--master-port={port}"])
+        )
+    results = [finish(node) for node in nodes]
+    lines = [line for result in results for line in error_lines(result)]
+    assert len(lines) == 1, [result.err for result in results]
+    assert "rank 1 was started with --lr 0.02, rank 0 with --lr 0.01" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("parallel", [slow([]), ["--dp", "fsdp"], slow(["--tp", "2"])], ids=str)
+def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, parallel):
+    out = tmp_path / "run"
+    process = start("train.py", *flags(shards, out, steps=10**6), *parallel, nproc=2)
+    killed = _kill_rank_1_after(out / "metrics.jsonl", 5)
+    result = finish(process)
+    assert time.monotonic() - killed < 30, result.err
+    lines = error_lines(result)
+    assert len(lines) == 1 and lines[0].startswith("error: rank 1 on "), result.err
+    assert result.code != 0
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
+    out = tmp_path / "run"
+    options = dict(steps=300, dtype="float32")
+    arguments = [*flags(shards, out, save_every=20, **options), "--resume"]
+    process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
+    _kill_rank_1_after(out / "metrics.jsonl", 50)
+    result = finish(process)
+    assert result.code == 0, result.err
+    assert f"resumed from {out / 'step-0'}" in result.out
+    expected = "--dp auto takes ddp: a copy of weights, gradients and AdamW state takes 0.000"
+    assert expected in result.out
+    whole = tmp_path / "whole"
+    succeed("train.py", *flags(shards, whole, **options), nproc=2)
+    for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
+        assert [ours[key] for key in ("step", "loss")] == [theirs[key] for key in ("step", "loss")]
+
+
+def _kill_rank_1_after(file: Path, lines: int) -> float:
+    """Kill rank 1 once a file has so many lines; return the moment."""
+    deadline = time.monotonic() + 60
+    while not _has_lines(file, lines):
+        assert time.monotonic() < deadline, f"nothing in {file}"
+        time.sleep(0.05)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_text()
+            variables = (process / "environ").read_text()
+        except OSError:  # the process has ended meanwhile, or is another user's
+            continue
+        if str(file.parent) in command and "\0RANK=1\0" in variables:
+            os.kill(int(process.name), signal.SIGKILL)
+    return time.monotonic()

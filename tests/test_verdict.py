@@ -1,0 +1,110 @@
+"""perf/verdict.py: which sentences follow from which facts."""
+
+from dataclasses import replace
+
+import torch
+
+from parallel import ParallelConfig
+from perf.verdict import EXPOSED, Facts, alternatives, verdict
+
+GB = 10**9
+DDP = ParallelConfig(replicate=8)
+FSDP = ParallelConfig(dp="fsdp", shard=8)
+
+
+def facts(parallel: ParallelConfig = DDP, peak: float = 99.0, **given) -> Facts:
+    """Return facts of a run with 10 GB a process. An alternative needs `peak` GB, unless `peaks`
+    has another value for it; a part's share of the time may be given in `shares`."""
+    usual = dict(size=8, per_node=8, sequences=4, microbatches=1, usable_memory=10 * GB)
+    peaks = dict.fromkeys(alternatives(parallel, 8), int(peak * GB)) | given.pop("peaks", {})
+    shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | given.pop("shares")
+    usual |= dict(attentions=1) | given
+    return Facts(shares=shares, parallel=parallel, peaks=peaks, **usual)
+
+
+def test_nothing_to_improve():
+    computes = "90 % of the step computes (forward 30 %, backward 60 %)"
+    assert verdict(facts(shares={})) == [f"{computes}: nothing else takes more than 2 %"]
+    compiled = replace(DDP, compile=True)
+    fast = verdict(facts(compiled, shares={}, mfu=0.52, on_gpu=True))
+    assert fast == [f"{computes}, at 52 % of the device's peak: nothing else takes more than 2 %"]
+
+
+def test_largest_first():
+    shares = {EXPOSED + "replicate": 0.2, EXPOSED + "shard": 0.3, "data": 0.06, "optimizer": 0.16,
+              "other": 0.11, EXPOSED + "tp": 0.09}  # fmt: skip
+    sentences = verdict(facts(replace(FSDP, replicate=2, shard=4), shares=shares))
+    assert [sentence.split(" ")[0] for sentence in sentences] == ["30", "20", "16", "11", "6"]
+    assert verdict(facts(shares={"data": 0.05, "optimizer": 0.15}))[0].startswith("90 % of")
+
+
+def test_waiting_for_shard():
+    shares = {EXPOSED + "shard": 0.61}
+    within_node = verdict(facts(FSDP, shares=shares))
+    assert within_node == [
+        "61 % of the step waits for all-gathers and reduce-scatters over shard: a larger --batch "
+        "computes more for the same payload"
+    ]
+    (across,) = verdict(facts(FSDP, shares=shares, per_node=4, peaks={"hsdp": 4 * GB}))
+    assert "over shard, which crosses nodes: --dp hsdp keeps them within nodes" in across
+    assert across.endswith("and fits: 4 of 10 GB") and "--dp ddp" not in across
+    (one_a_node,) = verdict(facts(FSDP, shares=shares, per_node=1, peaks={"hsdp": 4 * GB}))
+    assert "crosses nodes" in one_a_node and "hsdp" not in one_a_node  # no one to share with
+    hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=8)
+    (too_large,) = verdict(facts(hsdp, shares=shares, size=16, per_node=4, peak=1))
+    assert "--shard 4 keeps them within nodes" in too_large and "--dp ddp sends only" in too_large
+    (small,) = verdict(facts(FSDP, shares=shares, microbatches=2, peak=1))
+    assert "--dp ddp sends only gradients, and a whole copy fits: 1 of 10 GB; or --reshard" in small
+    assert "--reshard none all-gathers once a step" in small
+    (tight,) = verdict(facts(FSDP, shares=shares, microbatches=2))
+    assert tight.endswith("a larger --microbatch, if memory allows, all-gathers weights less often")
+    (offload,) = verdict(facts(replace(FSDP, offload=True), shares=shares, peak=1))
+    assert "--dp ddp" not in offload  # which does not combine with --offload
+
+
+def test_waiting_for_tp():
+    tp = ParallelConfig(tp=8)
+    shares = {EXPOSED + "tp": 0.4}
+    assert "a smaller --tp, if memory allows" in verdict(facts(tp, shares=shares))[0]
+    assert "larger --batch" in verdict(facts(tp, shares=shares, sequences=1))[0]
+    assert "crosses nodes: --tp 4 or less" in verdict(facts(tp, shares=shares, per_node=4))[0]
+
+
+def test_recomputing():
+    full = replace(DDP, checkpointing="full")
+    shares = {"recompute": 0.25}
+    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 8 * GB, "selective": 6 * GB}))
+    assert lever == (
+        "25 % of the step recomputes activations: --checkpointing none fits: 8 of 10 GB"
+    )
+    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 11 * GB, "selective": 6 * GB}))
+    assert lever.endswith("--checkpointing selective fits: 6 of 10 GB")
+    (needed,) = verdict(facts(full, shares=shares))
+    assert "recompute 25 %" in needed and "--checkpointing" not in needed
+
+
+def test_updating():
+    """ZeRO-1's all-gather of weights is part of the optimizer's time; DDP has none."""
+    shares = {"optimizer": 0.3}
+    (ddp,) = verdict(facts(DDP, shares=shares, peak=1))
+    assert ddp == "30 % of the step updates weights: a larger --batch updates less often"
+    (zero1,) = verdict(facts(replace(DDP, dp="zero1"), shares=shares, peaks={"ddp": 9 * GB}))
+    note = "--dp ddp has no all-gather of updated weights, and a whole copy fits: 9 of 10 GB"
+    assert zero1 == f"{ddp}; or {note}"
+    (needed,) = verdict(facts(replace(DDP, dp="zero1"), shares=shares))
+    assert needed == ddp
+
+
+def test_other_sentences():
+    full = replace(DDP, checkpointing="full")
+    sentences = verdict(facts(full, shares={}, attentions=3, graph_breaks=2, on_gpu=True))
+    assert len(sentences) == 3 and "a checkpoint within a checkpoint" in sentences[0]
+    assert "2 graph break(s)" in sentences[1] and "--compile" in sentences[2]
+
+
+def test_alternatives_are_what_flags_give():
+    parallel = ParallelConfig(dp="fsdp", shard=8, tp=2, dtype=torch.bfloat16)
+    others = alternatives(parallel, per_node=8)
+    assert others["this"] == parallel
+    assert others["hsdp"] == replace(parallel, dp="hsdp", replicate=2, shard=4)
+    assert others["ddp"] == replace(parallel, dp="ddp", replicate=8, shard=1)
