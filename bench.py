@@ -14,9 +14,7 @@ python bench.py plan --model llama3.1-70b --gpus 64 [--check]
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -33,15 +31,20 @@ from plumbing.processes import run
 # fmt: off
 
 
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="medium", choices=PRESETS,
-                        help="preset (default: %(default)s)")
-    parser.add_argument("--batch", type=positive_int, default=4,
-                        help="sequences per step (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int, default=512,
+def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Add the flags for the size of a step and for the number of its repetitions."""
+    parser.add_argument("--model", choices=PRESETS, help="preset (default: %(default)s)")
+    parser.add_argument("--batch", type=positive_int,
+                        help="sequences per step, over all processes (default: %(default)s)")
+    parser.add_argument("--seq-len", type=positive_int,
                         help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive_int, default=11,
+    parser.add_argument("--repeats", type=positive_int,
                         help="rounds of all contestants (default: %(default)s)")
+    parser.set_defaults(**defaults)
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
 
@@ -68,16 +71,9 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
                              "tp: tensor parallelism over all processes; selective, full, "
                              "compiled: ddp with checkpointing or compiled blocks (default: those "
                              "that differ on these processes and fit in memory together)")
-    parser.add_argument("--model", default="tiny", choices=PRESETS,
-                        help="preset (default: %(default)s)")
-    parser.add_argument("--batch", type=positive_int, default=8,
-                        help="sequences per step, over all processes (default: %(default)s)")
+    add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int, default=128,
-                        help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive_int, default=5,
-                        help="rounds of all contestants (default: %(default)s)")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 8")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
@@ -145,40 +141,28 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-class Command(NamedTuple):
-    help: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    measure: Callable[[argparse.Namespace], str]  # returns what is printed
-
-
-COMMANDS = {
-    "limit": Command("a training step beside bare matrix products", add_limit_flags, measure_limit),
-    "lora": Command(
-        "a LoRA step beside bare matrix products and peft", add_lora_flags, measure_lora
-    ),
-    "loss": Command("memory of the chunked loss beside PyTorch's", add_loss_flags, measure_loss),
-    "compare": Command(
-        "the same step, distributed in different ways", add_compare_flags, measure_compare
-    ),
-    "comm": Command(
-        "latency and bandwidth of the links between ranks", add_comm_flags, measure_comm
-    ),
-    "step": Command(
-        "where the time of a training step goes, and which flag helps", add_step_flags, measure_step
-    ),
-    "plan": Command("predicted cost of every way to use a cluster", add_plan_flags, plan_cluster),
+COMMANDS = {  # name -> function that adds the flags, function that returns the output
+    "limit": (add_limit_flags, measure_limit),
+    "lora": (add_lora_flags, measure_lora),
+    "loss": (add_loss_flags, measure_loss),
+    "compare": (add_compare_flags, measure_compare),
+    "comm": (add_comm_flags, measure_comm),
+    "step": (add_step_flags, measure_step),
+    "plan": (add_plan_flags, plan_cluster),
 }
 
 
 def main() -> None:
-    parser = Parser(description="Measure the speed, memory and communication of training.")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=raw)
     subparsers = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        command.add_flags(subparsers.add_parser(name, help=command.help))
+    for name, (add_flags, _) in COMMANDS.items():
+        add_flags(subparsers.add_parser(name))
     args = parser.parse_args()
-    text = COMMANDS[args.command].measure(args)
+    _, measure = COMMANDS[args.command]
+    output = measure(args)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text)
+        print(output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Checkpoints: saved whole or not at all, resumed exactly, loaded on any number of ranks.
+"""Save, resume, import, export and merge checkpoints.
 
     OUT/step-00000100/          a checkpoint
         config.json             model configuration, tokenizer, step, flags of the run
         tokenizer.model         a copy, if the tokenizer is a file
-        weights/, optimizer/    written by torch.distributed.checkpoint (DCP), by each rank a part
+        weights/, optimizer/    written by torch.distributed.checkpoint (DCP), each rank its shards
         adapter_*               instead of weights/ in a LoRA run: the adapter in PEFT's format
         SHA256SUMS              written last: a checksum of every file; `sha256sum -c` checks them
 
@@ -15,9 +15,9 @@ A save writes to a hidden directory and renames it last. A process that is kille
 leaves a hidden directory, which the next run removes; earlier checkpoints are not touched.
 OUT must be on a disk that all nodes share, because every rank writes there.
 
-A checkpoint does not depend on how the model was sharded. The files hold pieces of full tensors,
-and every rank reads the pieces that overlap with its own shards. Instead of a checkpoint, `--init`
-and generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
+A checkpoint can be resumed on any number of ranks with any sharding: DCP's index says where a saved
+shard lies in the full tensor, and every rank reads those that overlap with its own. `--init` and
+generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
 """
 
 import fcntl
@@ -48,7 +48,6 @@ from plumbing.checkpoint_files import (
     checksums,
     failure_reason,
     load_tensors,
-    make_empty_directory,
     new_directory,
     read_index,
     remove_checkpoint,
@@ -110,10 +109,9 @@ class Saver:
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
     checkpoints are kept.
 
-    In the background, `save` copies this rank's part to the CPU's memory and returns; a thread
-    writes the files while training goes on. If the thread fails, the next `save` or `wait` raises
-    its error. As a context manager, the Saver waits for the last save at the end.
-    """
+    In the background, `save` copies this rank's tensors to CPU memory and returns; a thread writes
+    the files while training goes on. If the thread fails, the next `save` or `wait` raises its
+    error. As a context manager, the Saver waits for the last save at the end."""
 
     def __init__(
         self,
@@ -148,16 +146,16 @@ class Saver:
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        parts = {"optimizer": _part_of_this_rank(_moments(self.optimizer))}
+        tensors = {"optimizer": _written_by_this_rank(_optimizer_state(self.optimizer))}
         factors = gather_adapters(self.model) if self.lora else {}
         if not self.lora:
-            parts["weights"] = _part_of_this_rank(_weights(self.model))
+            tensors["weights"] = _written_by_this_rank(_weights(self.model))
         if self.thread:
-            for tensors in parts.values():
-                tensors.update({name: t.to("cpu", copy=True) for name, t in tensors.items()})
-            self.pending = self.thread.submit(self._write, step, parts, factors)
+            for named in tensors.values():
+                named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
+            self.pending = self.thread.submit(self._write, step, tensors, factors)
         else:
-            self._write(step, parts, factors)
+            self._write(step, tensors, factors)
         return self.out / f"step-{step:08d}"
 
     def wait(self) -> None:
@@ -167,17 +165,18 @@ class Saver:
             pending.result()
 
     def _write(
-        self, step: int, parts: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
+        self, step: int, tensors: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
     ) -> None:
         final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
         rank = dist.get_rank()
         try:
-            self._on_every_rank(lambda: rank == 0 and make_empty_directory(temporary))
-            for part, tensors in parts.items():
-                dcp.save(tensors, checkpoint_id=temporary / part, process_group=self.group)
+            self._on_every_rank(lambda: rank == 0 and temporary.mkdir(parents=True, exist_ok=True))
+            for name, named in tensors.items():
+                dcp.save(named, checkpoint_id=temporary / name, process_group=self.group)
             own_files = temporary.glob(f"*/__{rank}_*")
-            by_rank = self._on_every_rank(lambda: checksums(temporary, own_files))
-            digests = {name: digest for part in by_rank for name, digest in part.items()}
+            digests = {}
+            for of_rank in self._on_every_rank(lambda: checksums(temporary, own_files)):
+                digests |= of_rank
             self._on_every_rank(
                 lambda: rank == 0 and self._finish(step, temporary, final, factors, digests)
             )
@@ -210,20 +209,15 @@ class Saver:
         return results
 
     def _finish(
-        self,
-        step: int,
-        temporary: Path,
-        final: Path,
-        factors: dict[str, Tensor],
-        digests: dict[str, str],
+        self, step: int, temporary: Path, final: Path, factors: dict[str, Tensor], digests: dict
     ) -> None:
-        """Write the adapter and the small files, and rename the directory. Only rank 0 does so."""
-        for part in temporary.glob("*/"):
-            written = {file.relative_path for file in read_index(part).storage_data.values()}
-            if missing := written - set(os.listdir(part)):
+        """Write the adapter and the small files, and rename the directory; on rank 0."""
+        for directory in temporary.glob("*/"):
+            files = {entry.relative_path for entry in read_index(directory).storage_data.values()}
+            if missing := files - set(os.listdir(directory)):
                 raise UserError(
-                    f"{part} lacks {', '.join(sorted(missing))}: OUT must be on a disk that all "
-                    f"nodes share"
+                    f"{directory} lacks {', '.join(sorted(missing))}: OUT must be on a disk that "
+                    f"all nodes share"
                 )
         config = self.model.config
         if self.lora:
@@ -234,19 +228,19 @@ class Saver:
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
-    """Return this rank's shard of every weight by name, without adapters, sharing its memory."""
+    """Return a model's weights by name, without adapters, sharing its memory."""
     tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
     if model.config.tie_embeddings:
         del tensors["output.weight"]
     return tensors
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state as NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
 
-    The tensors share its memory. NAME is the name of the parameter that the optimizer was given;
-    the model is not asked, since with ZeRO-1 the optimizer updates slices of its parameters.
-    Settings, such as weight decay, are not saved: a resumed run takes them from its flags."""
+    The tensors share its memory. NAME is the parameter's name in the optimizer, since with ZeRO-1
+    the optimizer updates slices of the model's parameters. Settings, such as weight decay, are not
+    saved: a resumed run takes them from its flags."""
     if not optimizer.state:
         _create_state(optimizer)
     return {
@@ -258,9 +252,9 @@ def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a new optimizer allocate its state, by a step that changes no weight.
+    """Make a new optimizer allocate its state, by a step with gradients and learning rate zero.
 
-    Gradients are zero, and so is the learning rate, which AdamW multiplies weight decay by."""
+    It changes no weight: AdamW multiplies weight decay by the learning rate."""
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -272,11 +266,9 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = lr
 
 
-def _part_of_this_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes.
-
-    Every rank writes its shards of DTensors. All other tensors are equal on all ranks, and are
-    dealt out in turn."""
+def _written_by_this_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes: all DTensors, of which it writes its shards, and a
+    share of the other tensors, which are equal on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return {
         name: tensor
@@ -295,8 +287,8 @@ def complete(
 ) -> None:
     """Turn a directory with weights/ or an adapter into a checkpoint.
 
-    Adds config.json, the tokenizer and SHA256SUMS, and syncs all to disk. `digests` holds the
-    checksums of the files in weights/ and optimizer/ that the ranks have written."""
+    Adds config.json, the tokenizer and SHA256SUMS, and flushes all to disk. `digests` holds the
+    checksums of the files in weights/ and optimizer/."""
     content = {
         "model": asdict(config),
         "step": step,
@@ -324,13 +316,16 @@ def resume(
 
     All ranks call it together. Loads the adapter if the model has one, the weights otherwise.
     Raises UserError if the checkpoint belongs to another model, adapter or tokenizer."""
+
+    def check_same(what: str, theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> None:
+        if theirs != ours:
+            raise UserError(
+                f"{directory} holds another {what} ({describe_differences(theirs, ours)}): give "
+                f"the flags it was trained with, or another --out"
+            )
+
     metadata, lora = read_config(directory), adapter_settings(model)
-    if metadata["model"] != model.config:
-        differences = describe_differences(metadata["model"], model.config)
-        raise UserError(
-            f"{directory} holds another model ({differences}): give the flags it was trained with, "
-            f"or another --out"
-        )
+    check_same("model", metadata["model"], model.config)
     check_tokenizer(metadata, tokenizer)
     if not (directory / "optimizer").is_dir():
         raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
@@ -340,18 +335,13 @@ def resume(
         raise UserError(f"{directory} was saved by {script}: resume it with that script")
     if lora:
         saved_lora, stored = open_adapter(directory, model.config)
-        if saved_lora != lora:
-            differences = describe_differences(saved_lora, lora)
-            raise UserError(
-                f"{directory} holds another adapter ({differences}): give the flags it was trained "
-                f"with, or another --out"
-            )
+        check_same("adapter", saved_lora, lora)
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
     else:
         load_tensors(_weights(model), directory / "weights")
-    load_tensors(_moments(optimizer), directory / "optimizer")
+    load_tensors(_optimizer_state(optimizer), directory / "optimizer")
     return metadata["step"], metadata["flags"]
 
 
@@ -361,7 +351,7 @@ def load_weights(directory: Path, model: Llama) -> None:
 
     All ranks call it together, and each loads its shards. From our files a rank reads only what
     overlaps with its shards. From other files it reads one full matrix at a time; a matrix takes
-    memory only if its rows must be reordered or joined. Adapters are left as they are."""
+    memory only if its rows must be reordered or joined. Adapters do not change."""
     if has_weights(directory):
         verify(directory, "weights")
         load_tensors(_weights(model), directory / "weights")
@@ -418,7 +408,7 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint of step 0 without an optimizer, from one process.
 
-    It holds one matrix at a time in memory."""
+    The process holds one matrix at a time in memory."""
     with new_directory(target) as temporary:
         save_stored_tensors(stored, temporary / "weights")
         digests = checksums(temporary, (temporary / "weights").glob("__*"))
@@ -432,10 +422,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     if dtype:
-        stored = {
-            name: StoredTensor(dtype, weight.shape, lambda read=weight.read: read().to(dtype))
-            for name, weight in stored.items()
-        }
+        stored = {name: weight.to(dtype) for name, weight in stored.items()}
     tokenizer = _tokenizer_of(read_config(source))
     with new_directory(target) as temporary:
         if format == "meta":
@@ -453,8 +440,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
 def _tokenizer_of(metadata: dict) -> Tokenizer | None:
     """Return the tokenizer that read_config has found, if there is one.
 
-    Prints a warning and returns None if it cannot be read; Llama 2's, for example, has another
-    format."""
+    If it has another format, as Llama 2's has, prints a warning and returns None."""
     try:
         return metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
     except UserError as error:

@@ -1,14 +1,13 @@
-"""Text in, batches of tokens out: token shards, windows of them, and the order of windows.
+"""Turn text into batches of tokens: token shards, windows of them, and the order of windows.
 
     text ──tokenizer──> shards of token ids on disk ──> windows of T + 1 tokens ──> batches
 
 A corpus is tokenized once into files in llm.c's `.bin` format. They are mapped into memory, so a
-corpus may be larger than memory. Training takes raw text too: it is tokenized at first use and
-kept in `cache/`.
+corpus may be larger than memory. Raw text given to training is tokenized at first use and kept in
+`cache/`.
 
-Which windows a step trains on is a pure function of (seed, step). The sampler has no state that
-would have to be saved, and the order stays the same when a run is resumed or the number of
-processes changes.
+The windows that a step trains on are a pure function of (seed, step). So the sampler has no state
+to save, and the order stays the same when a run is resumed or the number of processes changes.
 
     python data.py train-tokenizer my_text/ --vocab-size 8192 --out my.model
     python data.py tokenize my_text/ more.jsonl --tokenizer my.model --out my_tokens
@@ -17,9 +16,9 @@ processes changes.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -34,32 +33,26 @@ import torch
 from torch import Tensor
 
 from model import IGNORE
-from plumbing.corpora import PIECE_BYTES, VAL_FRACTION, Piece, find_files, read_pieces
+from plumbing.corpora import VAL_FRACTION, find_files, read_pieces
 from plumbing.flags import Parser, nonnegative_float, positive_int
 from plumbing.processes import UserError, run
-from plumbing.tokenizer import (
-    CACHE,
-    DEFAULT_TOKENIZER,
-    Tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from plumbing.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
 # --------------------------------------------------------------------------------------- shards
 
 # llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros), then the
 # tokens, whose dtype follows from magic number and version.
 HEADER_BYTES = 256 * 4
-FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+SHARD_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 SHARD_TOKENS = 100_000_000
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Map the tokens of a `.bin` file into memory: they are read when they are used, and processes
-    share them. Raise UserError where the file is something else or incomplete."""
+    """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
+    where the file is something else or incomplete."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256 or (dtype := FORMATS.get((int(header[0]), int(header[1])))) is None:
+    if len(header) < 256 or (dtype := SHARD_DTYPES.get((int(header[0]), int(header[1])))) is None:
         found = f"magic {header[0]}, version {header[1]}" if len(header) > 1 else f"{size} bytes"
         raise UserError(
             f"{path} is not a token shard ({found}): write one with `python data.py tokenize`"
@@ -75,12 +68,12 @@ class ShardWriter:
 
     def __init__(self, directory: Path, split: str, vocab_size: int, shard_tokens: int):
         self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        two_bytes, four_bytes = FORMATS.items()
+        two_bytes, four_bytes = SHARD_DTYPES.items()
         (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
-        self.file: BinaryIO | None = None  # the shard that is being written
+        self.file: BinaryIO | None = None  # the unfinished shard
         self.tokens_in_file = 0
-        self.n_shards = 0  # finished
-        self.n_tokens = 0  # written, in all shards
+        self.n_shards = 0  # finished shards
+        self.n_tokens = 0  # tokens in all shards
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, beginning a new shard whenever one is full."""
@@ -115,8 +108,7 @@ def tokenize(
 ) -> None:
     """Write a corpus as a directory of shards, with a data.json that names the tokenizer.
 
-    The directory `out` appears only when it is complete. All CPU cores are used.
-    """
+    The directory `out` appears only when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
         unfinished = Path(temporary) / out.name
@@ -129,7 +121,7 @@ def tokenize(
         name = tokenizer.name
         if tokenizer.file:
             name = "tokenizer.model"
-            shutil.copyfile(tokenizer.file, unfinished / name)
+            tokenizer.save(unfinished / name)
         metadata = {
             "tokenizer": name,
             "tokenizer_hash": tokenizer.hash,
@@ -147,13 +139,14 @@ def tokenize(
 def _write_documents(
     files: list[Path], tokenizer: Tokenizer, val_fraction: float, writers: dict[str, ShardWriter]
 ) -> None:
-    """Tokenize a corpus and write it with the writer of each split.
+    """Tokenize the documents of a corpus and write each with the writer of its split.
 
-    Every document begins with the beginning-of-text token. Between two documents stands the
-    end-of-text token, too, if the tokenizer has one of its own."""
+    Every document begins with the beginning-of-text token. Two documents are also separated by the
+    end-of-text token, unless the tokenizer has one token for both."""
+    pieces = read_pieces(files, val_fraction)
     total, done, started = sum(path.stat().st_size for path in files), 0, time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
-        for group in _grouped(read_pieces(files, val_fraction), 16 * PIECE_BYTES):
+        while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
             for piece, tokens in zip(group, arrays):
                 writer = writers[piece.split]
@@ -163,42 +156,25 @@ def _write_documents(
                         border = [tokenizer.eos, tokenizer.bos]
                     writer.write(np.array(border, dtype=np.uint32))
                 writer.write(tokens)
-                done += len(piece.text)
-            _print_progress(done, total, time.monotonic() - started)
+                done += len(piece.text)  # in characters, some of which take several bytes
+            seconds = time.monotonic() - started
+            left = seconds * (total - done) / max(done, 1)
+            line = f"tokenizing {total / 1e6:,.1f} MB: {done / total:4.0%}, "
+            line += f"{done / seconds / 1e6:.1f} MB/s, {left:,.0f} s left "
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for writer in writers.values():
         writer.close()
 
 
-def _grouped(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Yield lists of consecutive pieces that together hold at least `size` characters."""
-    group, held = [], 0
-    for piece in pieces:
-        group.append(piece)
-        held += len(piece.text)
-        if held >= size:
-            yield group
-            group, held = [], 0
-    yield group
-
-
-def _print_progress(done: int, total: int, seconds: float) -> None:
-    """Print progress on the terminal. `total` is in bytes, but `done` in characters: where these
-    take several bytes, the line shows too little progress."""
-    part = min(done / max(total, 1), 1)
-    left = seconds / max(part, 1e-9) - seconds
-    line = f"tokenizing {total / 1e6:,.1f} MB: {part:4.0%}, {done / seconds / 1e6:.1f} MB/s, "
-    print(f"\r{line}{left:,.0f} s left ", end="", file=sys.stderr, flush=True)
-
-
-# Part of every key in the cache. Increment it when documents are read or held out differently: then
-# shards that were made before are not used any more.
+# Part of every key in the cache. Increment it when documents are read or held out differently, so
+# that old shards are not used any more.
 CACHE_VERSION = 1
 
 
 def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
-    """Return the directory in `cache/` with the shards of a corpus. Tokenize the corpus now if
-    there is none yet, or if a file or the tokenizer has changed since."""
+    """Return the directory in `cache/` with the shards of a corpus. Tokenize the corpus if there is
+    none yet, or if a file or the tokenizer has changed since."""
     key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash}".encode())
     for path in files:
         stat = path.stat()
@@ -212,13 +188,13 @@ def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
 def find_shards(data: list[str]) -> list[Path]:
     """Return the `.bin` files that --data names, and those in directories that it names; none if
     it names raw text. Raise UserError if it names both."""
-    found = []  # shards of each source
+    shards_by_source = []
     for path in map(Path, data):
         candidates = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-        found.append([shard for shard in candidates if shard.suffix == ".bin" and shard.is_file()])
-    if any(found) and not all(found):
+        shards_by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
+    if any(shards_by_source) and not all(shards_by_source):
         raise UserError(f"--data mixes token shards and text ({' '.join(data)}): tokenize the text")
-    return [shard for shards in found for shard in shards]
+    return [shard for shards in shards_by_source for shard in shards]
 
 
 def tokenizer_of_shards(data: list[str]) -> str | None:
@@ -235,29 +211,16 @@ def tokenizer_of_shards(data: list[str]) -> str | None:
     return str(directory / name) if name == "tokenizer.model" else name
 
 
-def _check_tokenizer(shards: list[Path], tokenizer: Tokenizer) -> None:
-    """Raise UserError if shards were made with another tokenizer. Shards without a data.json, such
-    as those of other projects, are not checked."""
-    for metadata in sorted({shard.parent / "data.json" for shard in shards}):
-        if not metadata.is_file():
-            continue
-        if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
-            raise UserError(
-                f"the shards in {metadata.parent} were not made with tokenizer {tokenizer.name}: "
-                f"leave out --tokenizer, or tokenize the text anew"
-            )
-
-
 # -------------------------------------------------------------------------------------- batches
 
 
 @dataclass
 class Batch:
-    """B sequences of T tokens: a rank's part of a step's global batch."""
+    """B sequences of T tokens: one rank's share of a step's batch."""
 
     tokens: Tensor  # [B, T] int64
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
-    positions: Tensor | None  # [B, T] int64: place in the document; None without document mask
+    positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
 
     def tensors(self) -> list[Tensor | None]:
@@ -278,16 +241,16 @@ class Batch:
         return Batch(*moved, self.text_bytes)
 
     def pinned(self) -> "Batch":
-        """Copy to pinned memory, from which a GPU can read by itself."""
+        """Copy to pinned memory, which a GPU can read directly."""
         return Batch(*(t if t is None else t.pin_memory() for t in self.tensors()), self.text_bytes)
 
 
 class Windows:
     """The windows of T + 1 tokens in a list of shards, numbered from 0; T is seq_len.
 
-    Neighbouring windows share a token: the last target of one is the first input of the next. What
-    is left at the end of a shard is not used. With `document_mask`, batches have positions that
-    begin at 0 with every document, and attention stays within documents."""
+    Neighbouring windows share a token: the last target of one is the first input of the next. The
+    rest of a shard, too short for a window, is not used. With `document_mask`, batches have
+    positions that start at 0 in every document, and attention stays within documents."""
 
     def __init__(
         self,
@@ -302,7 +265,7 @@ class Windows:
         self.ends = np.cumsum([(len(shard) - 1) // seq_len for shard in shards], dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.ends[-1])
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Return window i [T + 1]."""
@@ -314,8 +277,8 @@ class Windows:
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
-        # [B, T + 1]; None is given the tokens of window 0.
-        rows = np.stack([self[i or 0].astype(np.int64) for i in indices])
+        # For None, the tokens of window 0, whose targets are then masked.
+        rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
         if rows.max() >= self.tokenizer.vocab_size:
             raise UserError(
                 f"the data holds token {rows.max()}, but tokenizer {self.tokenizer.name} has only "
@@ -328,7 +291,7 @@ class Windows:
         if self.document_mask:
             column = np.arange(self.seq_len)  # [T]
             starts = np.where(tokens == self.tokenizer.bos, column, 0)  # [B, T]
-            # The last start up to a token is where its document begins.
+            # The last start at or before a token is where its document begins.
             positions = torch.from_numpy(column - np.maximum.accumulate(starts, axis=1))
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
 
@@ -340,10 +303,18 @@ def open_windows(
     tokenized at first use.
 
     Shards with "val" in their name are for validation; without any, the last twentieth of the last
-    shard is. Raise UserError if there is not at least one window of each.
+    shard is. Raise UserError if there is not at least one window of each, or if the shards were
+    made with another tokenizer. Shards without a data.json, as of other projects, are not checked.
     """
     paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
-    _check_tokenizer(paths, tokenizer)
+    for metadata in sorted({path.parent / "data.json" for path in paths}):
+        if not metadata.is_file():
+            continue
+        if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
+            raise UserError(
+                f"the shards in {metadata.parent} were not made with tokenizer {tokenizer.name}: "
+                f"leave out --tokenizer, or tokenize the text anew"
+            )
     train = [open_shard(path) for path in paths if "val" not in path.name]
     val = [open_shard(path) for path in paths if "val" in path.name]
     if train and not val:
@@ -357,22 +328,20 @@ def open_windows(
                 f"{seq_len + 1} consecutive tokens, it has {longest}; give more text, or a "
                 f"shorter --seq-len"
             )
-    train, val = (Windows(shards, seq_len, tokenizer, document_mask) for shards in (train, val))
-    return train, val
+    options = dict(seq_len=seq_len, tokenizer=tokenizer, document_mask=document_mask)
+    return Windows(train, **options), Windows(val, **options)
 
 
 # ---------------------------------------------------------------------------------------- order
 
 
 def window_of(sequence: int, n: int, seed: int) -> int:
-    """Return which of n windows a run reads as its sequence number `sequence`, counted from 0.
+    """Return the window, of n, that a run reads as its sequence number `sequence`, from 0 on.
 
     An epoch is n sequences. It has every window once, in an order that depends on seed and epoch.
     This permutation is computed, not stored: four Feistel rounds (Luby and Rackoff 1988) permute
     all integers of 2 * half bits, of which there are n to 4 n. A result that is not below n is
-    permuted again until it is ("cycle walking"), on average at most four times. That maps no two
-    sequences of an epoch to the same window.
-    """
+    permuted again until it is ("cycle walking"), which keeps it a permutation."""
     epoch, i = divmod(sequence, n)
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits in each half of an integer
     while True:
@@ -389,8 +358,7 @@ def window_of(sequence: int, n: int, seed: int) -> int:
 def read_ahead(
     read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
-    """Yield read(step) on `device` for each step. While the caller uses one batch, a thread reads
-    the next."""
+    """Yield read(step) on `device` for each step, while a thread reads the batch after it."""
     on_gpu = device.type == "cuda"
 
     def load(step: int) -> Batch:

@@ -30,7 +30,7 @@ from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama, generate
 from parallel import STRATEGIES, assign_shard
 from perf.choose import choose_parallel, usable_memory
-from perf.cost import predict_traffic
+from perf.cost import predict_traffic, sent_bytes
 from plumbing.chat import open_samples
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
 from plumbing.flags import Parser, add_training_flags, nonnegative_float, positive_int
@@ -93,7 +93,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     """Check the flags, open the data, and describe the base model with adapters.
 
     Returns also up to three held-out prompts, as (tokens, true answer)."""
-    # The run's record names the directory that was found.
+    # args.init becomes the directory that was found, and the run's record names it.
     find = partial(checkpoint.find_checkpoint, args.init)
     args.init = process.broadcast_from_rank_zero(find)
     base = checkpoint.read_config(args.init)
@@ -103,10 +103,10 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     if args.merge and (args.out / "merged").exists():
         raise UserError(f"{args.out / 'merged'} exists: remove it, or leave out --merge")
     load = partial(load_tokenizer, choose_tokenizer(args, base))
-    tokenizer = process.rank_zero_first("tokenizer", load)
+    tokenizer = process.local_rank_zero_first("tokenizer", load)
     checkpoint.check_tokenizer(base, tokenizer)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, process.rank > 0
+        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, quiet=process.rank > 0
     )
     process.check_same(f"the samples of {' '.join(args.data)}", train_set.checksum())
     print_rank_zero(summary)
@@ -124,7 +124,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
 
 
 def compare_traffic(args: argparse.Namespace, model: Llama, process: Process) -> str:
-    """Return the payload of a step under each strategy, in words."""
+    """Return the megabytes that a rank would send in a step under each strategy, in words."""
     share = args.batch // (process.size // args.tp)
     microbatch = args.microbatch or share
     room = process.minimum(usable_memory(process.device, process.per_node))
@@ -147,8 +147,7 @@ def compare_traffic(args: argparse.Namespace, model: Llama, process: Process) ->
             room=room,
         )
         traffic = predict_traffic(model, parallel, share // microbatch, microbatch, args.seq_len)
-        payload = sum(nbytes for _, nbytes in traffic.values())
-        parts.append(f"{flags} {payload / 1e6:,.2f} MB")
+        parts.append(f"{flags} {sent_bytes(traffic, parallel) / 1e6:,.2f} MB")
     return "; ".join(parts)
 
 
@@ -158,9 +157,7 @@ def main() -> None:
     job, examples = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out))
     if process.size > args.tp:
-        print_rank_zero(
-            f"payload of a step by strategy: {compare_traffic(args, job.model, process)}"
-        )
+        print_rank_zero(f"a rank would send in a step: {compare_traffic(args, job.model, process)}")
     world, runner = build(args, job, process)
 
     def sample_text(step: int) -> str:
@@ -170,12 +167,11 @@ def main() -> None:
         options = dict(temperature=0.0, stop=job.tokenizer.stop)
         answers = generate(job.model, prompts, 64, **options)
         decode = job.tokenizer.decode
-        lines = [
-            f"{'' if step else decode(prompt)}"
-            f"--- {f'after {step} steps' if step else 'base model'}: {decode(answer)}\n"
-            f"--- true answer: {true_answer}"
-            for (prompt, true_answer), answer in zip(examples, answers)
-        ]
+        who = f"after {step} steps" if step else "base model"
+        lines = []
+        for (prompt, true_answer), answer in zip(examples, answers):
+            shown = "" if step else decode(prompt)
+            lines.append(f"{shown}--- {who}: {decode(answer)}\n--- true answer: {true_answer}")
         return "\n".join([*lines, "---"])
 
     finished = train(args, world, runner, job, newest, sample_text)
@@ -183,8 +179,8 @@ def main() -> None:
         adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
         checkpoint.merge(args.init, adapter, merged, job.tokenizer)
         print(f"merged:     {merged}", flush=True)
-    names = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
-    print_rank_zero(f"generate:   python generate.py {names} --chat --prompt ...")
+    arguments = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
+    print_rank_zero(f"generate:   python generate.py {arguments} --chat --prompt ...")
 
 
 if __name__ == "__main__":

@@ -18,15 +18,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import (
-    check_tokenizer,
-    find_adapter,
-    find_checkpoint,
-    load_pretrained,
-    read_config,
-)
+from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
 from lora import LoRALinear
-from model import stream
+from model import generate, stream
 from plumbing.chat import encode_prompt
 from plumbing.flags import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.peft_files import load_adapter
@@ -68,7 +62,7 @@ def main() -> None:
     metadata = read_config(directory)
     if not (name := args.tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    tokenizer = process.rank_zero_first("tokenizer", partial(load_tokenizer, name))
+    tokenizer = process.local_rank_zero_first("tokenizer", partial(load_tokenizer, name))
     check_tokenizer(metadata, tokenizer)
     texts = args.prompt or [""]
     if args.chat:
@@ -89,22 +83,20 @@ def main() -> None:
             if isinstance(module, LoRALinear):
                 module.merge()  # from here on the adapter costs no time
 
-    steps = stream(
-        model, prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-        stop=tokenizer.stop, seed=args.seed,
-    )  # fmt: skip
-    if len(prompts) == 1:
-        # A character may consist of several tokens: the decoder waits for the last of its bytes.
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        print_rank_zero("" if args.chat else texts[0], end="")
-        for (token,) in steps:
-            if token not in tokenizer.stop:
-                print_rank_zero(decoder.decode(tokenizer.decode_bytes([token])), end="")
-        print_rank_zero(decoder.decode(b"", final=True))
+    options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    options |= dict(stop=tokenizer.stop, seed=args.seed)
+    if len(prompts) > 1:
+        for text, tokens in zip(texts, generate(model, prompts, args.max_new_tokens, **options)):
+            tokens = [token for token in tokens if token not in tokenizer.stop]
+            print_rank_zero(f"--- {text}{tokenizer.decode(tokens)}")
         return
-    for text, tokens in zip(texts, zip(*steps)):
-        kept = [token for token in tokens if token is not None and token not in tokenizer.stop]
-        print_rank_zero(f"--- {text}{tokenizer.decode(kept)}")
+    # A character may consist of several tokens: the decoder waits for the last of its bytes.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    print_rank_zero("" if args.chat else texts[0], end="")
+    for (token,) in stream(model, prompts, args.max_new_tokens, **options):
+        if token not in tokenizer.stop:
+            print_rank_zero(decoder.decode(tokenizer.decode_bytes([token])), end="")
+    print_rank_zero(decoder.decode(b"", final=True))
 
 
 if __name__ == "__main__":

@@ -122,25 +122,20 @@ class LoRALinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, **options))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, **options))
         self.product: Callable = lora_product
-        self.unmerged: nn.Parameter | None = None
+        self.merged = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.unmerged is not None:
+        if self.merged:
             return super().forward(x)
         factors = self.lora_A, self.lora_B
         return self.product(x, self.weight, *factors, self.lora.scale, self.lora.dropout)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the adapter to the weight: the layer is then as fast as one without."""
-        if self.unmerged is None:
-            merged = merged_weight(self.weight, self.lora_A, self.lora_B, self.lora.scale)
-            self.unmerged, self.weight = self.weight, nn.Parameter(merged, requires_grad=False)
-
-    def unmerge(self) -> None:
-        """Restore the weight exactly; subtracting the adapter would round."""
-        if self.unmerged is not None:
-            self.weight, self.unmerged = self.unmerged, None
+        """Add the adapter to the weight for good: the layer is then as fast as one without."""
+        if not self.merged:
+            weight = merged_weight(self.weight, self.lora_A, self.lora_B, self.lora.scale)
+            self.weight, self.merged = nn.Parameter(weight, requires_grad=False), True
 
     def shard(self, mesh: DeviceMesh, placement: Placement) -> None:
         """Shard this layer for tensor parallelism; `placement` is that of the weight.
@@ -148,8 +143,8 @@ class LoRALinear(nn.Linear):
         A factor is sharded along the dimension that it shares with the weight: B with its output
         features, A with its input features. The other factor is replicated. So the product of a
         rank's shards is its shard of the output, or its partial sum, just as for the weight alone,
-        and needs no communication of its own. Backward all-reduces the gradient of the replicated
-        factor, once a step, as for norms."""
+        and needs no communication of its own. The gradient of the replicated factor is all-reduced,
+        like that of a norm (tensor_parallel.py)."""
         if placement.is_shard(0):  # column-parallel
             A, B, x, y = Replicate(), Shard(0), Replicate(), Shard(2)  # x, y [B, T, features]
         else:  # row-parallel

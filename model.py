@@ -5,8 +5,8 @@ A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds
     x ── RMSNorm ── attention (mixes earlier tokens) ──(+)── RMSNorm ── feed-forward ──(+)── x
     └───────────────────────────────────────────────────┘ └─────────────────────────────┘
 
-Nothing here knows about processes or devices: parallel.py splits this model without changing a
-line of it. Three conventions make that possible. Modules find their parts by name, so that a layer
+Nothing here communicates: parallel.py splits this model over processes without changing a line of
+it. Three conventions make that possible. Modules find their parts by name, so that a layer
 can be replaced or sharded. There are no buffers, so that a model built on the `meta` device lacks
 nothing but its parameters. And token positions may be passed explicitly.
 
@@ -66,7 +66,7 @@ class LlamaConfig:
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
-    """Return the configuration of a published Llama 3, with the sizes that all of them share."""
+    """Return the configuration of a published Llama 3."""
     shared = dict(n_kv_heads=8, vocab_size=128_256, max_seq_len=131_072)
     return LlamaConfig(dim, n_layers, n_heads, ffn_dim=ffn_dim, **(shared | rest))
 
@@ -94,9 +94,9 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     """Return cosine and sine of the rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
     Pair i of a head's features is rotated by position * theta^(-2i/E) radians. Llama 3.1 and 3.2
-    slow down the long wavelengths, so that a context beyond the 8,192 tokens of the first training
-    meets no unseen angle: wavelengths above 8,192 tokens are multiplied by `rope_scaling`, those
-    below 8,192 / 4 stay, those in between are interpolated. In float32, as in Meta's code.
+    slow down the long wavelengths, so that contexts longer than the 8,192 tokens of the first
+    training meet familiar angles: wavelengths above 8,192 tokens are multiplied by `rope_scaling`,
+    those below 8,192 / 4 stay, those in between are interpolated. In float32, as in Meta's code.
 
     positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32.
     """
@@ -123,8 +123,9 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     """Return a mask for rows that hold several documents: a token attends only to earlier tokens
     of its own document.
 
-    A position of 0 starts a document. positions [B, S] belong to all keys, of which the last
-    `queries` = T are the queries -> bool [B, 1, T, S], True where attention is allowed."""
+    A position of 0 starts a document. positions [B, S] of all tokens, cached ones included; the
+    last `queries` = T of them are the queries -> bool [B, 1, T, S], True where attention is
+    allowed."""
     S = positions.shape[1]
     document = (positions == 0).cumsum(1)  # [B, S]
     same = document[:, -queries:, None] == document[:, None, :]  # [B, T, S]
@@ -301,7 +302,7 @@ class Llama(nn.Module):
 def initial_weight(
     name: str, like: Tensor, config: LlamaConfig, seed: int, device: torch.device | None = None
 ) -> Tensor:
-    """Return the initial value of one parameter, which depends on seed, name and full shape only.
+    """Return the initial value of one parameter: a function of seed, name, shape and config.
 
     So a weight starts the same however the model is split, on any one kind of device. Norms start
     at 1 and matrices at normal(0, 0.02). The two matrices of a block that write to the residual
@@ -406,8 +407,8 @@ def sample(
     """Draw one token from each row of logits [B, V] -> [B].
 
     temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
-    the most likely ones up to a total probability of top_p (nucleus sampling, Holtzman et al. 2020,
-    arXiv:1904.09751)."""
+    the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
+    al. 2020, arXiv:1904.09751)."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
@@ -415,7 +416,7 @@ def sample(
         logits[:, top_k:] = -math.inf
     p = logits.softmax(-1)
     before = p.cumsum(-1) - p  # total probability of all more likely tokens
-    p[before >= top_p] = 0
+    p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
     choice = torch.multinomial(p, 1, generator=generator)  # [B, 1]
     return order.gather(1, choice).squeeze(1)
 
@@ -446,7 +447,7 @@ def stream(
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
         logits = model(tokens, positions=positions, cache=cache)[:, -1]  # [B, V]
-        logits = logits.to(device)  # from the GPU, where parameters are offloaded to the CPU
+        logits = logits.to(device)  # with CPU offload, parameters are on the CPU
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()

@@ -15,7 +15,7 @@ Ranks form a mesh of three dimensions, and each technique works along some of th
     tp           ranks that share one copy of the weights, the same sequences   (tensor parallelism)
 
 Row-major, the last dimension varies fastest: 8 ranks as 2 x 2 x 2 are ((0 1) (2 3)) ((4 5) (6 7)).
-Ranks that communicate most are nearest: tp and shard stay within a node, replicate crosses nodes.
+Ranks that communicate most are nearest: tp within a node, then shard; replicate crosses nodes.
 
 What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
@@ -161,9 +161,10 @@ def mixed_precision(model: Llama, parallel: ParallelConfig) -> None:
 
     Trainable parameters, gradients and AdamW's moments stay float32: most updates are smaller than
     the spacing of bfloat16 numbers and would be rounded away. With plain tensors, autocast casts a
-    weight where it is used, and the residual stream stays float32. FSDP casts its shard before the
-    all-gather, which halves the bytes; the residual stream is then bfloat16 too. Norms, RoPE and
-    the loss sum in float32 in both. Frozen parameters are bfloat16 from the start."""
+    weight where it is used, and the residual stream is as wide as the embedding. FSDP casts its
+    shard before the all-gather, which halves the bytes; the residual stream is then bfloat16. RoPE,
+    and sums in norms and loss, are float32 in both. Frozen parameters are bfloat16 from the
+    start."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
@@ -183,9 +184,8 @@ def ddp(model: Llama, world: World) -> nn.Module:
     Communication over replicate, a step: all-reduce of P g bytes, the gradients, in buckets of
     25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
-    Use when weights, gradients and moments (16 P bytes in float32) fit on a device: no strategy
-    sends less. Avoid when they do not fit. Over a slow link, use larger batches: fewer steps send
-    fewer gradients.
+    Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
+    strategy sends less. Avoid when they do not fit. Over a slow link, use larger batches.
     """
     return DistributedDataParallel(
         model,
@@ -219,9 +219,7 @@ class ZeRO1(nn.Module):
         self.pending: list[tuple[Tensor, DTensor]] = []  # slices, and gradients under way to them
         for parameter in model.parameters():
             if parameter.requires_grad:
-                chunks = parameter.detach().chunk(self.mesh.size())
-                rank = self.mesh.get_local_rank()
-                rows = chunks[rank] if rank < len(chunks) else parameter.detach()[:0]
+                rows = chunk_of(parameter.detach(), self.mesh, 0, 0)
                 shape, stride = parameter.shape, parameter.stride()
                 parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
                     rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
@@ -284,8 +282,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         all       weights and gradients: reduce-scatter in every microbatch
         adapters  for LoRA: its factors, like weights; FSDP ignores the frozen base, of which every
                   rank keeps a copy
-    Otherwise LoRA under FSDP all-gathers the whole frozen base for every use, to train less than
-    1 % as many parameters: that makes it slower than one process in many frameworks.
+    Without adapters or none, LoRA all-gathers the frozen base for every use, to train less than 1 %
+    of it: that makes it slower than one process in many frameworks.
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
     all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits,
     and an HSDP mesh laid out the wrong way round, which all-gathers across nodes.
@@ -404,7 +402,7 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
     Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
     all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
-    reduce-scatters of forward. Selective costs half of the products and the 2 L all-gathers.
+    reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
     Use when activations do not fit. Avoid when only a larger microbatch is gained.
     """
     context = {"context_fn": _selective_context} if selective else {}
@@ -446,11 +444,15 @@ def assign_shard(parameter: Tensor, full: Tensor) -> None:
         mesh = parameter.device_mesh
         for dim, placement in reversed(list(enumerate(parameter.placements))):
             if not placement.is_replicate():
-                chunks = full.chunk(mesh.size(dim), placement.dim)
-                rank = mesh.get_local_rank(dim)
-                empty = full.narrow(placement.dim, 0, 0)  # few rows may not reach the last rank
-                full = chunks[rank] if rank < len(chunks) else empty
+                full = chunk_of(full, mesh, dim, placement.dim)
     to_local(parameter).copy_(full)
+
+
+def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:
+    """Return this rank's chunk of a tensor that is sharded along `dim` over a mesh dimension. It is
+    empty on the last ranks if there are too few rows."""
+    chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 def local_squared_norm(gradients: list[Tensor], world: World) -> Tensor:

@@ -12,9 +12,10 @@ shard of the sequence (T/tp tokens):
         reduce-scatter       v                      x: T/tp tokens, summed over ranks
         residual             |
 
-Column-parallel first and row-parallel second: so a pair of products needs one collective before it
+Columns and rows are those of Wᵀ; torch's weight is W [out, in]. Column-parallel first, row-parallel
+second: so a pair of products needs one collective before it
 and one after it. The vocabulary is sharded too: the embedding yields partial sums, since each rank
-finds only the tokens of its shard, and logits never leave the rank that computes them.
+finds only the tokens of its shard, and in the loss logits never leave the rank that computes them.
 
 Communication over tp, payload of a = B T D w bytes: forward and backward each run 2 L + 1
 all-gathers and 2 L + 1 reduce-scatters of a. Each chunk of the loss all-gathers tp float32 numbers
@@ -85,7 +86,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         )
         for module in (block.attention, block.feed_forward):
             module.register_forward_pre_hook(_make_contiguous)
-    for name in frozen:  # SequenceParallel makes every parameter trainable
+    for name in frozen:  # SequenceParallel makes every norm trainable
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own
     model.loss = partial(loss_parallel, mesh)
@@ -110,8 +111,8 @@ class RowParallel(RowwiseParallel):
 
 
 def shard_linear(layer: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
-    """Shard the weight of a layer. A layer with more parameters than that says itself how they are
-    sharded, in a method `shard` (lora.py)."""
+    """Shard the weight of a layer. A layer with more parameters, such as LoRALinear, shards itself
+    in its method `shard`."""
     if hasattr(layer, "shard"):
         layer.shard(mesh, placement)
     else:

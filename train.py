@@ -92,9 +92,9 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the global batch of a step, or over an evaluation."""
+    """Results of a step or of an evaluation, over all ranks."""
 
-    loss: float  # nats
+    loss: float  # nats, summed over the target tokens
     tokens: int  # target tokens
     text_bytes: int  # bytes of text that the target tokens stand for
     grad_norm: float = 0.0
@@ -173,7 +173,8 @@ def update(
     # Data parallelism has averaged over data_size ranks what should be summed.
     scale = world.data_size / sums[1]
     norm = sums[3].sqrt() * scale
-    scale = scale * ((clip or math.inf) / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_
+    if clip:
+        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     shards = [to_local(gradient) for gradient in gradients]
     torch._foreach_mul_(shards, scale.to(shards[0]))
 
@@ -257,9 +258,9 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
     if args.reshard == "adapters":
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     load = partial(load_tokenizer, choose_tokenizer(args, initial))
-    tokenizer = process.rank_zero_first("tokenizer", load)
+    tokenizer = process.local_rank_zero_first("tokenizer", load)
     windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
-    train_set, val_set = process.rank_zero_first("data", windows)
+    train_set, val_set = process.local_rank_zero_first("data", windows)
     if initial:
         checkpoint.check_tokenizer(initial, tokenizer)
         initialize = partial(checkpoint.load_weights, initial["directory"])
@@ -273,10 +274,7 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
 
 
 def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, nn.Module]:
-    """Split the model as the flags, or its size, ask for; return what a training step calls.
-
-    The mesh: tp is --tp; shard is 1 in ddp and zero1, --shard or the ranks of a node in hsdp, all
-    ranks with different sequences in fsdp; replicate is the rest."""
+    """Split the model as the flags, or its size, ask for; return what a training step calls."""
     share = args.batch // (process.size // args.tp)  # sequences of a step on this rank
     args.microbatch = args.microbatch or share
     microbatches = share // args.microbatch
@@ -324,6 +322,9 @@ def train(
         done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
         print_rank_zero(f"resumed from {newest}")
         warn_about_changed_flags(flags, vars(args))
+    if done >= args.steps:
+        print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
+        return True
     print_rank_zero(describe_run(args, model, world, len(job.train_set)))
 
     def evaluate_and_show(step: int) -> dict[str, float]:
@@ -337,8 +338,10 @@ def train(
         return {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
 
     stop = []  # signals received; the step that is running then is the last
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stop.append(number))
+    handlers = {
+        number: signal.signal(number, lambda number, frame: stop.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
     profiler = start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
@@ -377,9 +380,8 @@ def train(
 
     if profiler:
         profiler.stop()
-    if done >= args.steps:
-        print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
-        return True
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     print_rank_zero(f"checkpoint: {saved}")
     if totals.stop:
         print_rank_zero(

@@ -2,12 +2,13 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from model import Llama, LlamaConfig
-from parallel import STRATEGIES, ParallelConfig
+from parallel import STRATEGIES, ParallelConfig, Strategy
 from perf.cost import predict_memory
 from plumbing.processes import Process, UserError
 
@@ -22,6 +23,7 @@ def check_parallel(
     `requested.dp` may be "auto"; `shard` is the value of --shard, if given."""
     dp, tp, reshard = requested.dp, requested.tp, requested.reshard
     strategy = STRATEGIES.get(dp)  # None for auto
+    fsdp_flags = _dp_flags(lambda strategy: strategy.uses_fsdp)
     if (shareable := math.gcd(config.n_kv_heads, config.ffn_dim)) % tp:
         raise UserError(
             f"--tp {tp} cannot shard {config.n_kv_heads} key/value heads and a feed-forward width "
@@ -33,15 +35,13 @@ def check_parallel(
     if strategy and tp > 1 and not strategy.with_tp:
         raise UserError(f"--dp {dp} does not combine with --tp: use --dp fsdp --reshard none")
     if requested.offload and not (strategy and strategy.uses_fsdp):
-        raise UserError(f"--offload is for {_dp_flags(uses_fsdp=True)}")
+        raise UserError(f"--offload is for {fsdp_flags}")
     if requested.offload and reshard == "adapters":
         raise UserError("--offload and --reshard adapters exclude each other: give one of them")
     if reshard in ("none", "adapters", "all") and strategy and not requested.uses_fsdp:
-        raise UserError(
-            f"--reshard {reshard} is for {_dp_flags(uses_fsdp=True)}: {dp} shards no weights"
-        )
+        raise UserError(f"--reshard {reshard} is for {fsdp_flags}: {dp} shards no weights")
     if shard and not (strategy and strategy.copy_per == "node"):
-        raise UserError(f"--shard {shard} is for {_dp_flags(copy_per='node')}")
+        raise UserError(f"--shard {shard} is for {_dp_flags(lambda s: s.copy_per == 'node')}")
     if shard and data_ranks % shard:
         raise UserError(
             f"--shard {shard} must divide the {data_ranks} ranks with different sequences "
@@ -49,14 +49,9 @@ def check_parallel(
         )
 
 
-def _dp_flags(**fields) -> str:
-    """Name the strategies whose fields have these values, as `--dp X or --dp Y`."""
-    chosen = (
-        name
-        for name, strategy in STRATEGIES.items()
-        if all(getattr(strategy, field) == value for field, value in fields.items())
-    )
-    return " or ".join(f"--dp {name}" for name in chosen)
+def _dp_flags(wanted: Callable[[Strategy], bool]) -> str:
+    """Name the strategies that are wanted, as `--dp X or --dp Y`."""
+    return " or ".join(f"--dp {name}" for name, strategy in STRATEGIES.items() if wanted(strategy))
 
 
 def choose_parallel(
@@ -75,32 +70,31 @@ def choose_parallel(
     --dp auto takes the first strategy whose step fits in memory: DDP where a whole copy fits on a
     device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks otherwise.
     Gradients of several microbatches accumulate unsharded if there is room."""
-    data_ranks = process.size // requested.tp
-    in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
     fused = requested.compile or process.device.type == "cuda"
 
     def configured(dp: str, reshard: str) -> ParallelConfig:
-        size = STRATEGIES[dp].shard_size(data_ranks, shard or in_node)
-        sizes = dict(replicate=data_ranks // size, shard=size)
-        return replace(requested, dp=dp, reshard=reshard, **sizes)
+        parallel = replace(requested, dp=dp, reshard=reshard)
+        return with_mesh_sizes(parallel, process.size, process.per_node, shard)
 
     def fits(parallel: ParallelConfig) -> bool:
         return predict_memory(model, parallel, tokens, microbatches, fused)["peak"] < room
 
-    auto_reshard = requested.reshard == "auto"
-    preferred, smallest = ("weights", "all") if auto_reshard else (requested.reshard,) * 2
+    preferred = smallest = requested.reshard
+    if requested.reshard == "auto":
+        preferred, smallest = "weights", "all"
     candidates = [requested.dp]
     if requested.dp == "auto":
+        data_ranks = process.size // requested.tp
+        in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
         candidates = [
             name
             for name, strategy in STRATEGIES.items()
             if strategy.automatic and (strategy.copy_per != "node" or 1 < in_node < data_ranks)
         ]
-    least = {dp: smallest if STRATEGIES[dp].uses_fsdp else "weights" for dp in candidates}
-    fitting = (dp for dp in candidates if fits(configured(dp, least[dp])))
+    fitting = (dp for dp in candidates if fits(configured(dp, smallest)))
     dp = next(fitting, candidates[-1])
     parallel = configured(dp, preferred)
-    if auto_reshard and microbatches > 1 and parallel.uses_fsdp and not fits(parallel):
+    if microbatches > 1 and parallel.uses_fsdp and not fits(parallel):
         parallel = configured(dp, smallest)
 
     copy = predict_memory(model, configured("ddp", "weights"), tokens, microbatches, fused)
@@ -113,14 +107,24 @@ def choose_parallel(
     return parallel, reason
 
 
+def with_mesh_sizes(
+    parallel: ParallelConfig, size: int, per_node: int, shard: int | None = None
+) -> ParallelConfig:
+    """Return a configuration with the sizes of replicate and shard that its strategy and its tp
+    give on `size` processes. `shard`: the value of --shard, if given."""
+    data_ranks = size // parallel.tp
+    in_node = shard or data_ranks_in_node(data_ranks, parallel.tp, per_node)
+    shard = STRATEGIES[parallel.dp].shard_size(data_ranks, in_node)
+    return replace(parallel, replicate=data_ranks // shard, shard=shard)
+
+
 def data_ranks_in_node(data_ranks: int, tp: int, per_node: int) -> int:
-    """Return how many of the ranks with different sequences lie within a node, such that all nodes
-    have as many."""
+    """Return how many of the ranks with different sequences share a node; in every node as many."""
     return math.gcd(data_ranks, max(1, per_node // tp))
 
 
 def usable_memory(device: torch.device, processes: int) -> int:
-    """Return the bytes that a process may fill: of its GPU, or of its part of the CPU's memory."""
+    """Return the bytes that a process may fill: of its GPU, or of its share of CPU memory."""
     if device.type == "cuda":
         return int(USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

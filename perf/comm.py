@@ -17,10 +17,9 @@ import json
 import math
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import datetime
 from functools import partial
 
 import torch
@@ -31,7 +30,14 @@ from data import Batch
 from model import PRESETS, Llama
 from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
 from perf.choose import USABLE_FRACTION, usable_memory
-from perf.measure import build_on_meta, time_interleaved
+from perf.measure import (
+    build_on_meta,
+    describe_machine,
+    markdown_table,
+    problem_with_files,
+    random_batch,
+    time_interleaved,
+)
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
 from train import accumulate, make_optimizer
@@ -51,8 +57,9 @@ def measure_comm(args: argparse.Namespace) -> str:
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
     world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
-    if args.out and not world.broadcast_from_rank_zero(args.out.parent.is_dir):
-        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+    find_problem = partial(problem_with_files, {"--out": args.out})
+    if problem := world.broadcast_from_rank_zero(find_problem):
+        raise UserError(problem)
     groups = {}
     for name, group in process_groups(world).items():
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
@@ -62,14 +69,8 @@ def measure_comm(args: argparse.Namespace) -> str:
     pairs = pairs_to_measure(world.size, world.per_node)
     print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
     pair_speeds = time_pairs(pairs, args.repeats, world)
-    on_gpu = world.device.type == "cuda"
-    report = {
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
-        "backend": "nccl" if on_gpu else "gloo",
-        "ranks": world.size,
-        "per_node": world.per_node,
-        "torch": str(torch.__version__),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    report = describe_machine(world) | {
+        "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
         "groups": groups,
         "pairs": pair_speeds,
@@ -105,17 +106,13 @@ def time_collectives(
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
         for name, seconds in time_interleaved(contestants, repeats).items():
-            times.setdefault(name, []).append((nbytes, median_of_slowest(seconds, world)))
+            median = statistics.median(slowest(seconds, world))
+            times.setdefault(name, []).append((nbytes, median))
     return times
 
 
-def median_of_slowest(seconds: list[float], world: World) -> float:
-    """Return the median over rounds of the time of the slowest rank. `seconds` are this rank's."""
-    return statistics.median(slowest(seconds, world))
-
-
 def slowest(seconds: list[float], world: World) -> list[float]:
-    """Return the longest time of any rank, for each of this rank's `seconds`."""
+    """Return, for each of this rank's `seconds`, the longest time of any rank."""
     return world.all_gather_scalars(seconds).amax(0).tolist()
 
 
@@ -132,16 +129,14 @@ def collectives(
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    ring = (
-        (dist.isend, full, next_rank, group),
-        (dist.irecv, received, previous_rank, group),
-    )
+    send = dist.isend, full, next_rank, group
+    receive = dist.irecv, received, previous_rank, group
     return {
         "all-reduce": lambda: dist.all_reduce(full, group=group),
         "all-gather": lambda: all_gather(full, shard, group=group),
         "reduce-scatter": lambda: reduce_scatter(shard, full, group=group),
         "broadcast": lambda: dist.broadcast(full, ranks[0], group),
-        "send/recv": lambda: send_and_receive(*ring),
+        "send/recv": lambda: send_and_receive(send, receive),
     }
 
 
@@ -159,43 +154,38 @@ def time_computation(args: argparse.Namespace, world: World) -> dict:
 
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
-    Times are the medians of the slowest rank's, since a training step waits for that rank."""
+    Times are medians of the slowest rank's, since a training step waits for that rank."""
     print_rank_zero(
         f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr
     )
     config = PRESETS[args.model]
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    tokens = torch.randint(config.vocab_size, (args.microbatch, args.seq_len)).to(world.device)
-    batch = Batch(tokens, tokens, None, text_bytes=1)
+    batch = random_batch(config, args.microbatch, args.seq_len).to(world.device)
     contestants = {}
-    for dp in ("ddp", "fsdp"):
+    for dp in ("fsdp", "ddp"):
         # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
         alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
         model = build_on_meta(config)
         parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
-        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
-        contestants[f"{dp} microbatch"] = partial(
-            forward_and_backward, model, optimizer, batch, alone
-        )
-        contestants[f"{dp} update"] = partial(clip_and_update, optimizer)
+        contestants[dp] = partial(forward_and_backward, model, batch, alone)
+    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)  # of the last model, ddp's
+    contestants["update"] = partial(clip_and_update, optimizer)
     seconds = time_interleaved(contestants, args.repeats)
-    medians = {name: median_of_slowest(times, world) for name, times in seconds.items()}
+    medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}
     return {
         "model": args.model,
         "config": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": args.microbatch * args.seq_len,
         "seq_len": args.seq_len,
-        "forward_backward": medians["ddp microbatch"],
-        "forward_backward_in_fsdp": medians["fsdp microbatch"],
-        "update": medians["ddp update"],
+        "forward_backward": medians["ddp"],
+        "forward_backward_in_fsdp": medians["fsdp"],
+        "update": medians["update"],
     }
 
 
-def forward_and_backward(
-    model: Llama, optimizer: torch.optim.Optimizer, batch: Batch, world: World
-) -> None:
-    optimizer.zero_grad()
+def forward_and_backward(model: Llama, batch: Batch, world: World) -> None:
+    model.zero_grad()
     accumulate(model, batch, len(batch.tokens), world)
 
 
@@ -207,7 +197,7 @@ def clip_and_update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
-    """Return all pairs of ranks; where that is too many, neighbours within nodes and pairs with the
+    """Return all pairs of ranks; where they are too many, neighbouring ranks, and ranks with the
     same place in neighbouring nodes."""
     if size <= MAX_RANKS_FOR_ALL_PAIRS:
         return list(itertools.combinations(range(size), 2))
@@ -219,8 +209,8 @@ def time_pairs(
 ) -> list[tuple[int, int, float]]:
     """Return (i, j, bytes per second) of each pair, measured by a message from i to j and back.
 
-    One pair runs at a time, while the other ranks wait. The speed is that of the fastest round: a
-    slow link is slow in every round, a processor that was busy is not."""
+    One pair runs at a time, while the other ranks wait. The fastest round counts: a slow link is
+    slow in every round, a processor that was busy is not."""
     # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
     elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
     message = torch.zeros(elements, device=world.device)
@@ -261,15 +251,13 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
 def slow_pairs(
     pairs: list[tuple[int, int, float]], per_node: int
 ) -> list[tuple[int, int, float, float]]:
-    """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first.
-
-    Pairs within nodes and pairs across nodes have medians of their own."""
-    kinds = {"within a node": [], "across nodes": []}
+    """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first. Pairs
+    within nodes and pairs across nodes have medians of their own."""
+    slow, kinds = [], defaultdict(list)
     for i, j, speed in pairs:
         same_node = i // per_node == j // per_node
-        kinds["within a node" if same_node else "across nodes"].append((i, j, speed))
-    slow = []
-    for kind in filter(None, kinds.values()):
+        kinds[same_node].append((i, j, speed))
+    for kind in kinds.values():
         median = statistics.median(speed for *_, speed in kind)
         slow += [(i, j, speed, median) for i, j, speed in kind if speed < median / 2]
     return sorted(slow, key=lambda pair: pair[2] / pair[3])
@@ -284,8 +272,7 @@ def common_rank(pairs: list[tuple]) -> int | None:
 
 
 def slowest_group(groups: dict[str, dict]) -> tuple[str, str, float] | None:
-    """Return (slowest kind of group, fastest kind, ratio of their speeds); None for a single kind.
-
+    """Return (slowest kind of group, fastest kind, ratio of their speeds), None for a single kind.
     The speed is the bus bandwidth of an all-reduce of the largest message."""
     if len(groups) == 1:
         return None
@@ -304,7 +291,8 @@ def text_report(report: dict) -> str:
     lines = [
         f"{report['ranks']} ranks, {report['per_node']} per node, {report['backend']} on "
         f"{report['device']}. MB/s are bus bandwidth: payload per second, times 2(n-1)/n for an "
-        "all-reduce of n ranks, (n-1)/n for all-gather and reduce-scatter, 1 for the others."
+        "all-reduce of n ranks, (n-1)/n for all-gather and reduce-scatter, 1 for the others. The "
+        "time of the smallest message is the latency."
     ]
     for name, group in report["groups"].items():
         lines += ["", f"{name}: {number_of_groups(report['ranks'], group['ranks'])}", ""]
@@ -323,18 +311,16 @@ def number_of_groups(size: int, n: int) -> str:
 
 
 def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list[str]:
-    """Return the lines of a Markdown table with one row per size, and below it the latency: the
-    time of the smallest size."""
-    lines = [f"| bytes | {' | '.join(times)} |", "|--:|" + "--:|" * len(times)]
-    for row in zip(*times.values()):
+    """Return the lines of a table with one row per size, one column per collective."""
+    rows = []
+    for by_collective in zip(*times.values()):
+        nbytes, _ = by_collective[0]
         cells = [
             f"{1e3 * seconds:,.3f} ms, {bus_bandwidth(name, n, nbytes, seconds) / 1e6:,.1f} MB/s"
-            for name, (nbytes, seconds) in zip(times, row)
+            for name, (_, seconds) in zip(times, by_collective)
         ]
-        nbytes, _ = row[0]
-        lines.append(f"| {nbytes:,} | {' | '.join(cells)} |")
-    latencies = (f"{name} {1e3 * by_size[0][1]:,.3f} ms" for name, by_size in times.items())
-    return [*lines, "", f"latency: {', '.join(latencies)}"]
+        rows.append([f"{nbytes:,}", *cells])
+    return markdown_table(["bytes", *times], rows)
 
 
 def pairs_text(pairs: list[tuple[int, int, float]], per_node: int) -> list[str]:

@@ -1,17 +1,17 @@
 """`bench.py compare`: the same training step, distributed in different ways.
 
 Contestants are the strategies of parallel.py and some variants of them. All start from the same
-weights and train on the same batch. So their losses must agree, and they differ in cost: time,
-memory and communication. They run in turns and stay in memory together.
+weights and train on the same batch: so their losses must agree, and they differ in time, memory and
+communication. They run in turns and stay in memory together.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 
 import torch
@@ -22,15 +22,19 @@ from data import Batch
 from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
-from perf.choose import check_parallel, data_ranks_in_node, usable_memory
+from perf.choose import check_parallel, usable_memory, with_mesh_sizes
 from perf.cost import Traffic, describe_traffic, predict_memory
 from perf.measure import (
     Counted,
     Live,
+    Seconds,
     build_on_meta,
+    describe_machine,
     make_step,
     megabytes,
+    problem_with_files,
     quartiles,
+    random_batch,
     ratios_to_first,
     time_interleaved,
     timing_table,
@@ -44,57 +48,42 @@ LOSS_TOLERANCE = 1e-4  # relative; sums in a different order differ by less
 # ------------------------------------------------------------------------------- contestants
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A way to distribute the step. `base` is the world of all processes, in any mesh."""
-
-    parallel: Callable[[World], ParallelConfig]  # (base) -> configuration
-    by_default: Callable[[argparse.Namespace, World], bool]  # (args, base) -> run it unasked?
-
-
-def configure(strategy: str, base: World, **changes) -> ParallelConfig:
-    """Return the configuration of a strategy over all processes, with `changes` to its fields."""
-    in_node = data_ranks_in_node(base.size, 1, base.per_node)
-    shard = STRATEGIES[strategy].shard_size(base.size, in_node)
-    return ParallelConfig(dp=strategy, replicate=base.size // shard, shard=shard, **changes)
-
-
-def is_distinct(strategy: str, args: argparse.Namespace, base: World) -> bool:
-    """Return whether a strategy differs from the others on these processes.
-
-    One with a copy per node, such as HSDP, is like DDP where a node has one rank, and like FSDP
-    where there is one node."""
-    copy_per_node = STRATEGIES[strategy].copy_per == "node"
-    return base.size > 1 and (not copy_per_node or 1 < base.per_node < base.size)
-
-
-def several_ranks(args: argparse.Namespace, base: World) -> bool:
-    return base.size > 1
-
-
-CONTESTANTS = {
-    # Rank 0 alone, with the whole batch.
-    "one": Contestant(lambda base: ParallelConfig(), lambda args, base: base.size == 1),
-    **{
-        name: Contestant(partial(configure, name), partial(is_distinct, name))
-        for name in STRATEGIES
-    },
-    "fsdp-none": Contestant(partial(configure, "fsdp", reshard="none"), several_ranks),
-    "fsdp-adapters": Contestant(
-        partial(configure, "fsdp", reshard="adapters"),
-        lambda args, base: base.size > 1 and args.lora,
-    ),
-    # HSDP in a wrong mesh: it all-gathers weights across nodes and all-reduces within them.
-    "wrong": Contestant(partial(configure, "hsdp"), lambda args, base: False),
-    "tp": Contestant(lambda base: ParallelConfig(tp=base.size), several_ranks),
-    "selective": Contestant(
-        partial(configure, "ddp", checkpointing="selective"), lambda args, base: True
-    ),
-    "full": Contestant(partial(configure, "ddp", checkpointing="full"), lambda args, base: True),
-    "compiled": Contestant(
-        partial(configure, "ddp", compile=True), lambda args, base: base.device.type == "cuda"
-    ),
+CONTESTANTS = {  # without the mesh sizes, which depend on the processes
+    "one": ParallelConfig(),  # rank 0 alone, with the whole batch
+    **{name: ParallelConfig(dp=name) for name in STRATEGIES},
+    "fsdp-none": ParallelConfig(dp="fsdp", reshard="none"),
+    "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
+    "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
+    "tp": ParallelConfig(),  # over all processes
+    "selective": ParallelConfig(checkpointing="selective"),
+    "full": ParallelConfig(checkpointing="full"),
+    "compiled": ParallelConfig(compile=True),
 }
+
+
+def configure(name: str, base: World) -> ParallelConfig:
+    """Return a contestant's configuration. `base` is the world of all processes, in any mesh."""
+    if name == "one":
+        return CONTESTANTS[name]
+    if name == "tp":
+        return replace(CONTESTANTS[name], tp=base.size)
+    return with_mesh_sizes(CONTESTANTS[name], base.size, base.per_node)
+
+
+def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
+    """Return whether a contestant differs from the others on these processes."""
+    if name == "one":
+        return base.size == 1
+    if name in ("selective", "full"):
+        return True
+    if name == "compiled":
+        return base.device.type == "cuda"
+    if name == "wrong" or (name == "fsdp-adapters" and not args.lora):
+        return False
+    if STRATEGIES[CONTESTANTS[name].dp].copy_per == "node":
+        # With one rank a node it is DDP, with one node FSDP.
+        return 1 < base.per_node < base.size
+    return base.size > 1
 
 
 def contestant_name(text: str) -> str:
@@ -107,7 +96,7 @@ def contestant_name(text: str) -> str:
 
 def world_of(name: str, base: World) -> World:
     """Return the processes in the mesh of a contestant."""
-    parallel, dim_names = CONTESTANTS[name].parallel(base), base.mesh.mesh_dim_names
+    parallel, dim_names = configure(name, base), base.mesh.mesh_dim_names
     if name == "one":
         ranks = torch.zeros(1, 1, 1, dtype=torch.int)
         mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
@@ -124,7 +113,7 @@ def world_of(name: str, base: World) -> World:
 
 def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: World) -> list[str]:
     """Return the contestants that the user named; without names, the default ones that are possible
-    and fit in memory together. Raises UserError for an impossible one that was named."""
+    and fit in memory together. Raises UserError where a named one is not possible."""
     if args.seq_len > config.max_seq_len:
         raise UserError(
             f"--seq-len {args.seq_len} is too long: --model {args.model} takes at most "
@@ -136,11 +125,11 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
         return args.contestants
     needs, left_out = {}, {}
     model = build_on_meta(config, LoRA() if args.lora else None)
-    for name, contestant in CONTESTANTS.items():
-        if contestant.by_default(args, base):
+    for name in CONTESTANTS:
+        if runs_by_default(name, args, base):
             try:
                 check_contestant(name, args, config, base)
-                needs[name] = memory_needed(model, contestant.parallel(base), args)
+                needs[name] = memory_needed(model, configure(name, base), args)
             except UserError as error:
                 left_out[name] = str(error)
     chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
@@ -154,7 +143,7 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
 
 def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, base: World) -> None:
     """Raise UserError where a contestant cannot run on these processes, model or batch."""
-    parallel = CONTESTANTS[name].parallel(base)
+    parallel = configure(name, base)
     data_ranks = parallel.replicate * parallel.shard
     if parallel.reshard == "adapters" and not args.lora:
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
@@ -174,13 +163,15 @@ def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, b
 def memory_needed(
     model: Llama, parallel: ParallelConfig, args: argparse.Namespace
 ) -> tuple[int, int]:
-    """Return the bytes that a contestant keeps on a rank between its steps, and the bytes that it
-    takes on top of them while it runs."""
+    """Return the bytes that a contestant keeps on a rank between its steps, and those that it takes
+    on top of them while it runs."""
     local_batch = args.batch // (parallel.replicate * parallel.shard)
     tokens = args.microbatch * args.seq_len
     fused = parallel.compile or torch.cuda.is_available()
     held = predict_memory(model, parallel, tokens, local_batch // args.microbatch, fused)
     keeps = held["parameters"] + held["optimizer"]
+    if parallel.replicate > 1 and parallel.strategy.grads_in_buckets:
+        keeps += held["gradients"]  # DDP's buckets stay
     return keeps, held["peak"] - keeps
 
 
@@ -221,13 +212,17 @@ def measure_compare(args: argparse.Namespace) -> str:
     base, config = with_mesh(init_distributed()), PRESETS[args.model]
     if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
         raise UserError(problem)
+    names = choose_contestants(args, config, base)
+    batch, lora = random_batch(config, args.batch, args.seq_len), LoRA() if args.lora else None
     steps, costs = {}, {}
-    for name in choose_contestants(args, config, base):
+    for name in names:
         world = world_of(name, base)
         if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
             steps[name], costs[name] = lambda: None, Cost()
         else:
-            steps[name] = make_contestant_step(args, config, world)
+            local = batch.microbatches(args.batch // world.data_size)[world.data_rank]
+            local_batch = Batch(*local, text_bytes=1).to(base.device)
+            steps[name] = make_step(config, local_batch, args.microbatch, world, lora)
             costs[name] = count_costs(steps[name], world)
     seconds = time_interleaved(steps, args.repeats)
     costs = with_highest_peaks(costs, base)
@@ -243,30 +238,11 @@ def measure_compare(args: argparse.Namespace) -> str:
 
 def output_problem(args: argparse.Namespace) -> str | None:
     """Return why --json or --plot could not be written at the end, None if they can."""
-    for flag, file in {"--json": args.json, "--plot": args.plot}.items():
-        if file and not file.parent.is_dir():
-            return f"{flag} {file}: there is no directory {file.parent}; make it first"
-        if file and file.is_dir():
-            return f"{flag} {file} is a directory: give a file in it"
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         return f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf"
-    try:
-        if args.plot:
-            import matplotlib  # noqa: F401
-    except ImportError:
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
-    return None
-
-
-def make_contestant_step(
-    args: argparse.Namespace, config: LlamaConfig, world: World
-) -> Callable[[], Totals]:
-    """Return a step on this rank's rows of a batch that is the same for all contestants."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (args.batch, args.seq_len + 1), generator=generator)
-    local = tokens.chunk(world.data_size)[world.data_rank].to(world.device)
-    batch = Batch(local[:, :-1], local[:, 1:].contiguous(), None, text_bytes=1)
-    return make_step(config, batch, args.microbatch, world, LoRA() if args.lora else None)
+    return problem_with_files({"--json": args.json, "--plot": args.plot})
 
 
 def count_costs(step: Callable[[], Totals], world: World) -> Cost:
@@ -283,8 +259,7 @@ def count_costs(step: Callable[[], Totals], world: World) -> Cost:
 
 
 def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
-    """Return the costs with the peak memory of the rank that has the highest: slices of parameters
-    that cannot be sharded evenly differ in size."""
+    """Return the costs with the highest peak of all ranks: uneven shards differ in size."""
     peaks = base.all_gather_scalars([cost.peak or 0 for cost in costs.values()]).amax(0).tolist()
     return {
         name: cost if cost.peak is None else replace(cost, peak=round(peak))
@@ -295,9 +270,7 @@ def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
 # --------------------------------------------------------------------------------- reporting
 
 
-def text_report(
-    args: argparse.Namespace, seconds: dict[str, list[float]], costs: dict[str, Cost]
-) -> str:
+def text_report(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]) -> str:
     """Return a table, whether the losses agree, and each contestant's traffic."""
     columns = {
         "peak memory": [megabytes(cost.peak) for cost in costs.values()],
@@ -307,11 +280,10 @@ def text_report(
     traffic = []
     for name, cost in costs.items():
         if name != "one":
-            known = cost.sent is not None
-            text = (describe_traffic(cost.sent) or "nothing") if known else "not counted"
-            traffic.append(f"payload of {name}: {text}")
+            counted = "not counted" if cost.sent is None else describe_traffic(cost.sent)
+            traffic.append(f"payload of {name}: {counted or 'nothing'}")
     table = timing_table(seconds, args.batch * args.seq_len, columns)
-    return "\n".join([table, "", compare_losses(costs), *traffic])
+    return "\n".join([*table, "", compare_losses(costs), *traffic])
 
 
 def payload_text(cost: Cost) -> str:
@@ -332,13 +304,9 @@ def compare_losses(costs: dict[str, Cost]) -> str:
 
 
 def json_report(
-    args: argparse.Namespace,
-    base: World,
-    seconds: dict[str, list[float]],
-    costs: dict[str, Cost],
+    args: argparse.Namespace, base: World, seconds: Seconds, costs: dict[str, Cost]
 ) -> dict:
     """Return all that was measured, for --json."""
-    on_gpu = base.device.type == "cuda"
     results = {}
     for name, cost in costs.items():
         sends = cost.sent and {" ".join(key): list(value) for key, value in cost.sent.items()}
@@ -350,24 +318,13 @@ def json_report(
             "sends": sends,
             "loss": cost.loss,
         }
-    return {
-        "model": args.model,
-        "batch": args.batch,
-        "microbatch": args.microbatch,
-        "seq_len": args.seq_len,
-        "ranks": base.size,
-        "per_node": base.per_node,
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "lora": args.lora,
-        "strategies": results,
+    flags = {
+        name: getattr(args, name) for name in ("model", "batch", "microbatch", "seq_len", "lora")
     }
+    return flags | describe_machine(base) | {"strategies": results}
 
 
-def save_plot(
-    args: argparse.Namespace, seconds: dict[str, list[float]], costs: dict[str, Cost]
-) -> None:
+def save_plot(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]) -> None:
     """Draw tokens/s of each contestant as a bar with quartiles, labelled with its payload."""
     from matplotlib.figure import Figure
 

@@ -24,17 +24,17 @@ from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 def flops_per_token(model: Llama, seq_len: int) -> int:
     """Return the floating-point operations to train on one token.
 
-    Each weight of a matrix multiplies and adds once a token in forward, once in backward for the
-    gradient of the input and, if trainable, once for its own gradient. Attention multiplies and
-    adds D numbers twice, for scores and weighted sums, with each of seq_len tokens: causal
-    attention is counted as if it saw the whole row, and recomputation is not counted, as usual
-    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), so that published figures compare."""
+    Per element of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
+    trainable, 2 for its own gradient. Attention takes 4 D per layer and token attended to, for
+    scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
+    seq_len tokens, and recomputation is not counted, so that published figures compare."""
     config, weights = model.config, 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             for matrix in layer.parameters():
                 weights += (6 if matrix.requires_grad else 4) * matrix.numel()
-    return weights + 3 * 2 * 2 * config.n_layers * config.dim * seq_len
+    return weights + 3 * 4 * config.n_layers * config.dim * seq_len
 
 
 # Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first name that matches counts.
@@ -65,6 +65,7 @@ PEAK_FLOPS = {
 def peak_flops(device_name: str) -> float | None:
     """Return the peak of a device by its name, None if it is not known: MFU is never guessed."""
     for name, peak in PEAK_FLOPS.items():
+        # "RTX 4090 Laptop" and "RTX 4090 D" are slower than what the table means.
         if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
             return peak
     return None
@@ -78,48 +79,58 @@ def predict_memory(
 ) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
-    `model` is the whole model, before it is split; each microbatch has `tokens` tokens a rank.
-    `parameters`, `gradients` and `optimizer` are exact. `gathered` are unsharded weights, and
+    `model` is the whole model, before it is parallelized; each microbatch has `tokens` tokens a
+    rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are unsharded weights, and
     gradients that are not sharded yet; `activations` what forward saves and what is being computed,
-    logits included. They do not all peak together: the peak is that of the fullest of four moments,
+    logits included. They do not all peak together: `peak` is the largest of four moments of a step,
     within a few percent. LoRA's dropout is not counted, and adapters in bfloat16 take less than
     predicted. With --offload, parameters and optimizer are in CPU memory, but count here. `fused`:
     norms run as one kernel, on a GPU or compiled."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
-    state, whole = _state(model, parallel), _unsharded(model, parallel, microbatches)
-    weights, sums = whole["weights"], whole["sums"]
-    output = math.ceil(config.vocab_size / parallel.tp) * config.dim  # elements
-    output *= model.output.weight.requires_grad
-    embedding = 0 if config.tie_embeddings else output
+    L, D, F, tp = config.n_layers, config.dim, config.ffn_dim, parallel.tp
+    state = _state(model, parallel)
+    weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
+        model, parallel, microbatches
+    )
 
-    # What forward has saved when the loss begins, and the most that one block's backward adds.
-    saved, block_work = (n * tokens * w for n in saved_elements(config, parallel, fused))
-    stream = config.dim * tokens * w
-    loss = config.n_layers * saved + (norm_saves(parallel, fused) + 2) * stream
-    loss += loss_bytes(config, parallel, tokens, fused, output > 0)
-    block_work += (stream + 2 * config.ffn_dim * tokens * w) / parallel.tp
-    first = config.n_layers * saved + block_work
+    # Activations. Backward of a block holds what it recomputes, and the gradients of the residual
+    # stream, of gate and of up. The last norm's inputs and output are saved; its output has a
+    # gradient.
+    output = math.ceil(config.vocab_size / tp) * D if model.output.weight.requires_grad else 0
+    stream = tokens * D * w
+    saved, recomputed = (n * tokens * w for n in saved_elements(config, parallel, fused))
+    block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
+    last_block_backward = L * saved + block_backward
+    last_norm = (norm_saves(parallel, fused) + 2) * stream
+    loss = L * saved + last_norm + loss_bytes(config, parallel, tokens, fused, output > 0)
 
-    # Gradients that backward has computed before it reaches the last block, and before it ends.
-    gradients, root, block = state["gradients"], whole["root gradients"], whole["block gradients"]
+    # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
+    # through the block, and those of output, last norm and embedding together at the very end.
+    gradients = state["gradients"]
+    embedding = 0 if config.tie_embeddings else output  # elements; tied, `output` is both
     shards = _shards(parallel, "gradients")
-    below = (_units(model, parallel.tp, shards)["0"][1] + embedding) * g // shards
-    above = max(0, root - embedding * w)
-    moments = {
-        "in the loss": sums + weights + loss,
-        "in the last block's backward": max(sums, output * w) + weights + first,
-        "in the first block's backward": (
-            max(sums, gradients - below + above) + weights + block + saved + block_work
-        ),
-        "in the embedding's backward": (
-            max(sums, gradients) + whole["root weights"] + root * (1 + g // w)
-        ),
-    }
-    resting = state["parameters"] + state["optimizer"]
+    block_0 = _units(model, tp, shards)["0"][1]
+    all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
+    norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
+
+    # The memory beside parameters and optimizer, at four moments. With several microbatches or in
+    # DDP's buckets, `sums` has room for all gradients; else count those computed so far.
+    # 1. The loss: sums, weights to compute with, what all blocks have saved, logits.
+    in_loss = sums + weights + loss
+    # 2. The last block's backward: the same without logits, with the output matrix's gradient.
+    in_last_block = max(sums, output * w) + weights + last_block_backward
+    # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
+    #    yet; activations of this block alone.
+    in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
+    in_block_0 += saved + block_backward
+    # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
+    #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
+    in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
-        "activations": int(max(loss, first)),
-        "peak": int(resting + max(moments.values())),
+        "activations": int(max(loss, last_block_backward)),
+        "peak": int(state["parameters"] + state["optimizer"] + peak),
     }
 
 
@@ -131,13 +142,13 @@ def _shards(parallel: ParallelConfig, kind: str) -> int:
 
 def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
-    g, w, tp = parallel.grad_bytes, parallel.weight_bytes, parallel.tp
+    g, w = parallel.grad_bytes, parallel.weight_bytes
 
     def elements(kind: str, trainable: bool) -> int:
         shards = _shards(parallel, kind)
         if not trainable and parallel.reshard == "adapters":  # the frozen base is unsharded
             shards = 1
-        units = _units(model, tp, shards).values()
+        units = _units(model, parallel.tp, shards).values()
         return sum(t if trainable else n - t for n, t in units) // shards
 
     tensors = sum(
@@ -152,44 +163,41 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def _unsharded(model: Llama, parallel: ParallelConfig, microbatches: int) -> dict[str, int]:
-    """Return the bytes that a rank holds unsharded for a while: copies of weights to compute with;
-    `sums` of gradients over microbatches; gradients of root and block before they are sharded."""
+def _unsharded(model: Llama, parallel: ParallelConfig, microbatches: int) -> tuple[int, ...]:
+    """Return the bytes that a rank holds unsharded for a while: weights to compute with, and those
+    of the root among them (see _parts); sums of gradients over microbatches; gradients of the root,
+    and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
     units = _units(model, parallel.tp, shards)
     trainable = {name: n for name, (_, n) in units.items()}
     gradients = sum(trainable.values()) * g
     if not parallel.uses_fsdp:
-        buckets = _shards(parallel, "gradients") == 1 and parallel.replicate > 1  # DDP's
-        sent = parallel.replicate > 1 and not buckets  # ZeRO-1's gradients leave one by one
-        return {
-            "weights": sum(trainable.values()) * w if w < g else 0,  # autocast's copies
-            "sums": gradients if microbatches > 1 or buckets else 0,
-            "root weights": 0,
-            "root gradients": trainable["root"] * g * sent,
-            "block gradients": trainable["0"] * g * sent,
-        }
-    held = trainable if parallel.reshard == "adapters" else {u: n for u, (n, _) in units.items()}
-    weights = held["root"] + 2 * held["0"]  # the block that computes, and the next one
+        replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
+        copies = sum(trainable.values()) * w if w < g else 0  # that autocast makes
+        sums = gradients if microbatches > 1 or (replicated and in_buckets) else 0
+        sharded = replicated and not in_buckets  # ZeRO-1
+        return copies, 0, sums, trainable["root"] * g * sharded, trainable["0"] * g * sharded
+    gathered = trainable
+    if parallel.reshard != "adapters":
+        gathered = {name: n for name, (n, _) in units.items()}
+    weights = gathered["root"] + 2 * gathered["0"]  # of the block that computes, and of the next
     if parallel.reshard == "none" or parallel.shard == 1:
-        weights = sum(held.values())
-    sums = gradients if parallel.reshard != "all" else gradients // parallel.shard
-    return {
-        "weights": weights * w,
-        "sums": sums if microbatches > 1 else 0,
-        "root weights": held["root"] * w,
-        "root gradients": trainable["root"] * w,
-        "block gradients": trainable["0"] * w,
-    }
+        weights = sum(gathered.values())
+    sums = gradients // parallel.shard if parallel.reshard == "all" else gradients
+    return (
+        weights * w,
+        gathered["root"] * w,
+        sums if microbatches > 1 else 0,
+        trainable["root"] * w,
+        trainable["0"] * w,
+    )
 
 
 def norm_saves(parallel: ParallelConfig, fused: bool) -> int:
-    """Return what a norm saves beside its output, in units of D elements: its input and, unless it
-    is one kernel, the normalized input; both in float32."""
-    if fused:
-        return 1
-    return 2 * max(1, 4 // parallel.weight_bytes)
+    """Return what a norm saves beside its output, in units of D elements: its input or, unless it
+    is one kernel, its input and the normalized input in float32 (float64 in a float64 model)."""
+    return 1 if fused else 2 * max(1, 4 // parallel.weight_bytes)
 
 
 def saved_elements(
@@ -198,25 +206,25 @@ def saved_elements(
     """Return the elements a token that a block saves for backward, and that backward recomputes.
 
     Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
-    its inputs (norm_saves) and its output (under tensor parallelism after the all-gather); KV E
-    wide: k and v; F wide: gate, up and their product; and a logsumexp for each head. Selective
-    checkpointing saves the input, attention's output and half of the products; full the input."""
+    what norm_saves says and its output (under tensor parallelism after the all-gather); KV E wide:
+    k and v; F wide: gate, up and their product; and a logsumexp for each head."""
     D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
+    # Autocast keeps the residual stream in float32, and casts norm outputs for five products.
     autocast = parallel.weight_bytes < 4 and not parallel.uses_fsdp
-    x = 2 if autocast else 1  # autocast keeps the residual stream in float32...
-    norm_outputs = (5 if autocast and not fused else 2) * D  # ...and casts it for five products
+    stream = 2 * D if autocast else D
+    norm_outputs = (5 if autocast and not fused else 2) * D
     norm_inputs = 2 * norm_saves(parallel, fused) * D
-    q_and_attention, k_and_v = 2 * D, 2 * kv_dim
-    sharded = norm_inputs + q_and_attention + k_and_v + 3 * F + lse
-    all_saved = norm_outputs + sharded / parallel.tp
-    reduced = 2 * D * (parallel.tp > 1)  # outputs of the two reduce-scatters
+    everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     saved = {
-        "none": all_saved,
-        "selective": D + ((1 + x) * D + kv_dim + F + lse + reduced) / parallel.tp,
-        "full": x * D / parallel.tp,
+        "none": everything,
+        # The output of wo, a partial sum for all tokens; then the block's input, attention's
+        # output, and the outputs of wk and w3.
+        "selective": D + (stream + D + kv_dim + F + lse + reduced) / parallel.tp,
+        "full": stream / parallel.tp,  # the block's input
     }[parallel.checkpointing]
-    return saved, all_saved - saved
+    return saved, everything - saved
 
 
 def loss_bytes(
@@ -225,16 +233,19 @@ def loss_bytes(
     """Return the most that the loss holds: logits of a chunk and their softmax, while those of the
     chunk before still exist; and the gradient of the output matrix, if that is trainable."""
     vocab, w = math.ceil(config.vocab_size / parallel.tp), parallel.weight_bytes
-    softmax = max(4, w)  # bytes of an element
-    cast = w if w < 4 else 0  # the softmax's gradient, cast for the product
-    copy = softmax if w < 4 and not fused else 0  # logits, cast for the softmax
-    most = w + softmax + max(copy, cast)
+    # Bytes per logit, beside the w of the logit itself.
+    softmax = max(4, w)
+    softmax_input = softmax if w < 4 and not fused else 0  # the logits, cast
+    gradient = w if w < 4 else 0  # cast for the product
     if tokens > LOSS_CHUNK:
-        most = w + softmax + cast + copy + softmax
+        per_logit = w + softmax_input + softmax + softmax + gradient  # the last two: chunk before
+    else:
+        per_logit = w + softmax + max(softmax_input, gradient)
     n, matrix = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim
     if not trainable:
-        return n * most
-    return matrix * softmax + max(n * most, n * (w + softmax + cast) + matrix * w)
+        return n * per_logit
+    in_product = n * (w + softmax + gradient) + matrix * w  # a chunk's gradient of the matrix
+    return matrix * softmax + max(n * per_logit, in_product)
 
 
 # ------------------------------------------------------------------------------- communication
@@ -247,8 +258,8 @@ def predict_traffic(
 ) -> Traffic:
     """Return the collectives of one training step with their calls and payload bytes.
 
-    `model` is the whole model, before it is split; each microbatch has `batch` sequences a rank.
-    The formulas of parallel.py's docstrings, with padding; bench.py counts what really happens."""
+    `model` is the whole model, before it is parallelized; a microbatch has `batch` sequences on a
+    rank. The formulas are those of parallel.py's docstrings, with padding."""
     calls, payload = Counter(), Counter()
     collectives = [*TRAFFIC[parallel.strategy.apply](model, parallel, microbatches)]
     if parallel.tp > 1:
@@ -264,8 +275,15 @@ def predict_traffic(
 
 
 def _ddp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
-    for bucket in _buckets(model, parallel.grad_bytes):
-        yield "replicate", "all-reduce", 1, bucket
+    """Buckets are filled in the order in which gradients become ready."""
+    bucket, full = 0, 1 << 20  # bytes
+    for parameter in reversed(list(model.parameters())):
+        if bucket >= full:
+            yield "replicate", "all-reduce", 1, bucket
+            bucket, full = 0, 25 << 20
+        if parameter.requires_grad:
+            bucket += parameter.numel() * parallel.grad_bytes
+    yield "replicate", "all-reduce", 1, bucket
 
 
 def _zero1(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
@@ -335,7 +353,7 @@ def _tp_dim(name: str) -> int | None:
 
 
 def _parts(model: Llama) -> dict[str, nn.Module]:
-    """Return the root, which FSDP all-gathers once, and block 0, for all blocks are alike."""
+    """Return what FSDP all-gathers at once: the root, and a block (block 0, as all are alike)."""
     names = ("tok_embeddings", "norm", "output")
     root = nn.ModuleDict({name: getattr(model, name) for name in names})
     return {"root": root, "block": model.layers["0"]}
@@ -366,15 +384,14 @@ def _round_up(n: int, multiple: int) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def _buckets(model: Llama, grad_bytes: int) -> list[int]:
-    """Return the bytes of DDP's buckets, filled in the order in which gradients become ready."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    buckets = []
-    for parameter in reversed(parameters):
-        if not buckets or buckets[-1] >= (1 << 20 if len(buckets) == 1 else 25 << 20):
-            buckets.append(0)
-        buckets[-1] += parameter.numel() * grad_bytes
-    return buckets
+def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
+    """Return the bytes that a rank sends if every collective runs in a ring of its n ranks: of its
+    payload (n-1)/n, and twice that for an all-reduce."""
+    sent = 0.0
+    for (dim, collective), (_, payload) in traffic.items():
+        n = getattr(parallel, dim)
+        sent += (n - 1) / n * payload * (2 if collective == "all-reduce" else 1)
+    return round(sent)
 
 
 def describe_traffic(traffic: Traffic) -> str:

@@ -4,7 +4,7 @@ limit    a training step beside transformers' step and the bare matrix products 
 lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
 loss     peak memory of the chunked cross-entropy beside PyTorch's
 
-Letters: N tokens of a batch; in, out widths of a weight; r rank of an adapter; V vocabulary.
+Letters: N tokens of a batch; in, out widths of a weight; r rank of an adapter.
 """
 
 import argparse
@@ -20,7 +20,14 @@ from data import Batch
 from lora import LoRA
 from model import PRESETS, LlamaConfig, cross_entropy_sum
 from parallel import World, with_mesh
-from perf.measure import build_on_meta, make_step, time_interleaved, timing_table
+from perf.measure import (
+    build_on_meta,
+    make_step,
+    markdown_table,
+    random_batch,
+    time_interleaved,
+    timing_table,
+)
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import peak_memory
 from train import make_optimizer
@@ -31,99 +38,94 @@ from train import make_optimizer
 def measure_limit(args: argparse.Namespace) -> str:
     """Return a table of the times of a full training step."""
     world, config = with_mesh(init_distributed()), PRESETS[args.model]
-    batch = random_batch(args, world)
+    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {
-        "bare matrix products and attention": bare_products(
-            config, args.batch, args.seq_len, world.device
-        ),
+        "bare matrix products and attention": bare_products(config, batch),
         "transformers": transformers_step(config, batch, world),
         "flatllama": flatllama_step(config, batch, world),
     }
     if args.compile:
-        contestants["flatllama, compiled blocks"] = flatllama_step(
-            config, batch, world, compile=True
-        )
-    return timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
+        compiled = flatllama_step(config, batch, world, compile=True)
+        contestants["flatllama, compiled blocks"] = compiled
+    seconds = time_interleaved(contestants, args.repeats)
+    return "\n".join(timing_table(seconds, args.batch * args.seq_len))
 
 
 def measure_lora(args: argparse.Namespace) -> str:
     """Return a table of the times of a LoRA step, and one of its peak memory."""
-    memory = ["", "| adapters by | peak memory |", "|---|--:|"]
     makers = {"peft on transformers": transformers_step, "flatllama": flatllama_step}
+    peaks = []
     for name, make in makers.items():
         peak = in_new_process(lora_peak, make, args, torch.get_num_threads())
-        memory.append(f"| {name} | {peak / 1e9:.2f} GB |")
+        peaks.append([name, f"{peak / 1e9:.2f} GB"])
     world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
-    batch = random_batch(args, world)
+    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {
-        "bare products of LoRA and attention": bare_products(
-            config, args.batch, args.seq_len, world.device, lora.rank
-        ),
+        "bare products of LoRA and attention": bare_products(config, batch, lora.rank),
         "peft on transformers": transformers_step(config, batch, world, lora),
         "flatllama LoRA": flatllama_step(config, batch, world, lora),
         "flatllama, all weights": flatllama_step(config, batch, world),
     }
     if args.compile:
-        contestants["flatllama LoRA, compiled blocks"] = flatllama_step(
-            config, batch, world, lora, compile=True
-        )
+        compiled = flatllama_step(config, batch, world, lora, compile=True)
+        contestants["flatllama LoRA, compiled blocks"] = compiled
     times = timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
-    return "\n".join([times, *memory])
+    memory = markdown_table(["adapters by", "peak memory"], peaks)
+    return "\n".join([*times, "", *memory])
 
 
 def measure_loss(args: argparse.Namespace) -> str:
     """Return a table of the peak memory of the loss and its backward."""
-    lines = ["| loss and its backward | peak memory |", "|---|--:|"]
+    rows = []
     for name in ("plain", "chunked"):
         peak = in_new_process(loss_peak, name, args.tokens, args.dim, args.vocab_size)
-        lines.append(f"| {name} | {peak / 1e9:.2f} GB |")
-    return "\n".join(lines)
+        rows.append([name, f"{peak / 1e9:.2f} GB"])
+    return "\n".join(markdown_table(["loss and its backward", "peak memory"], rows))
 
 
 # ------------------------------------------------------------------------------- contestants
 
 
-def bare_products(
-    config: LlamaConfig, batch: int, seq_len: int, device: torch.device, rank: int = 0
-) -> Callable[[], None]:
+def bare_products(config: LlamaConfig, batch: Batch, rank: int = 0) -> Callable[[], None]:
     """Return a function that runs only the matrix products and the attention of a training step.
 
     The time that a training step takes beyond this is overhead. Each weight [out, in] is in three
     products: output = x Wᵀ, gradient of x = gradient of output W, and gradient of W. With LoRA
     (`rank` above 0) W is frozen and has no gradient; instead, its factors A [r, in] and B [out, r]
     are in three products each. As in training, the output matrix has no adapter."""
+    device, (B, T) = batch.tokens.device, batch.tokens.shape
     linears = [m for m in build_on_meta(config).modules() if isinstance(m, nn.Linear)]
     weights = [torch.randn(linear.weight.shape, device=device) for linear in linears]
     widths = {width for weight in weights for width in weight.shape} | {rank}
     # Random operands by width: activations or gradients [N, width], factors [r, width].
-    rows = {width: torch.randn(batch * seq_len, width, device=device) for width in widths}
+    rows = {width: torch.randn(B * T, width, device=device) for width in widths}
     factors = {width: torch.randn(rank, width, device=device) for width in widths}
-    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     q, k, v, attention_grad = (
-        torch.randn(batch, seq_len, n, config.head_dim, device=device).transpose(1, 2)
-        for n in heads
+        torch.randn(B, T, n, config.head_dim, device=device).transpose(1, 2).requires_grad_()
+        for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     )
-    q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
 
     def step() -> None:
         for i, weight in enumerate(weights):
             x, grad = rows[weight.shape[1]], rows[weight.shape[0]]  # [N, in], [N, out]
-            torch.mm(x, weight.T)
             # With LoRA the input of the first wq, wk and wv needs no gradient: what computed it,
             # the embedding, is frozen.
-            if not (rank and i < 3):
+            x_needs_grad = not rank or i >= 3
+            torch.mm(x, weight.T)
+            if x_needs_grad:
                 torch.mm(grad, weight)
             if not rank:
                 torch.mm(grad.T, x)
             elif i < len(weights) - 1:  # the last weight is the output matrix
-                A, B = factors[weight.shape[1]], factors[weight.shape[0]]  # B is stored as Bᵀ
+                A, B_transposed = factors[weight.shape[1]], factors[weight.shape[0]]
                 low_rank = rows[rank]  # x Aᵀ or its gradient [N, r]
                 # Forward, gradients of the inputs, gradients of the factors; each product in the
                 # order of operands that is fastest.
                 torch.mm(x, A.T)
-                torch.mm(low_rank, B)
-                torch.mm(grad, B.T)
-                torch.mm(low_rank, A)
+                torch.mm(low_rank, B_transposed)
+                torch.mm(grad, B_transposed.T)
+                if x_needs_grad:
+                    torch.mm(low_rank, A)
                 torch.mm(low_rank.T, x)
                 torch.mm(low_rank.T, grad)
         for _ in range(config.n_layers):
@@ -191,18 +193,11 @@ def transformers_step(
     return step
 
 
-def random_batch(args: argparse.Namespace, world: World) -> Batch:
-    """Return a batch of random tokens: the time of a step does not depend on their values."""
-    vocab_size = PRESETS[args.model].vocab_size
-    tokens = torch.randint(vocab_size, (args.batch, args.seq_len + 1), device=world.device)
-    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
-
-
 # ------------------------------------------------------------------------------- peak memory
 
 
 def in_new_process(function: Callable[..., int], *args) -> int:
-    """Return function(*args), run in a process of its own: a process's peak memory never falls."""
+    """Return function(*args), run in a new process: the peak memory of a process never falls."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)
 
@@ -213,9 +208,9 @@ def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
     world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
-    batch = random_batch(args, world)
-    tiny = argparse.Namespace(model="tiny", batch=1, seq_len=8)
-    make(PRESETS["tiny"], random_batch(tiny, world), world, lora)()
+    tiny = PRESETS["tiny"]
+    make(tiny, random_batch(tiny, 1, 8).to(world.device), world, lora)()
+    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     before = peak_memory(world.device)
     step = make(config, batch, world, lora)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Instruments that the rest of perf/ measures with.
+"""Measuring instruments, and what the commands of bench.py share.
 
     time_interleaved    seconds of several contestants, run in turns
     Counted             collectives of a rank and their payload
@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,6 @@ from parallel import (
     ParallelConfig,
     World,
     assign_shard,
-    ddp,
     optimizer_parameters,
     parallelize,
     to_local,
@@ -44,12 +45,12 @@ from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 # ---------------------------------------------------------------------------------------- timing
 
 
-def time_interleaved(
-    contestants: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, list[float]]:
-    """Return the seconds that each contestant took in each of `repeats` rounds.
+Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
-    A round calls every contestant once. A warm-up round comes first and is not returned."""
+
+def time_interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> Seconds:
+    """Call every contestant once in each of `repeats` rounds, after a warm-up round that does not
+    count."""
     seconds = {name: [] for name in contestants}
     for round_number in range(repeats + 1):
         for name, step in contestants.items():
@@ -65,26 +66,28 @@ def time_interleaved(
 
 
 def timing_table(
-    seconds: dict[str, list[float]], tokens: int, columns: dict[str, list[str]] | None = None
-) -> str:
-    """Return a Markdown table with one row per contestant: its median time, tokens per second, and
-    its ratio to the first contestant.
-
-    `tokens` is the number of tokens of a step; `columns` maps the heading of an additional column
-    to its cells, one per contestant."""
-    columns = columns or {}
-    headings = ["step", "seconds", "tokens/s", "ratio to the first (quartiles)", *columns]
-    lines = [f"| {' | '.join(headings)} |", f"|---|{'--:|' * (len(headings) - 1)}"]
+    seconds: Seconds, tokens: int, columns: dict[str, list[str]] | None = None
+) -> list[str]:
+    """Return the lines of a table with one row per contestant: its median time, tokens per second,
+    and its ratio to the first contestant. A step has `tokens` tokens; `columns` maps the heading of
+    an additional column to its cells, one per contestant."""
+    columns, rows = columns or {}, []
     for (name, times), *cells in zip(seconds.items(), *columns.values()):
         median = statistics.median(times)
         lower, middle, upper = quartiles(ratios_to_first(seconds, name))
         ratio = f"{middle:.3f} ({lower:.3f}-{upper:.3f})"
-        cells = [name, f"{median:.3f}", f"{tokens / median:,.0f}", ratio, *cells]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, f"{median:.3f}", f"{tokens / median:,.0f}", ratio, *cells])
+    headings = ["step", "seconds", "tokens/s", "ratio to the first (quartiles)", *columns]
+    return markdown_table(headings, rows)
 
 
-def ratios_to_first(seconds: dict[str, list[float]], name: str) -> list[float]:
+def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
+    """Return the lines of a table in Markdown, aligned right but for the first column."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
+    return [lines[0], f"|---|{'--:|' * (len(headings) - 1)}", *lines[1:]]
+
+
+def ratios_to_first(seconds: Seconds, name: str) -> list[float]:
     """Return, for each round, the time of contestant `name` divided by the first contestant's."""
     first = next(iter(seconds.values()))
     return [own_time / first_time for own_time, first_time in zip(seconds[name], first)]
@@ -115,12 +118,12 @@ COLLECTIVES = {
 
 
 class Counted(TorchDispatchMode):
-    """Counts this rank's collectives, and its forward runs of attention, while it is entered.
+    """A context that counts this rank's collectives, and its forward runs of attention.
 
     `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
     A group of all ranks that is no dimension of the mesh is called "world". Collectives in a group
-    of one rank are not counted. Avoid when blocks are compiled: torch.compile and dispatch modes do
-    not combine.
+    of one rank are not counted. Avoid when blocks are compiled: under a dispatch mode they would
+    run uncompiled.
     """
 
     def __init__(self, world: World):
@@ -138,18 +141,16 @@ class Counted(TorchDispatchMode):
         if op.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
             ranks = tuple(dist.get_process_group_ranks(_group_of(op, args)))
             if len(ranks) > 1:
-                self._count(self.group_names[ranks], COLLECTIVES[name], (*args, result))
+                # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
+                payload = max(
+                    sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
+                    for operand in (*args, result)
+                )
+                key = self.group_names[ranks], COLLECTIVES[name]
+                calls, nbytes = self.sent.get(key, (0, 0))
+                self.sent[key] = calls + 1, nbytes + payload
         self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
         return result
-
-    def _count(self, dim: str, collective: str, operands: tuple) -> None:
-        """Count one call. Its payload is the larger side: what an all-gather puts out, what a
-        reduce-scatter takes in."""
-        payload = max(
-            sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand)) for operand in operands
-        )
-        calls, nbytes = self.sent.get((dim, collective), (0, 0))
-        self.sent[dim, collective] = calls + 1, nbytes + payload
 
 
 def _group_of(op, args: tuple) -> dist.ProcessGroup:
@@ -164,7 +165,7 @@ def _group_of(op, args: tuple) -> dist.ProcessGroup:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors on this rank: `now`, and their `peak` while it is entered.
+    """A context that counts the bytes of tensors on this rank: `now`, and at their `peak`.
 
     It counts the tensors `held` from the start, and every tensor that an operator touches, until
     the tensor's storage is freed. It does not see what a kernel allocates for itself. Avoid when
@@ -206,9 +207,8 @@ class Live(TorchDispatchMode):
 
 
 def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors of the training state: parameters, gradients, optimizer state.
-
-    The gradients are those that the optimizer sees, which ZeRO-1 shards."""
+    """Return the parameters, the gradients (as the optimizer sees them: ZeRO-1's are sharded), and
+    the optimizer state."""
     updated = optimizer_parameters(model).values()
     return {
         "parameters": list(model.parameters()),
@@ -218,7 +218,7 @@ def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, l
 
 
 def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes that this rank holds of each kind of state_tensors."""
+    """Return the bytes of each kind of state_tensors on this rank."""
     kinds = state_tensors(model, optimizer)
     return {kind: sum(to_local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
 
@@ -229,14 +229,13 @@ def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int
 def emulate(
     model: Llama, parallel: ParallelConfig, local_batch: int, microbatch: int, seq_len: int
 ) -> tuple[Traffic, dict[str, int]]:
-    """Run training steps of rank 0 of a cluster, in this process alone, and count the last one.
+    """Run three training steps of rank 0 of a cluster, in this process alone, and count the last.
 
-    Returns the traffic, in predict_traffic's format, and the bytes of each kind of state and at the
+    Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
     `peak`, in predict_memory's. `model` is on meta; the rank has `local_batch` sequences per step.
 
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
-    Only DDP's tensors are real, since its C++ code reads them.
     """
     size = parallel.replicate * parallel.shard * parallel.tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -251,7 +250,7 @@ def emulate(
             model.to_empty(device=cpu)
             model.tie_weights()  # to_empty makes two parameters of a shared one
 
-    if parallel.strategy.apply is ddp and size > 1:
+    if needs_real_tensors(parallel):
         runner = parallelize(model, world, Llama.init_weights)
         runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
         mode = contextlib.nullcontext()
@@ -273,6 +272,11 @@ def emulate(
     return counted.sent, held | {"peak": live.peak}
 
 
+def needs_real_tensors(parallel: ParallelConfig) -> bool:
+    """Return whether an emulation cannot use fake tensors: DDP's C++ code reads the contents."""
+    return parallel.replicate > 1 and parallel.strategy.grads_in_buckets
+
+
 def all_reduce_at_once(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
@@ -283,7 +287,7 @@ def all_reduce_at_once(
     return done
 
 
-# ------------------------------------------------------------------------------ building steps
+# ------------------------------------------------------------------------------- shared pieces
 
 
 def build_on_meta(config: LlamaConfig, lora: LoRA | None = None) -> Llama:
@@ -293,6 +297,13 @@ def build_on_meta(config: LlamaConfig, lora: LoRA | None = None) -> Llama:
         if lora:
             add_adapters(model, lora)
     return model
+
+
+def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
+    """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
 
 
 def make_step(
@@ -309,3 +320,25 @@ def make_step(
     runner = parallelize(model, world, initialize)
     optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
     return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)
+
+
+def describe_machine(world: World) -> dict:
+    """Return the part of a JSON report that says where and when something was measured."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "ranks": world.size,
+        "per_node": world.per_node,
+        "torch": str(torch.__version__),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def problem_with_files(files: dict[str, Path | None]) -> str | None:
+    """Return why results could not be written to `files` (flag -> its value), None if they can."""
+    for flag, file in files.items():
+        if file and not file.parent.is_dir():
+            return f"{flag} {file}: there is no directory {file.parent}; make it first"
+        if file and file.is_dir():
+            return f"{flag} {file} is a directory: give a file in it"
+    return None

@@ -20,10 +20,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import PRESETS, Llama, LlamaConfig
-from parallel import STRATEGIES, ParallelConfig, Strategy
+from parallel import STRATEGIES, ParallelConfig
 from perf.choose import USABLE_FRACTION
 from perf.cost import flops_per_token, predict_memory, predict_traffic
-from perf.measure import emulate
+from perf.measure import (
+    build_on_meta,
+    emulate,
+    markdown_table,
+    needs_real_tensors,
+    problem_with_files,
+)
 from perf.roofline import (
     GPUS,
     Machine,
@@ -59,52 +65,54 @@ def plan_cluster(args: argparse.Namespace) -> str:
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    config = PRESETS[args.model]
-    check_flags(args, config)
-    with torch.device("meta"):
-        model = Llama(config)
-    plans = list(every_plan(model, args, machine))
+    args.batch = args.batch or 2 * args.gpus
+    check_flags(args)
+    args.per_node = min(args.gpus, args.per_node)
+    model = build_on_meta(PRESETS[args.model])
+    plans = sorted(every_plan(model, args, machine), key=order)
     if not plans:
-        raise UserError(explain_no_plan(args, config))
-    ranked = best_of_each_mesh(plans)
-    best, shown = ranked[0], ranked[: args.top]
-    if not best.fits:
-        raise UserError(explain_nothing_fits(args, model, best, machine))
+        raise UserError(explain_no_plan(args, model.config))
+    if not plans[0].fits:
+        raise UserError(explain_nothing_fits(args, model, plans[0], machine))
     if args.json:
         rows = [json_row(plan, args) for plan in sorted(plans, key=lambda plan: plan.seconds)]
         write_atomically(args.json, json.dumps(rows, indent=1) + "\n")
-    return "\n".join(
-        [
-            headline(args, machine, len(plans)),
-            "",
-            *table(shown, model, args, machine),
-            "",
-            f"{len(shown)} of {len(ranked)} meshes; --top shows more, --json FILE has all plans.",
-            describe_best(best, args),
-            "",
-            *commands(best, args),
-            *(["", *emulation_table(best, model, args)] if args.check else []),
-        ]
-    )
+    # Of strategies with the same mesh, as DDP and ZeRO-1, only the best of all stays.
+    best_of_mesh = {}
+    for plan in plans:
+        best_of_mesh.setdefault(plan.mesh, plan)
+    best, shown = plans[0], list(best_of_mesh.values())[: args.top]
+    lines = [
+        headline(args, machine, len(plans)),
+        "",
+        *table(shown, model, args, machine),
+        "",
+        f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
+        describe_best(best, args),
+        "",
+        *commands(best, args),
+    ]
+    if args.check:
+        lines += ["", *emulation_table(best, model, args)]
+    return "\n".join(lines)
 
 
-def check_flags(args: argparse.Namespace, config: LlamaConfig) -> None:
-    """Set the defaults of --batch and --per-node. Raise UserError where flags contradict."""
-    args.batch = args.batch or 2 * args.gpus
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError where flags contradict each other, or --json cannot be written."""
     if args.gpus > args.per_node and args.gpus % args.per_node:
         nodes = math.ceil(args.gpus / args.per_node)
         raise UserError(
             f"--gpus {args.gpus} is no multiple of --per-node {args.per_node}: give --gpus "
             f"{nodes * args.per_node} for {nodes} full nodes"
         )
-    args.per_node = min(args.gpus, args.per_node)
-    if args.seq_len > config.max_seq_len:
+    max_seq_len = PRESETS[args.model].max_seq_len
+    if args.seq_len > max_seq_len:
         raise UserError(
-            f"--seq-len {args.seq_len} is longer than the {config.max_seq_len} tokens of "
-            f"{args.model}: give at most {config.max_seq_len}"
+            f"--seq-len {args.seq_len} is longer than the {max_seq_len} tokens of {args.model}: "
+            f"give at most {max_seq_len}"
         )
-    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise UserError(f"--json {args.json}: give a file in a directory that exists")
+    if problem := problem_with_files({"--json": args.json}):
+        raise UserError(problem)
 
 
 # -------------------------------------------------------------------------------------- every plan
@@ -124,6 +132,15 @@ class Plan:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def mesh(self) -> str:
+        return " x ".join(str(getattr(self.parallel, dim)) for dim in MESH_DIMS)
+
+
+def order(plan: Plan) -> tuple:
+    """Sort key: plans that fit first, from the fastest; then the others, from the smallest."""
+    return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
 
 
 def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[Plan]:
@@ -159,25 +176,18 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
 def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]:
     """Yield (strategy, shard size) for `data_ranks` ranks with different sequences.
 
-    A strategy that would shard over a dimension of size 1 is left out: it would be DDP."""
+    HSDP's shard size may be any divisor of the ranks, not only the ranks of a node. A strategy that
+    would be another one on these ranks is left out."""
     for dp, strategy in STRATEGIES.items():
         if tp > 1 and not strategy.with_tp:
             continue
-        for shard in shard_sizes(strategy, data_ranks):
+        for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
             sizes = {"replicate": data_ranks // shard, "shard": shard}
-            if all(sizes[dim] > 1 for dim in strategy.sharded.values()):
+            # Sharding over one rank is DDP; a copy per node with all ranks in one node is FSDP.
+            is_ddp = any(sizes[dim] == 1 for dim in strategy.sharded.values())
+            is_fsdp = strategy.copy_per == "node" and shard == data_ranks
+            if not is_ddp and not is_fsdp:
                 yield dp, shard
-
-
-def shard_sizes(strategy: Strategy, data_ranks: int) -> list[int]:
-    """Return the shard sizes to try with a strategy.
-
-    HSDP's may be any divisor of the ranks, not only the ranks of a node. But with 1 it would be
-    DDP, and with all ranks FSDP."""
-    sizes = {strategy.shard_size(data_ranks, in_node) for in_node in divisors(data_ranks)}
-    if strategy.copy_per == "node":
-        sizes -= {1, data_ranks}
-    return sorted(sizes)
 
 
 def divisors(n: int) -> list[int]:
@@ -218,27 +228,7 @@ def predict(
     return Plan(parallel, microbatch, memory, payload, parts, fits)
 
 
-# ----------------------------------------------------------------------------------------- ranking
-
-
-def best_of_each_mesh(plans: list[Plan]) -> list[Plan]:
-    """Return the best plan of each mesh, best mesh first.
-
-    Plans that fit come first, the fastest leading; then the others, the smallest leading. Where
-    several strategies have the same mesh, as DDP and ZeRO-1 do, only the best of them stays."""
-
-    def order(plan: Plan) -> tuple:
-        return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
-
-    best = {}
-    for plan in sorted(plans, key=order):
-        best.setdefault(mesh_of(plan), plan)
-    return list(best.values())
-
-
-def mesh_of(plan: Plan) -> str:
-    return " x ".join(str(getattr(plan.parallel, dim)) for dim in MESH_DIMS)
-
+# ------------------------------------------------------------------------------ reasons in words
 
 PART_NAMES = {
     "products": "matrix products",
@@ -273,28 +263,19 @@ def memory_needed(plan: Plan, machine: Machine) -> str:
     return f"needs {plan.memory['peak'] / 1e9:,.4g} GB of {usable:,.4g}: {mostly}"
 
 
-# ------------------------------------------------------------------------------------- no solution
-
-
 def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
     """Return the error message for flags that leave no plan."""
-    data_ranks = args.gpus // (args.tp or 1)
-    if args.tp and args.batch % data_ranks:
+    tp = args.tp or math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # the largest possible
+    data_ranks, rest = divmod(args.gpus, tp)
+    if not rest and args.batch % data_ranks:
         return (
-            f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it: use "
-            f"--batch {math.ceil(args.batch / data_ranks) * data_ranks}"
+            f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it with "
+            f"--tp {tp}: use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
         )
-    if fixed := [f"--{name} {getattr(args, name)}" for name in FILTERS if getattr(args, name)]:
-        return (
-            f"no plan for --batch {args.batch} on {args.gpus} GPUs has {' '.join(fixed)}: leave "
-            f"out some of these flags"
-        )
-    max_tp = math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)
-    multiple = args.gpus // max_tp
+    fixed = " ".join(f"--{name} {getattr(args, name)}" for name in FILTERS if getattr(args, name))
     return (
-        f"--batch {args.batch} cannot be shared by {args.gpus} GPUs evenly: at most {max_tp} of "
-        f"them can share a sequence (--tp), so use a multiple of {multiple}, such as --batch "
-        f"{math.ceil(args.batch / multiple) * multiple}"
+        f"no plan for --batch {args.batch} on {args.gpus} GPUs has {fixed}: leave out some of "
+        f"these flags"
     )
 
 
@@ -303,24 +284,30 @@ def explain_nothing_fits(
 ) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
     which larger cluster, shorter sequence or larger GPU would do."""
+
+    def fits(**changes) -> bool:
+        changed = argparse.Namespace(**vars(args) | changes)
+        return any(plan.fits for plan in every_plan(model, changed, machine))
+
+    peak = smallest.memory["peak"]
+    clusters, gpus = [], []
+    if not machine.measured:
+        clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
+        gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
     remedies = []
-    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
-        larger = argparse.Namespace(**vars(args) | dict(gpus=args.gpus * factor))
-        larger.batch = max(args.batch, larger.gpus)
-        if any(plan.fits for plan in every_plan(model, larger, machine)):
-            remedies.append(f"--gpus {larger.gpus} --batch {larger.batch}")
+    for size in clusters:
+        full_nodes = size <= machine.per_node or size % machine.per_node == 0
+        batch = max(args.batch, size)
+        if full_nodes and fits(gpus=size, batch=batch):
+            remedies.append(f"--gpus {size} --batch {batch}")
             break
     seq_len = args.seq_len
     while seq_len > 512:
         seq_len //= 2
-        shorter = argparse.Namespace(**vars(args) | dict(seq_len=seq_len))
-        if any(plan.fits for plan in every_plan(model, shorter, machine)):
+        if fits(seq_len=seq_len):
             remedies.append(f"--seq-len {seq_len}")
             break
-    if not machine.measured:
-        peak = smallest.memory["peak"]
-        large = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
-        remedies += [f"--gpu {name}" for name in large[:1]]
+    remedies += [f"--gpu {name}" for name in gpus[:1]]
     return (
         f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
         f"{memory_needed(smallest, machine)}; what would fit: "
@@ -351,42 +338,39 @@ def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
 def table(
     ranked: list[Plan], model: Llama, args: argparse.Namespace, machine: Machine
 ) -> list[str]:
-    """Return the lines of a Markdown table: memory of rank 0, and its payload in a step."""
-    lines = [
-        "| replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
+    """Return the lines of a table: memory of rank 0, and its payload in a step."""
+    headings = (
+        "replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
         "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
-        "| payload over replicate GB | shard GB | tp GB | step s | MFU | |",
-        "|---|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
+        "| payload over replicate GB | shard GB | tp GB | step s | MFU | reason"
+    ).split(" | ")
+    rows = []
+    flops = flops_per_token(model, args.seq_len)
     for plan in ranked:
         parallel = plan.parallel
         gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
         state = gigabytes["parameters"] + gigabytes["gradients"] + gigabytes["optimizer"]
-        cells = [
-            mesh_of(plan),
-            parallel.dp,
-            parallel.checkpointing,
-            plan.microbatch,
-            parallel.reshard if parallel.shard > 1 else "-",
-            f"{state:,.1f}",
-            f"{gigabytes['gathered']:,.1f}",
-            f"{gigabytes['activations']:,.1f}",
-            f"{gigabytes['peak']:,.1f}",
-            *(f"{plan.payload.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
-            f"{plan.seconds:,.3g}",
-            mfu(plan, model, args, machine),
-            reason(plan, ranked[0], machine),
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
-
-
-def mfu(plan: Plan, model: Llama, args: argparse.Namespace, machine: Machine) -> str:
-    """Return the model FLOPs utilization; the peak of a measured machine is not known."""
-    if machine.measured:
-        return "unknown"
-    flops = flops_per_token(model, args.seq_len) * tokens_per_second_per_gpu(plan, args)
-    return f"{flops / machine.peak:.1%}"
+        mfu = "unknown"  # as is the peak of a measured machine
+        if not machine.measured:
+            mfu = f"{flops * tokens_per_second_per_gpu(plan, args) / machine.peak:.1%}"
+        rows.append(
+            [
+                plan.mesh,
+                parallel.dp,
+                parallel.checkpointing,
+                plan.microbatch,
+                parallel.reshard if parallel.shard > 1 else "-",
+                f"{state:,.1f}",
+                f"{gigabytes['gathered']:,.1f}",
+                f"{gigabytes['activations']:,.1f}",
+                f"{gigabytes['peak']:,.1f}",
+                *(f"{plan.payload.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
+                f"{plan.seconds:,.3g}",
+                mfu,
+                reason(plan, ranked[0], machine),
+            ]
+        )
+    return markdown_table(headings, rows)
 
 
 def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
@@ -409,7 +393,7 @@ def json_row(plan: Plan, args: argparse.Namespace) -> dict:
 
 def short_name(plan: Plan) -> str:
     return (
-        f"{mesh_of(plan)} with --dp {plan.parallel.dp}, checkpointing "
+        f"{plan.mesh} with --dp {plan.parallel.dp}, checkpointing "
         f"{plan.parallel.checkpointing}, microbatches of {plan.microbatch}"
     )
 
@@ -465,7 +449,7 @@ def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[
     microbatches = sequences // plan.microbatch
     traffic = predict_traffic(model, parallel, microbatches, plan.microbatch, args.seq_len)
     memory = predict_memory(model, parallel, plan.microbatch * args.seq_len, microbatches)
-    if not parallel.uses_fsdp and memory["peak"] > 4e9:
+    if needs_real_tensors(parallel) and memory["peak"] > 4e9:
         return [
             f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "
             f"and these would take {memory['peak'] / 1e9:,.3g} GB (at most 4 are allowed)"
@@ -473,16 +457,13 @@ def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[
     counted_traffic, counted_memory = emulate(
         model, parallel, sequences, plan.microbatch, args.seq_len
     )
-    lines = ["| emulated, in one process | predicted | counted |", "|---|--:|--:|"]
+    rows = []
     for dim, collective in sorted(traffic | counted_traffic):
-        cells = [
-            f"{nbytes:,} bytes in {calls:,} calls"
-            for calls, nbytes in (
-                traffic.get((dim, collective), (0, 0)),
-                counted_traffic.get((dim, collective), (0, 0)),
-            )
-        ]
-        lines.append(f"| {collective} over {dim} | {' | '.join(cells)} |")
+        cells = []
+        for source in (traffic, counted_traffic):
+            calls, nbytes = source.get((dim, collective), (0, 0))
+            cells.append(f"{nbytes:,} bytes in {calls:,} calls")
+        rows.append([f"{collective} over {dim}", *cells])
     for kind, nbytes in counted_memory.items():
-        lines.append(f"| {kind} | {memory[kind]:,} bytes | {nbytes:,} bytes |")
-    return lines
+        rows.append([kind, f"{memory[kind]:,} bytes", f"{nbytes:,} bytes"])
+    return markdown_table(["emulated, in one process", "predicted", "counted"], rows)

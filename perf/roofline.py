@@ -1,26 +1,25 @@
 """Estimate the time of a training step from a roofline model, for `bench.py plan`.
 
-The estimate is a sum of parts, each in seconds:
+The estimate is a sum of parts:
 
     products     matrix products: FLOPs / (peak x MATMUL_FRACTION). Attention is causal, so half of
                  its square counts, and its rate is peak x ATTENTION_FRACTION
-    recompute    matrix products that backward recomputes under activation checkpointing
+    recompute    the same for what backward recomputes under activation checkpointing
     passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss
                  and FSDP's copies read and write, recomputation included / memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth
-    tp, shard,   for each mesh dimension, the time of its collectives that is exposed, that is, not
+    tp, shard,   for each mesh dimension, the exposed time of its collectives: the time that is not
     replicate    hidden behind computation
 
-A collective takes a latency, and then its bytes over each link at the speed of the link. Of its
-time is hidden:
+A collective takes a latency, and then its bytes over each link at the speed of the link. Hidden is:
 
-    shard        up to the time of computation. While a block computes, FSDP all-gathers the weights
+    shard        as much as computation takes. While a block computes, FSDP all-gathers the weights
                  of the next block and reduce-scatters the gradients of the one before. The first
-                 and the last collective are exposed
-    replicate    up to the time of the last microbatch's backward, beside which the gradients are
-                 all-reduced or reduce-scattered; the last collective is exposed. ZeRO-1's
-                 all-gather of updated weights comes after the optimizer: it is exposed
+                 and the last all-gather are exposed, and the first and the last reduce-scatter
+    replicate    as much as the last microbatch's backward takes, beside which the gradients are
+                 all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
+                 all-gather of updated weights, which comes after the optimizer
     tp           nothing: the next operation always needs the result
 
 gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
@@ -37,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from model import Llama, LlamaConfig
@@ -79,20 +79,20 @@ class Machine:
 class GPU(NamedTuple):
     """A row of a manufacturer's data sheet."""
 
-    peak_name: str  # key of PEAK_FLOPS
+    peak_flops: float  # dense, in bfloat16
     memory: float  # GB
     bandwidth: float  # GB/s of its memory
     node_link: float  # GB/s within a node, one way
 
 
 GPUS = {
-    "h100": GPU("H100", 80, 3350, 450),
-    "h200": GPU("H200", 141, 4800, 450),
-    "b200": GPU("B200", 180, 8000, 900),
-    "a100": GPU("A100", 80, 2039, 300),
-    "l40s": GPU("L40S", 48, 864, 32),
-    "rtx4090": GPU("RTX 4090", 24, 1008, 32),
-    "mi300x": GPU("MI300X", 192, 5300, 448),
+    "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
+    "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
+    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900),
+    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300),
+    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32),
+    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32),
+    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448),
 }
 LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
@@ -103,10 +103,10 @@ def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
-        peak_name, memory, bandwidth, node_link = GPUS[gpu.lower()]
-        teraflops = PEAK_FLOPS[peak_name] / 1e12
+        row = GPUS[gpu.lower()]
     elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
-        teraflops, memory, bandwidth, node_link = map(float, gpu.split(":"))
+        teraflops, *others = map(float, gpu.split(":"))
+        row = GPU(teraflops * 1e12, *others)
     else:
         raise UserError(
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
@@ -114,12 +114,12 @@ def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
         )
     return Machine(
         gpu,
-        teraflops * 1e12,
-        memory * 1e9,
-        bandwidth * 1e9,
-        node_link * 1e9,
-        link_speed(link),
-        per_node,
+        peak=row.peak_flops,
+        memory=row.memory * 1e9,
+        bandwidth=row.bandwidth * 1e9,
+        node_link=row.node_link * 1e9,
+        link=link_speed(link),
+        per_node=per_node,
     )
 
 
@@ -145,10 +145,10 @@ def read_measurement(file: Path) -> dict:
     Raises UserError where the file is no such report."""
     try:
         report = json.loads(file.read_text())
-        problem = None if report["compute"] else "it was written without --model"
-        if not problem:
+        if report["compute"]:
             measured_machine(report)  # fails where something is missing
             return report
+        problem = "it was written without --model"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
     raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
@@ -157,9 +157,9 @@ def read_measurement(file: Path) -> dict:
 def measured_machine(report: dict) -> Machine:
     """Return the machine that `bench.py comm` measured.
 
-    The report has two times, which give two rates. The optimizer's update is memory-bound: its time
-    gives the memory bandwidth, and with that the time of `passes`. What forward and backward take
-    beyond `passes` is the time of the matrix products, and gives their rate."""
+    Two times give two rates. The optimizer's update is memory-bound: its time gives the memory
+    bandwidth, and with that the time of `passes`. What forward and backward take beyond `passes` is
+    the time of the matrix products, and gives their rate."""
     computed = report["compute"]
     config = LlamaConfig(**computed["config"])
     parallel = ParallelConfig(dtype=getattr(torch, computed["dtype"]))
@@ -179,7 +179,7 @@ def measured_machine(report: dict) -> Machine:
         measured=report["groups"],
     )
     tokens, seq_len = computed["tokens"], computed["seq_len"]
-    parts = compute_time(config, parallel, tokens, seq_len, machine, compiled=False)
+    parts = compute_time(config, parallel, tokens, seq_len, machine)
     flops, passes = parts["products"], parts["passes"]  # at 1 FLOP/s, products take FLOPs seconds
     # In a noisy measurement the passes may leave no time for products: keep the rate positive.
     products = max(computed["forward_backward"] - passes, 0.1 * passes)
@@ -190,12 +190,7 @@ def measured_machine(report: dict) -> Machine:
 
 
 def compute_time(
-    config: LlamaConfig,
-    parallel: ParallelConfig,
-    tokens: int,
-    seq_len: int,
-    machine: Machine,
-    compiled: bool,
+    config: LlamaConfig, parallel: ParallelConfig, tokens: int, seq_len: int, machine: Machine
 ) -> dict[str, float]:
     """Return seconds of forward and backward of a microbatch of `tokens` on one rank, by part,
     without communication."""
@@ -204,18 +199,20 @@ def compute_time(
     kv_dim = config.n_kv_heads * config.head_dim
     checkpointing = parallel.checkpointing
 
-    # Forward FLOPs per token. A product with a matrix takes 2 per element.
+    # Forward FLOPs per token: 2 per element of a matrix.
     block = 2 * (2 * D * (D + kv_dim) + 3 * D * F)
     attention = 2 * seq_len * D  # scores and weighted sums, over half of the square
     output = 2 * D * V
-    selective = 2 * D * (D + kv_dim + F)  # every second matrix of a block
+    selective = 2 * D * (D + kv_dim + F)  # wq, wv and w1: parallel.py's recompute saves the others
     block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
     attention_again = attention if checkpointing == "full" else 0
 
     # Bytes per token read and written. Elements: norms 4 D, residual sums 6 D, RoPE 2 (D + kv_dim),
     # SwiGLU 3 F. Backward moves twice those of forward.
-    forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if compiled else EAGER_FACTOR)
-    loss = (2 * w + 16) * V  # logits, softmax, its exponential, the gradient
+    forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if parallel.compile else EAGER_FACTOR)
+    # Softmax, exponential and cast to the gradient: each reads and writes V, in float32 but for the
+    # logits and the gradient.
+    loss = (2 * w + 16) * V
     passes = L * forward * (3 if checkpointing == "none" else 4) + loss
 
     matmul_rate = machine.peak * machine.matmul_fraction
@@ -244,7 +241,7 @@ def step_time(
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
     sequences."""
     tokens = microbatch * seq_len
-    parts = compute_time(model.config, parallel, tokens, seq_len, machine, parallel.compile)
+    parts = compute_time(model.config, parallel, tokens, seq_len, machine)
     parts = {name: seconds * microbatches for name, seconds in parts.items()}
     memory = predict_memory(model, parallel, tokens, microbatches)
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
@@ -262,14 +259,12 @@ def step_time(
         "shard": parts["products"] + parts["recompute"] + parts["passes"],
         "replicate": backward / microbatches,
     }
-    # Of each kind of collective over shard, the first and the last call have no computation beside
-    # them; of each kind over replicate, the last.
-    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}
+    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
     total, hideable = dict.fromkeys(computation, 0.0), dict.fromkeys(computation, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
         total[dim] += calls * seconds
-        if (dim, collective) != ("replicate", "all-gather"):  # that is ZeRO-1's, after the update
+        if (dim, collective) != ("replicate", "all-gather"):  # ZeRO-1's, after the update
             hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
@@ -299,7 +294,7 @@ def collective_time(
 
 
 def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[int, int]:
-    """Return the number of ranks in a group along a mesh dimension, and in its part in one node."""
+    """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
     n = getattr(parallel, dim)
     # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
     stride = {"tp": 1, "shard": parallel.tp, "replicate": parallel.tp * parallel.shard}[dim]
@@ -320,14 +315,7 @@ def find_measured_group(n: int, in_node: int, machine: Machine) -> str | None:
 def interpolate(points: list[tuple[int, float]], nbytes: float) -> float:
     """Return seconds for a payload, given measured points (bytes, seconds) in ascending order.
 
-    Between points, interpolate linearly. A payload smaller than the first takes as long as the
-    first, its latency. One larger than the last takes the bytes per second of the last."""
-    last_size, last_seconds = points[-1]
-    if nbytes >= last_size:
-        return last_seconds * nbytes / last_size
-    before, seconds_before = 0, points[0][1]
-    for size, seconds in points:
-        if nbytes <= size:
-            share = (nbytes - before) / (size - before)
-            return seconds_before + share * (seconds - seconds_before)
-        before, seconds_before = size, seconds
+    Linear between points. A payload smaller than the first point takes as long as that, its
+    latency; one larger than the last is transferred at the last point's bytes per second."""
+    sizes, seconds = zip(*points)
+    return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])

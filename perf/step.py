@@ -12,12 +12,10 @@ It trains as train.py would, but writes no files. Four variants of a step are me
                                                                  attention, graph breaks
 
 Collectives run beside computation, so time stamps around them would say little. What matters is
-how much sooner a step ends without them: that is their exposed time. The mesh dimensions are
-silenced one after the other, beginning with the one whose ranks are farthest apart. What each
-saves is its exposed time, and what is left when all are silent is computation. So the parts add up
-to the step. A negative part is noise: use more --repeats, or a quieter machine.
-
-ZeRO-1's all-gather of updated weights is part of the optimizer's time.
+how much sooner a step ends without them: their exposed time. The mesh dimensions are silenced one
+after the other, beginning with the one whose ranks are farthest apart. What each saves is its
+exposed time; what is left when all are silent is computation. So the parts add up to the step. A
+negative part is noise. ZeRO-1's all-gather of updated weights is part of the optimizer's time.
 
 The last lines say which parts take long, and which flags would shorten them (perf/verdict.py).
 """
@@ -44,19 +42,20 @@ from torch.utils.checkpoint import checkpoint
 
 from data import Batch, read_ahead
 from model import Llama
-from parallel import ParallelConfig, World, all_gather_updates
+from parallel import World, all_gather_updates
 from perf.choose import usable_memory
 from perf.cost import describe_traffic, flops_per_token, peak_flops, predict_memory
 from perf.measure import (
     Counted,
     Live,
     build_on_meta,
+    markdown_table,
     megabytes,
     quartiles,
     state_bytes,
     state_tensors,
 )
-from perf.verdict import EXPOSED, Facts, alternatives, percent, too_noisy, verdict
+from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero
 from train import (
     accumulate,
@@ -71,8 +70,8 @@ from train import (
     zero_gradients,
 )
 
-# DDP settles its buckets in two steps, AdamW allocates its moments, blocks are compiled.
-WARM_UP_STEPS = 3
+Rounds = dict[str, list[dict[str, float]]]  # variant -> in each round, part of a step -> seconds
+WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
 
 
 @dataclass(frozen=True)
@@ -96,29 +95,18 @@ class Training:
         mesh = self.world.mesh
         return [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
 
-    @property
-    def recompute_is_compiled(self) -> bool:
-        """Whether recomputation is part of a compiled backward, where it cannot be timed alone."""
-        parallel = self.world.parallel
-        return parallel.compile and parallel.checkpointing == "selective"
-
-    @property
-    def times_recompute(self) -> bool:
-        """Whether recomputation is timed as a part of its own."""
-        return self.world.parallel.checkpointing != "none" and not self.recompute_is_compiled
-
 
 def measure_step(args: argparse.Namespace) -> str:
     """Return the output of `bench.py step`: tables and the verdict."""
-    # Nothing is written, so OUT may be the directory of another run: --resume accepts it.
+    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     process = setup(args)
-    # A silenced collective leaves uninitialized memory, often denormal floats, with which a CPU
+    # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     job = prepare(args, process)
     world, runner = build(args, job, process)
-    # The first learning rate of the warmup throughout, so that the loss stays finite.
+    # The learning rate of step 1 throughout, so that the loss stays finite.
     lr = learning_rate(1, args.lr, args.warmup, args.steps)
     optimizer = make_optimizer(job.model, lr, args.weight_decay)
     read = partial(local_batch, args, world, job.train_set)
@@ -139,7 +127,7 @@ def measure_step(args: argparse.Namespace) -> str:
 class TimeStamps:
     """Time stamps at the beginning and the end of parts of a step, read when the step is over.
 
-    On a GPU a stamp is an event that the GPU records as it gets there, without waiting."""
+    On a GPU a stamp is an event that the GPU records when it gets there: nothing waits for it."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -179,8 +167,7 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
     ]
-    # Blocks that `recompute` of parallel.py has wrapped. A checkpoint within a compiled block
-    # cannot be stamped.
+    # Blocks that parallel.recompute has wrapped; within a compiled block it cannot be stamped.
     blocks = training.model.layers.values()
     originals = {b: b.forward for b in blocks if getattr(b.forward, "func", None) is checkpoint}
     for block, forward in originals.items():
@@ -204,7 +191,7 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
         stamps.begin("recompute")
         try:
             return forward(*args, **kwargs)
-        finally:  # checkpoint stops a recomputation by an exception, as soon as it has enough
+        finally:  # checkpoint ends a recomputation by an exception, as soon as it has enough
             stamps.end("recompute")
 
     return stamped_forward
@@ -217,9 +204,9 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
 def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]:
     """Make collectives over the mesh dimensions `dims` return at once, without communicating.
 
-    The process group of each dimension gets torch's fake backend for a while. Results are garbage:
-    they may be timed, and must never reach the weights. DDP's C++ code does not accept a fake
-    backend, but `no_sync` stops its collectives."""
+    The process group of each dimension gets torch's fake backend for a while. Results are garbage,
+    which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
+    stops its collectives."""
     if isinstance(runner, DistributedDataParallel):
         with runner.no_sync() if dims else contextlib.nullcontext():
             yield
@@ -274,12 +261,11 @@ def forward_and_backward(training: Training, batch: Batch, stamps: TimeStamps) -
     return loss
 
 
-def time_variants(training: Training) -> dict[str, list[dict[str, float]]]:
-    """Return variant -> for each of --repeats rounds, part of a step -> seconds.
+def time_variants(training: Training) -> Rounds:
+    """Run each variant once in each of --repeats rounds; the last silences all dimensions.
 
-    The parts are those with time stamps, `data` (waiting for a batch) and `step` (everything). Each
-    round runs all variants; the last one silences all dimensions. `plain` comes after another whole
-    step, during which its batch is read ahead, as in training."""
+    The parts are those with time stamps, `data` (waiting for a batch) and `step` (everything).
+    `plain` comes after another whole step, during which its batch is read ahead, as in training."""
     variants = {"marked": partial(marked_step, training), "plain": partial(plain_step, training)}
     for n in range(1, len(training.dims) + 1):
         dims = training.dims[:n]
@@ -288,35 +274,24 @@ def time_variants(training: Training) -> dict[str, list[dict[str, float]]]:
     for round_number in range(training.args.repeats + 1):
         print_rank_zero(f"round {round_number} of {training.args.repeats}", file=sys.stderr)
         for name, variant in variants.items():
-            seconds = time_variant(training, variant)
+            dist.barrier()  # a rank that still runs the previous variant would disturb
+            start = time.perf_counter()
+            batch = next(training.batches)
+            data = time.perf_counter() - start
+            stamps = variant(batch)
+            if training.world.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = {"data": data, "step": time.perf_counter() - start}
             if round_number > 0:  # round 0 is for warming up
-                rounds[name].append(seconds)
+                rounds[name].append(seconds | (stamps.seconds() if stamps else {}))
     return rounds
 
 
-def time_variant(
-    training: Training, variant: Callable[[Batch], TimeStamps | None]
-) -> dict[str, float]:
-    """Run a variant on the next batch. Return part of the step -> seconds."""
-    dist.barrier()  # a rank that still runs the previous variant would disturb
-    start = time.perf_counter()
-    batch = next(training.batches)
-    data = time.perf_counter() - start
-    stamps = variant(batch)
-    if training.world.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = {"data": data, "step": time.perf_counter() - start}
-    return seconds | (stamps.seconds() if stamps else {})
-
-
-def parts_of_step(
-    rounds: dict[str, list[dict[str, float]]], dims: list[str], times_recompute: bool
-) -> dict[str, float]:
+def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
     """Divide the median plain step of a rank into parts. Return part -> seconds.
 
     Forward, backward and recompute are those with all dimensions silenced. Exposed communication is
-    what silencing one more dimension saves, and `other` the rest of the plain step.
-    rounds: from time_variants. dims: mesh dimensions in the order in which they were silenced."""
+    what silencing one more of `dims` saves, and `other` the rest of the plain step."""
 
     def median(variant: str, part: str) -> float:
         return statistics.median(seconds.get(part, 0.0) for seconds in rounds[variant])
@@ -324,10 +299,10 @@ def parts_of_step(
     variants = [name for name in rounds if name != "plain"]  # each silences one more dimension
     passes = [median(name, "pass") for name in variants]
     all_silent = variants[-1]
-    forward, recompute = median(all_silent, "forward"), median(all_silent, "recompute")
-    parts = {"forward": forward, "backward": passes[-1] - forward - recompute}
-    if times_recompute:
-        parts["recompute"] = recompute
+    parts = {"forward": median(all_silent, "forward"), "backward": passes[-1]}
+    if "recompute" in rounds[all_silent][0]:
+        parts["recompute"] = median(all_silent, "recompute")
+    parts["backward"] -= parts["forward"] + parts.get("recompute", 0.0)
     for dim, (before, after) in zip(dims, itertools.pairwise(passes)):
         parts[EXPOSED + dim] = before - after
     parts["optimizer"] = median("marked", "optimizer")
@@ -336,49 +311,40 @@ def parts_of_step(
     return parts
 
 
-def time_stamp_overhead(rounds: dict[str, list[dict[str, float]]]) -> list[float]:
-    """Return quartiles, over the rounds, of how much longer the marked step took than the plain
-    one, as a fraction. On a shared machine two steps may differ by more for other reasons."""
-    overheads = []
-    for marked, plain in zip(rounds["marked"], rounds["plain"]):
-        overheads.append((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
-    return quartiles(overheads)
-
-
 # ---------------------------------------------------------------------------------------- counting
 
 
 def count_step(training: Training) -> tuple[dict[str, int | None], Counted | None]:
     """Run one step under counters. Return kind of memory -> bytes, and the counted collectives.
 
-    The bytes are those of the rank that holds most. None stands for unknown: counters do not see
-    into compiled blocks and would disturb their compilation."""
+    The bytes are those of the rank that holds most. None stands for unknown: under counters
+    compiled blocks would run uncompiled."""
     args, world, optimizer = training.args, training.world, training.optimizer
     on_gpu = world.device.type == "cuda"
-    counters, counted, live = contextlib.ExitStack(), None, None
-    if not world.parallel.compile:
-        counted = counters.enter_context(Counted(world))
-        live = counters.enter_context(Live(tree_leaves(state_tensors(training.model, optimizer))))
+    counted = live = None
+    batch = next(training.batches)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    batch = next(training.batches)
-    with counters:
+    with contextlib.ExitStack() as counters:
+        if not world.parallel.compile:
+            counted = counters.enter_context(Counted(world))
+            tensors = tree_leaves(state_tensors(training.model, optimizer))
+            live = counters.enter_context(Live(tensors))
         loss = accumulate(training.runner, batch, args.microbatch, world)
         state = state_bytes(training.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
     update(optimizer, loss, batch, args.clip, world, step=1)
     if counted:
-        # An update also all-gathers scalars, which do not count. ZeRO-1's all-gather of weights
-        # does, and may be repeated.
+        # An update all-gathers scalars, which do not count, and ZeRO-1's weights, which do. That is
+        # repeated here, as it changes nothing.
         with counted:
             all_gather_updates(optimizer)
 
-    maxima = world.all_gather_scalars([*state.values(), peak]).amax(0).tolist()
-    memory = dict(zip([*state, "peak"], map(round, maxima)))
-    peak = memory.pop("peak") or None
+    *state_maxima, peak = world.all_gather_scalars([*state.values(), peak]).amax(0).tolist()
+    memory = dict(zip(state, map(round, state_maxima)))
+    peak = round(peak) or None
     # With --offload the state is in CPU memory, and the peak is the GPU's.
-    state_is_elsewhere = world.parallel.offload and on_gpu
-    known = peak is not None and not state_is_elsewhere
+    known = peak is not None and not (world.parallel.offload and on_gpu)
     rest = peak - sum(memory.values()) if known else None
     return memory | {"activations and the rest": rest, "peak": peak}, counted
 
@@ -398,18 +364,12 @@ def profile_attention(training: Training) -> int:
     )
 
 
-def count_graphs() -> tuple[int, int]:
-    """Return the number of compiled graphs, and of graph breaks."""
-    counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
 # ------------------------------------------------------------------------------------------ report
 
 
 def report(
     training: Training,
-    rounds: dict[str, list[dict[str, float]]],
+    rounds: Rounds,
     memory: dict[str, int | None],
     counted: Counted | None,
     attentions: int,
@@ -417,18 +377,17 @@ def report(
     """Return all results in Markdown. Every rank must call it, since times are averaged."""
     args, world, parallel = training.args, training.world, training.world.parallel
     on_gpu = world.device.type == "cuda"
-    parts = parts_of_step(rounds, training.dims, training.times_recompute)
+    parts = parts_of_step(rounds, training.dims)
     parts = dict(zip(parts, world.all_gather_scalars(list(parts.values())).mean(0).tolist()))
     step_quartiles = quartiles([seconds["step"] for seconds in rounds["plain"]])
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops_per_token(training.model, args.seq_len) * speed / (peak * world.size)
-    predicted_peaks = {
-        name: predict_peak(training, alternative)
-        for name, alternative in alternatives(parallel, world.per_node).items()
-    }
-    graphs, graph_breaks = count_graphs()
+    unsharded, tokens = build_on_meta(training.model.config), args.microbatch * args.seq_len
+    fused = parallel.compile or on_gpu
+    compiler = torch._dynamo.utils.counters
+    graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
         shares={part: seconds / step for part, seconds in parts.items()},
         parallel=parallel,
@@ -437,57 +396,56 @@ def report(
         sequences=args.batch // world.data_size,
         microbatches=training.microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
-        peaks=predicted_peaks,
+        peaks={
+            name: predict_memory(unsharded, other, tokens, training.microbatches, fused)["peak"]
+            for name, other in alternatives(parallel, world.per_node).items()
+        },
         attentions=attentions / (training.model.config.n_layers * training.microbatches),
-        graph_breaks=graph_breaks if parallel.compile else 0,
+        graph_breaks=graph_breaks,
         on_gpu=on_gpu,
         mfu=mfu,
     )
-    overhead = [f"{100 * quartile:.1f}" for quartile in time_stamp_overhead(rounds)]
+    lines = [
+        f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
+        f"MFU {'unknown' if mfu is None else percent(mfu)}",
+        "",
+        *markdown_table(
+            ["part", "seconds", "share"],
+            [
+                [part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"]
+                for part, seconds in (parts | {"the step": step}).items()
+            ],
+        ),
+    ]
+    if parallel.checkpointing != "none" and "recompute" not in parts:
+        lines.append("recompute is compiled into backward")
+    memory = memory | {"predicted peak": facts.peaks["this"]}
+    # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
+    # by more for other reasons.
+    overheads = [
+        100 * ((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
+        for marked, plain in zip(rounds["marked"], rounds["plain"])
+    ]
+    lower, overhead, upper = quartiles(overheads)
     traffic = "an unknown amount: blocks are compiled"
     if counted:
         traffic = describe_traffic(counted.sent) or "nothing"
-    compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
-    noise = "these times are too noisy to judge by: use a quieter machine or more --repeats"
-    return "\n".join(
-        [
-            f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
-            f"MFU {'unknown' if mfu is None else percent(mfu)}",
-            "",
-            *table_of_parts(parts, step),
-            *["recompute is compiled into backward"] * training.recompute_is_compiled,
-            f"time stamps cost {overhead[1]} % of a step (quartiles {overhead[0]} to "
-            f"{overhead[2]} %)",
-            "",
-            *table_of_memory(memory, predicted_peaks["this"]),
-            "",
-            f"counted payload of a step: {traffic}",
-            f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
-            compiled if parallel.compile else "blocks are not compiled",
-            "",
-            *[noise] * too_noisy(facts.shares),
-            *(f"- {sentence}" for sentence in verdict(facts)),
-        ]
-    )
-
-
-def predict_peak(training: Training, parallel: ParallelConfig) -> int:
-    """Return the peak memory in bytes that perf/cost.py predicts for a step with `parallel`."""
-    unsharded = build_on_meta(training.model.config)
-    tokens = training.args.microbatch * training.args.seq_len
-    fused = parallel.compile or training.world.device.type == "cuda"
-    return predict_memory(unsharded, parallel, tokens, training.microbatches, fused)["peak"]
-
-
-def table_of_parts(parts: dict[str, float], step: float) -> list[str]:
-    rows = [
-        f"| {part} | {seconds:.4f} | {100 * seconds / step:.1f} % |"
-        for part, seconds in (parts | {"the step": step}).items()
+    compiled = "blocks are not compiled"
+    if parallel.compile:
+        graphs = compiler["stats"]["unique_graphs"]
+        compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
+    lines += [
+        f"time stamps cost {overhead:.1f} % of a step (quartiles {lower:.1f} to {upper:.1f} %)",
+        "",
+        *markdown_table(
+            ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
+        ),
+        "",
+        f"counted payload of a step: {traffic}",
+        f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
+        compiled,
+        "",
     ]
-    return ["| part | seconds | share |", "|---|--:|--:|", *rows]
-
-
-def table_of_memory(memory: dict[str, int | None], predicted_peak: int) -> list[str]:
-    rows = memory | {"predicted peak": predicted_peak}
-    lines = [f"| {kind} | {megabytes(nbytes)} |" for kind, nbytes in rows.items()]
-    return ["| held on a rank | bytes |", "|---|--:|", *lines]
+    if min(facts.shares.values()) < -0.05:
+        lines.append("these times are too noisy: use a quieter machine or more --repeats")
+    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)])

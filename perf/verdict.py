@@ -1,9 +1,9 @@
 """Which flag would make a training step faster? The rules behind the last lines of `bench.py step`.
 
-`verdict` turns measurements (`Facts`) into sentences. Every part of a step has a `Rule`: the share
-of the time from which on it is worth a sentence, and a function that returns its levers, the
-changes that would shorten it. A change that needs memory is suggested only where perf/cost.py
-predicts that the step would still fit.
+`verdict` turns measurements (`Facts`) into sentences. A part of a step has a `Rule`: the share of
+the time above which it is worth a sentence, and a function that returns its levers, the changes
+that would shorten it. A change that needs memory is suggested only where perf/cost.py predicts that
+the step would still fit.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallel import STRATEGIES, ParallelConfig
-from perf.choose import data_ranks_in_node
+from perf.choose import data_ranks_in_node, with_mesh_sizes
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
 EXPOSED = "exposed communication over "  # a part of a step, followed by a mesh dimension
@@ -43,7 +43,7 @@ class Facts:
     def crosses_nodes(self, dim: str) -> bool:
         """Return whether groups along a mesh dimension have ranks on several nodes."""
         parallel = self.parallel
-        # A group lies within a block of so many consecutive ranks.
+        # A group lies within a block of consecutive ranks, of this size.
         block = {"tp": parallel.tp, "shard": parallel.tp * parallel.shard, "replicate": self.size}
         return self.per_node % block[dim] != 0
 
@@ -51,18 +51,12 @@ class Facts:
 def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelConfig]:
     """Return the configurations that a lever may suggest, by name, and the present one as `this`.
 
-    The verdict needs to know how much memory each of them would take."""
-    data_ranks = parallel.replicate * parallel.shard
-    in_node = data_ranks_in_node(data_ranks, parallel.tp, per_node)
-
-    def with_strategy(dp: str) -> ParallelConfig:
-        shard = STRATEGIES[dp].shard_size(data_ranks, in_node)
-        return replace(parallel, dp=dp, replicate=data_ranks // shard, shard=shard)
-
+    `Facts.peaks` has the memory that each of them would take."""
+    size = parallel.replicate * parallel.shard * parallel.tp
     return {
         "this": parallel,
-        "ddp": replace(with_strategy("ddp"), reshard="weights"),
-        "hsdp": with_strategy("hsdp"),
+        "ddp": with_mesh_sizes(replace(parallel, dp="ddp", reshard="weights"), size, per_node),
+        "hsdp": with_mesh_sizes(replace(parallel, dp="hsdp"), size, per_node),
         "reshard none": replace(parallel, reshard="none"),
         "selective": replace(parallel, checkpointing="selective"),
         "none": replace(parallel, checkpointing="none"),
@@ -77,12 +71,9 @@ def verdict(facts: Facts) -> list[str]:
     which changes would shorten it."""
     sentences = []
     for part, share in sorted(facts.shares.items(), key=lambda item: -item[1]):
-        if part not in RULES:
-            continue
-        rule = RULES[part]
-        if share > rule.threshold and (levers := rule.levers(facts)):
-            dim = part.removeprefix(EXPOSED)
-            crosses = dim != part and facts.crosses_nodes(dim)
+        rule = RULES.get(part)
+        if rule and share > rule.threshold and (levers := rule.levers(facts)):
+            crosses = part.startswith(EXPOSED) and facts.crosses_nodes(part.removeprefix(EXPOSED))
             where = ", which crosses nodes" if crosses else ""
             sentences.append(
                 f"{percent(share)} of the step {rule.what}{where}: {'; or '.join(levers)}"
@@ -116,20 +107,11 @@ def nothing_to_improve(facts: Facts) -> str:
     )
 
 
-def too_noisy(shares: dict[str, float]) -> bool:
-    """Return whether some part came out clearly negative."""
-    return min(shares.values()) < -0.05
-
-
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
 # -------------------------------------------------------------------------------------- the levers
-
-
-def replicate_levers(facts: Facts) -> list[str]:
-    return ["a larger --batch sends gradients less often"]
 
 
 def shard_levers(facts: Facts) -> list[str]:
@@ -166,10 +148,6 @@ def recompute_levers(facts: Facts) -> list[str]:
     return [f"--checkpointing {name} {facts.fit_note(name)}" for name in fitting[:1]]
 
 
-def data_levers(facts: Facts) -> list[str]:
-    return ["tokenize them beforehand with data.py tokenize, and keep the shards on a local disk"]
-
-
 def optimizer_levers(facts: Facts) -> list[str]:
     if facts.parallel.offload and facts.fits("this"):
         return [f"without --offload it runs on the GPU, and a step {facts.fit_note('this')}"]
@@ -193,13 +171,21 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    EXPOSED + "replicate": Rule("waits for gradients over replicate", 0.10, replicate_levers),
+    EXPOSED + "replicate": Rule(
+        "waits for gradients over replicate",
+        0.10,
+        lambda facts: ["a larger --batch sends gradients less often"],
+    ),
     EXPOSED + "shard": Rule(
         "waits for all-gathers and reduce-scatters over shard", 0.10, shard_levers
     ),
     EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", 0.10, tp_levers),
     "recompute": Rule("recomputes activations", 0.10, recompute_levers),
-    "data": Rule("waits for data", 0.05, data_levers),
+    "data": Rule(
+        "waits for data",
+        0.05,
+        lambda facts: ["tokenize it with data.py tokenize, and keep the shards on a local disk"],
+    ),
     "optimizer": Rule("updates weights", 0.15, optimizer_levers),
     "other": Rule("clips gradients and waits for other ranks", 0.10, other_levers),
 }

@@ -1,7 +1,7 @@
-"""Conversations in, packed batches out: the data of fine-tuning.
+"""Turn conversations into packed batches, the data of fine-tuning.
 
-A sample is one conversation. The model is trained to write what the assistant says, with the end
-token that follows, so that it learns to stop. What others say is only input: the targets there are
+A sample is one conversation. The targets are the assistant's answers, each with the end token that
+follows, so that the model learns to stop. All other messages are only input: the targets there are
 IGNORE. Samples are short and rows are long, so several samples share a row; the rest is padding:
 
     tokens      bos  Hi   >   Hel  lo  | bos  1+1  >   2  | pad  pad
@@ -12,19 +12,18 @@ Positions begin at 0 with every sample, and attention stays between one position
 (`document_mask` in model.py). So a sample has the same loss and gradient as in a row of its own.
 A sample of n ids takes n - 1 slots of a row: its last id is only a target, its first only an input.
 
-There is a default data set that needs no download: functions of Python's standard library, for
-which the model learns to write the docstring.
+The default data set needs no download: it is the functions of Python's standard library, for which
+the model learns to write the docstring.
 """
 
 import ast
 import bisect
 import itertools
-import json
+import operator
 import re
 import sys
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +36,7 @@ from model import IGNORE
 from plumbing.corpora import (
     document_name,
     hash_fraction,
+    read_json_lines,
     replace_lone_surrogates,
     split_of,
     standard_library,
@@ -58,32 +58,16 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
     """Yield (line number, conversation) for each line of a JSONL file; blank lines are skipped.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
-    last answer are left out, since there is nothing in them to train on. Raise UserError where a
-    line is something else, and where the file has none."""
+    last answer are left out, since they have no targets. Raise UserError where a line is something
+    else, and where the file has none."""
     if not path.is_file():
         problem = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {problem}: give a file with lines like {LINE_FORMATS}")
-    empty = True
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                empty, where = False, f"{path}, line {number}"
-                yield number, _conversation(_parse(line, where), where)
-    if empty:
+    number = 0
+    for number, record in read_json_lines(path, LINE_FORMATS):
+        yield number, _conversation(record, f"{path}, line {number}")
+    if number == 0:
         raise UserError(f"{path} holds no conversation: give lines like {LINE_FORMATS}")
-
-
-def _parse(line: bytes, where: str) -> dict:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise UserError(f"{where}: byte 0x{byte:02x} is not UTF-8: convert the file to UTF-8")
-    except (ValueError, RecursionError):  # not JSON, or nested too deep
-        record = None
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: {line[:60]!r} is not a JSON object: give {LINE_FORMATS}")
-    return record
 
 
 def _conversation(record: dict, where: str) -> Conversation:
@@ -111,7 +95,6 @@ def _check_messages(messages: object, where: str) -> Conversation:
     if not isinstance(messages, list):
         raise UserError(f'{where}: "messages" is not a list: give {MESSAGES}')
     checked = []
-    n_used = 0  # messages up to the last answer
     for number, message in enumerate(messages, 1):
         which = f"{where}: message {number}"
         if not isinstance(message, dict):
@@ -121,14 +104,14 @@ def _check_messages(messages: object, where: str) -> Conversation:
             raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
         if not isinstance(content, str):
             raise UserError(f'{which} has the "content" {content!r:.60}: give it as a string')
-        if role == "assistant":
-            if not content.strip():
-                raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-            n_used = number
+        if role == "assistant" and not content.strip():
+            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
         checked.append({"role": role, "content": replace_lone_surrogates(content)})
-    if n_used == 0:
+    while checked and checked[-1]["role"] != "assistant":
+        checked.pop()
+    if not checked:
         raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
-    return checked[:n_used]
+    return checked
 
 
 # ------------------------------------------------------------------------- the default data set
@@ -171,7 +154,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
     """Return the source of a function without its docstring and without indentation; an empty
     string if nothing else is in the function, or if other code shares a line with the docstring.
 
-    lines: the source of the module."""
+    lines: the lines of the module's source."""
     docstring, *rest = function.body
     before = lines[docstring.lineno - 1][: docstring.col_offset]
     if not rest or rest[0].lineno == docstring.end_lineno or before.strip():
@@ -210,7 +193,7 @@ def encode(
 
 
 def _encode_turn(prompt: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids between two answers: the messages of others, then the assistant's heading."""
+    """Return the ids of the messages before an answer, and of the answer's heading."""
     if "<|eot_id|>" in tokenizer.special:
         return tokenizer.encode_chat(prompt)[1:]  # without bos, which `encode` puts first
     texts = [f"### {m['role'].title()}:\n{m['content'].strip()}\n\n" for m in prompt]
@@ -218,8 +201,8 @@ def _encode_turn(prompt: Conversation, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a conversation up to where the model is to answer. A last message that is
-    an answer is left out. `encode` of the whole conversation begins with the same ids."""
+    """Return the ids of a conversation up to where the model is to answer, without a last message
+    that is an answer. `encode` of the whole conversation begins with the same ids."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     ids, _ = encode([*prompt, {"role": "assistant", "content": ""}], tokenizer)
     return ids[:-1]  # without the end token of the empty answer
@@ -236,38 +219,30 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
 
     This is best fit decreasing: from the longest sample to the shortest, each goes into the row
     where it leaves the fewest free slots, or into a new row. It needs at most 11/9 of the smallest
-    possible number of rows, plus a constant (Johnson et al. 1974). Among rows with the same number
-    of free slots any will do. So rows are grouped by this number, and a binary search over the
-    numbers finds the best row, which is fast even for 100,000 samples."""
+    possible number of rows, plus a constant (Johnson et al. 1974)."""
     if max(lengths, default=0) > seq_len:
         raise UserError(
             f"a sample of {max(lengths)} tokens fits in no row: give a longer --seq-len"
         )
     rows = []
-    rows_with = defaultdict(list)  # number of free slots -> indices of rows
-    free_counts = []  # the numbers of free slots that some row has, ascending
+    by_room = []  # (free slots, row), in ascending order of free slots
+    room_of = operator.itemgetter(0)
     for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        best = bisect.bisect_left(free_counts, lengths[sample])
-        if best == len(free_counts):
-            row, free = len(rows), seq_len
-            rows.append([])
+        best = bisect.bisect_left(by_room, lengths[sample], key=room_of)
+        if best < len(by_room):
+            room, row = by_room.pop(best)
         else:
-            free = free_counts[best]
-            row = rows_with[free].pop()
-            if not rows_with[free]:
-                del free_counts[best]
+            room, row = seq_len, len(rows)
+            rows.append([])
         rows[row].append(sample)
-        free -= lengths[sample]
-        if not rows_with[free]:
-            bisect.insort(free_counts, free)
-        rows_with[free].append(row)
+        bisect.insort_left(by_room, (room - lengths[sample], row), key=room_of)
     return rows
 
 
 class Packed:
     """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
 
-    samples: (ids [n], is_target [n]) of each, from `encode`, with n at most seq_len + 1."""
+    samples: what `encode` returned, (ids [n], is_target [n]), with n at most seq_len + 1."""
 
     def __init__(
         self, samples: list[tuple[list[int], list[bool]]], seq_len: int, tokenizer: Tokenizer
@@ -312,7 +287,7 @@ class Packed:
 
 # -------------------------------------------------------------------------- from --data to rows
 
-ANSWER_ROOM = 64  # tokens that stay free within seq_len for an answer to a validation prompt
+ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
 
 
 class Sample(NamedTuple):

@@ -1,11 +1,11 @@
-"""The files of a checkpoint: checksums, torch's index of tensors, and directories written whole.
+"""Write and check the files of a checkpoint: checksums, DCP's directories, atomic renames.
 
 A directory is written under a hidden name and renamed last, after its files have been synced to
-disk. So a directory with its final name is complete, whenever the process may be killed.
+disk. So a directory with its final name is complete, even if the process is killed.
 
-Weights and optimizer states are written by torch.distributed.checkpoint (DCP). Each of them is a
-directory. Its file __RANK_0.distcp holds what that rank has written; .metadata is the index, which
-says where in these files each tensor lies.
+Weights and optimizer state are written by torch.distributed.checkpoint (DCP), each as a directory.
+Its file __RANK_0.distcp holds what that rank has written; .metadata is the index, which says where
+in these files each tensor lies.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ from plumbing.processes import UserError
 from plumbing.safetensors import StoredTensor
 
 CHECKSUMS = "SHA256SUMS"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of no_dist=True
 
 # -------------------------------------------------------------------------------------- checksums
 
 
 def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """Return the SHA-256 digest of files, by their names relative to a directory."""
+    """Return the SHA-256 digests of files by name, relative to a directory."""
     digests = {}
     for path in paths:
         digest = hashlib.sha256()
@@ -46,9 +47,8 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
 
 
 def write_checksums(directory: Path, digests: dict[str, str]) -> None:
-    """Write SHA256SUMS in the format of the command sha256sum.
-
-    The last line is a comment with the digest of the lines above it."""
+    """Write SHA256SUMS in the format of the command sha256sum. The last line is a comment with the
+    digest of the lines above it."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     own = hashlib.sha256(lines.encode()).hexdigest()
     (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n")
@@ -57,8 +57,8 @@ def write_checksums(directory: Path, digests: dict[str, str]) -> None:
 def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
     """Raise UserError if files whose names begin with one of `prefixes` are missing or damaged.
 
-    Every rank checks all small files. The large files, in weights/ and optimizer/, are shared out
-    over the ranks; a rank that reads `alone` checks all of them."""
+    Every rank checks all small files. The large files, in weights/ and optimizer/, are divided
+    among the ranks; a rank that reads `alone` checks all of them."""
     in_run = directory.name.startswith("step-")
     advice = f"Remove {directory} to use the checkpoint before it" if in_run else "Make it again"
     path = directory / CHECKSUMS
@@ -68,10 +68,7 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
         raise UserError(f"{directory} is not complete: {CHECKSUMS} is missing or damaged. {advice}")
     shared = dist.is_initialized() and not alone
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    digests = {}
-    for line in lines:
-        digest, name = line.decode().rstrip("\n").split("  ", 1)
-        digests[name] = digest
+    digests = {name: digest for digest, name in (line.decode().split() for line in lines)}
     names = [name for name in digests if name.startswith(prefixes)]
     small = [name for name in names if "/" not in name]
     large = [name for name in names if "/" in name]
@@ -88,13 +85,13 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
 # ------------------------------------------------------------------------------- DCP's directories
 
 
-def read_index(part: Path) -> Metadata:
+def read_index(directory: Path) -> Metadata:
     """Return DCP's index of the tensors in weights/ or optimizer/.
 
     The index is a pickle, which could run any code when it is loaded. This reader accepts only the
     classes that an index of tensors consists of, and raises UserError for anything else. Call it
     before any function of DCP, which would load the pickle unchecked."""
-    path = part / ".metadata"
+    path = directory / ".metadata"
     with open(path, "rb") as file:
         try:
             index = _IndexUnpickler(file).load()
@@ -120,30 +117,28 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def load_tensors(tensors: dict[str, Tensor], part: Path, alone: bool = False) -> None:
-    """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by their names.
+def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = False) -> None:
+    """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by name.
 
-    All ranks call it together; or one rank calls it `alone`, which then involves no other."""
-    read_index(part)
+    All ranks call it together, or one rank `alone`, without communication."""
+    read_index(directory)
     try:
-        with _without_warnings():
-            dcp.load(tensors, checkpoint_id=part, no_dist=alone)
+        dcp.load(tensors, checkpoint_id=directory, no_dist=alone)
     except CheckpointException as error:
-        raise UserError(f"cannot load {part}: {failure_reason(error)}")
+        raise UserError(f"cannot load {directory}: {failure_reason(error)}")
 
 
-def save_stored_tensors(stored: dict[str, StoredTensor], part: Path) -> None:
+def save_stored_tensors(stored: dict[str, StoredTensor], directory: Path) -> None:
     """Write weights/ from one process, which holds one tensor at a time."""
     on_meta = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
     }
-    with _without_warnings():
-        dcp.save(on_meta, checkpoint_id=part, planner=_ReadWhenWritten(stored), no_dist=True)
+    dcp.save(on_meta, checkpoint_id=directory, planner=_ReadWhenWritten(stored), no_dist=True)
 
 
 class _ReadWhenWritten(dcp.DefaultSavePlanner):
-    """Let DCP plan with tensors on `meta`, and read each one only when DCP writes it."""
+    """Lets DCP plan with tensors on `meta`, and reads each one only when DCP writes it."""
 
     def __init__(self, stored: dict[str, StoredTensor]):
         super().__init__()
@@ -151,14 +146,6 @@ class _ReadWhenWritten(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.stored[index.fqn].read()
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress DCP's warning that a process works without others."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
 
 
 def failure_reason(error: OSError | CheckpointException) -> str:
@@ -175,7 +162,7 @@ def failure_reason(error: OSError | CheckpointException) -> str:
 
 
 def sync(*paths: Path) -> None:
-    """Wait until files or directories are safely on disk."""
+    """Flush files or directories to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -200,17 +187,11 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise
 
 
-def make_empty_directory(directory: Path) -> None:
-    """Create a directory, or remove everything in it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
-
-
 def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, or print a warning where that fails.
 
-    It is renamed to a hidden name first, since a half-removed one must not look complete. Some
-    disks refuse to remove files that are being read; the next run then removes the hidden rest."""
+    It is first renamed to a hidden name, since half of one must not look complete. Some disks
+    refuse to remove files that are being read; the next run removes what is left (lock_run)."""
     hidden = checkpoint.with_name(f".{checkpoint.name}")
     try:
         os.rename(checkpoint, hidden)

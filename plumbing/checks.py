@@ -1,4 +1,4 @@
-"""What the flags of a training run ask for, checked before any work is done."""
+"""Check the flags of a training run, and return the configurations that they ask for."""
 
 import argparse
 import math
@@ -19,7 +19,7 @@ from plumbing.tokenizer import DEFAULT_TOKENIZER
 def choose_model_config(args: argparse.Namespace, initial: dict | None) -> LlamaConfig:
     """Return the configuration of the --init checkpoint, or of the preset and the size flags.
 
-    `initial` is what checkpoint.read_config says of --init, None without it."""
+    `initial` is what checkpoint.read_config returned for --init, None without it."""
     if args.model and args.model not in PRESETS:
         raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
     sizes = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
@@ -38,7 +38,7 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
 
 
 def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
-    """Return the name of the tokenizer: the flag's, else that of the data or of --init."""
+    """Return the name of the tokenizer: --tokenizer, or that of the data or of --init."""
     if args.tokenizer:
         return args.tokenizer
     if not initial or find_shards(args.data):
@@ -49,7 +49,7 @@ def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
 
 
 def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
-    """Return the flags' parallel configuration, before its mesh sizes are known."""
+    """Return the parallel configuration of the flags, still without `replicate` and `shard`."""
     return ParallelConfig(
         dp=args.dp,
         tp=args.tp,
@@ -62,7 +62,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
 
 
 def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process: Process) -> None:
-    """Raise UserError for flags that cannot work together, with values that would."""
+    """Raise UserError for flags that cannot work together; the message suggests values."""
     if args.seq_len > config.max_seq_len:
         raise UserError(
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"

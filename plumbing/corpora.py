@@ -1,11 +1,11 @@
-"""Corpora: text files, the documents in them, and their split into training and validation.
+"""Read the documents of a corpus and split them into training and validation.
 
 A corpus is a list of files and directories. The word `python` stands for the default corpus, the
 source of Python's standard library, which every machine that runs this code already has.
 
-The split uses no random numbers: of many documents, a hash of their names picks those that are held
-out for validation; of few, the end of the text is held out. So all runs and all scripts that read
-the same files agree on the split.
+The split uses no random numbers, so all runs and scripts that read the same files agree on it. Of
+many documents, a hash of their names picks those that are held out for validation. Of few, the end
+of the text is held out.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from plumbing.processes import UserError
 
-PIECE_BYTES = 1 << 20  # bytes of text read and tokenized at a time
-VAL_FRACTION = 0.05  # of a corpus, held out for validation
+PIECE_BYTES = 1 << 20  # text read and tokenized at a time
+VAL_FRACTION = 0.05  # held out for validation
 
 
 class Piece(NamedTuple):
@@ -55,8 +55,7 @@ def standard_library() -> list[Path]:
     """Return the files of the default corpus: Python's own source, without its tests and without
     the packages that hold tables rather than code."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    skipped |= {"encodings", "pydoc_data"}
+    skipped = set("site-packages dist-packages test tests idle_test encodings pydoc_data".split())
     files = sorted(p for p in root.rglob("*.py") if skipped.isdisjoint(p.relative_to(root).parts))
     if not files:
         raise UserError(f"no Python source in {root}: give text of your own with --data")
@@ -72,13 +71,13 @@ def split_of(document: str, val_fraction: float = VAL_FRACTION) -> str:
 
 
 def hash_fraction(name: str) -> float:
-    """Map a name to a number in [0, 1) by a hash: the same one in every run, on every machine."""
+    """Map a name to a number in [0, 1) by a hash that is the same in every run."""
     return zlib.crc32(name.encode()) / 2**32
 
 
 def document_name(path: Path) -> str:
-    """Return a file's name for `split_of`: its own and that of its directory. The rest of the path
-    is left out, so that a corpus can be moved without changing the split."""
+    """Return the name of a file for `split_of`: DIRECTORY/FILE. The rest of the path is left out,
+    so that a corpus can be moved without changing the split."""
     return "/".join(path.parts[-2:])
 
 
@@ -89,17 +88,21 @@ def read_pieces(files: list[Path], val_fraction: float = VAL_FRACTION) -> Iterat
     """Yield the text of a corpus in pieces of about PIECE_BYTES that end at line ends.
 
     A file is one document; in a `.jsonl` file each line is one, in its "text" field. `split_of`
-    assigns documents to training or validation. Fewer than 100 text files are too few for that:
-    there the end of the text is held out, in the order of files. Raise UserError where a file is
-    not text.
-    """
+    assigns documents to training or validation; but with fewer than 100 files and no `.jsonl`, the
+    end of the whole text is held out. Raise UserError where a file is not text."""
     hold_out_end = len(files) < 100 and not any(path.suffix == ".jsonl" for path in files)
     train_bytes = sum(path.stat().st_size for path in files) * (1 - val_fraction)
     offset = 0  # where this file begins in the corpus, in bytes
     for path in files:
         name = document_name(path)
         if path.suffix == ".jsonl":
-            yield from _read_lines(path, name, val_fraction)
+            for number, record in read_json_lines(path, '{"text": "..."}'):
+                text = record.get("text")
+                if not isinstance(text, str):
+                    problem = f'"text" is {text!r:.60}: give it as a string'
+                    raise UserError(f"{path}, line {number}: {problem}")
+                split = split_of(f"{name}:{number}", val_fraction)
+                yield Piece(replace_lone_surrogates(text), True, split)
         elif hold_out_end:
             yield from _read_text(path, train_bytes - offset)
         else:
@@ -107,23 +110,13 @@ def read_pieces(files: list[Path], val_fraction: float = VAL_FRACTION) -> Iterat
         offset += path.stat().st_size
 
 
-def _read_lines(path: Path, name: str, val_fraction: float) -> Iterator[Piece]:
-    """Yield each line of a `.jsonl` file as a document; blank lines are skipped."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                split = split_of(f"{name}:{number}", val_fraction)
-                yield Piece(_text_field(line, path, number), True, split)
-
-
 def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
-    """Yield a file as one document for training up to about byte `val_start`, at the end of a line,
-    and what follows as one for validation. All of the file is for validation if `val_start` is 0
-    or negative, and none of it if `val_start` is beyond the end."""
+    """Yield a file up to the first line end from byte `val_start` on as a document for training,
+    the rest as one for validation. `val_start` may be negative, or beyond the end."""
     split, starts_document = "train", True
     with open(path, "rb") as file:
         while True:
-            left = val_start - file.tell()  # bytes of training text that are not read yet
+            left = val_start - file.tell()  # unread bytes of training text
             if split == "train" and left <= 0:
                 split, starts_document = "val", True
             size = PIECE_BYTES if split == "val" else int(min(PIECE_BYTES, left))
@@ -144,14 +137,25 @@ def _decode(raw: bytes, path: Path) -> str:
     raise UserError(f"{path} is not UTF-8 text (it holds {problem}): convert it, or leave it out")
 
 
-def _text_field(line: bytes, path: Path, number: int) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise UserError(f'{path}, line {number}: expected {{"text": "..."}}, got {line[:60]!r}')
-    return replace_lone_surrogates(text)
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict]]:
+    """Yield (line number, JSON object) for each line of a `.jsonl` file; blank lines are skipped.
+    Raise UserError, which asks for `expected`, where a line is something else."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                problem = f"byte 0x{byte:02x} is not UTF-8: convert the file to UTF-8"
+                raise UserError(f"{path}, line {number}: {problem}")
+            except (ValueError, RecursionError):  # not JSON, or nested too deep
+                record = None
+            if not isinstance(record, dict):
+                problem = f"{line[:60]!r} is not a JSON object: give {expected}"
+                raise UserError(f"{path}, line {number}: {problem}")
+            yield number, record
 
 
 def replace_lone_surrogates(text: str) -> str:

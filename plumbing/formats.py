@@ -2,14 +2,13 @@
 
 Both hold the same weights. They differ in the names of the weights, in the order of the rows of wq
 and wk, in the number of files, and in how they describe the model's shape. Opening either gives a
-LlamaConfig and a StoredTensor for each weight, under Meta's names and with Meta's order of rows.
+LlamaConfig and a StoredTensor for each weight, with Meta's names and Meta's order of rows.
 
 Files are memory-mapped, and a weight is read only when `StoredTensor.read` is called. So a process
 that loads its shard of a 70B model holds one full matrix at a time beside its shard.
 """
 
 import json
-import os
 import re
 import zipfile
 from functools import partial
@@ -50,10 +49,11 @@ def hf_name(name: str) -> str:
 
 
 def rotated_heads(name: str, config: LlamaConfig) -> int:
-    """Return the number of heads of wq or wk, which RoPE rotates; 0 for any other weight.
-
-    Only the rows of wq and wk are ordered differently at Meta and at Hugging Face."""
-    return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2], 0)
+    """Return the number of heads of wq or wk, which RoPE rotates, or of their LoRA factor B; 0 for
+    any other tensor. Only the rows of these are ordered differently at Meta and Hugging Face."""
+    *_, matrix, kind = name.split(".")
+    heads = {"wq": config.n_heads, "wk": config.n_kv_heads}
+    return 0 if kind == "lora_A" else heads.get(matrix, 0)
 
 
 def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
@@ -65,9 +65,16 @@ def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows from Hugging Face's order to Meta's: the inverse of pairs_to_halves."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+def to_hf_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
+    """Return a weight or LoRA factor with its rows in Hugging Face's order."""
+    heads = rotated_heads(name, config)
+    return pairs_to_halves(tensor, heads) if heads else tensor
+
+
+def to_meta_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
+    """Return a weight or LoRA factor with its rows in Meta's order: the inverse of to_hf_rows."""
+    heads = rotated_heads(name, config)
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else tensor
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -121,9 +128,9 @@ class JsonFile(dict):
         raise UserError(f"{self.path} has no '{key}'")
 
     def checked(self, name: str, value: Any, kind: type, limit: float = 2**31) -> Any:
-        """Return a value from this file, converted to bool, int or float.
+        """Return a value from this file, converted to `kind`: bool, int or float.
 
-        A number must be above 0 and below `limit`. Else raises UserError, with the value's name."""
+        Raises UserError for another type, and for a number not above 0 and below `limit`."""
         if kind is bool:
             valid = type(value) is bool
         else:
@@ -133,10 +140,10 @@ class JsonFile(dict):
         return kind(value)
 
     def llama_config(self, **fields: Any) -> LlamaConfig:
-        """Return the LlamaConfig of fields that come from this file, with their types checked."""
+        """Return a LlamaConfig with these fields, which come from this file and are checked."""
         default = LlamaConfig()
         for name, value in fields.items():
-            limit = 2**10 if name == "n_layers" else 2**31
+            limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
             fields[name] = self.checked(name, value, type(getattr(default, name)), limit)
         try:
             return LlamaConfig(**fields)
@@ -145,7 +152,6 @@ class JsonFile(dict):
 
 
 # ---------------------------------------------------------------------------------- Hugging Face
-
 
 MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
 
@@ -177,13 +183,11 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
-    found, supported = {key: content.get(key, value) for key, value in SUPPORTED.items()}, SUPPORTED
-    if rope_type == "llama3":
-        found = found | {key: rope.get(key) for key in SUPPORTED_SCALING}
-        supported = SUPPORTED | SUPPORTED_SCALING
-    for key, value in found.items():
-        if value != supported[key]:
-            raise UserError(f"{path} has {key} {value}: only {supported[key]} works here")
+    found = SUPPORTED | content | rope | {"rope_type": rope_type}
+    supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    for key, value in supported.items():
+        if found.get(key) != value:
+            raise UserError(f"{path} has {key} {found.get(key)}: only {value} works here")
     config = content.llama_config(
         dim=content["hidden_size"],
         n_layers=content["num_hidden_layers"],
@@ -236,14 +240,8 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
 
     shapes = parameter_shapes(config)
     check_weights(found, {hf_name(name): shape for name, shape in shapes.items()}, directory)
-
-    def read(name: str) -> Tensor:
-        weight, heads = found[hf_name(name)].read(), rotated_heads(name, config)
-        return halves_to_pairs(weight, heads) if heads else weight
-
     return config, {
-        name: StoredTensor(found[hf_name(name)].dtype, shape, partial(read, name))
-        for name, shape in shapes.items()
+        name: found[hf_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
     }
 
 
@@ -258,17 +256,12 @@ def save_hf(
 
     transformers stops generating at any token of `eos`, and with None never. Therefore eos_token_id
     is always written: if it were left out, transformers would stop at token 2."""
-
-    def read(name: str) -> Tensor:
-        weight, heads = weights[name].read(), rotated_heads(name, config)
-        return pairs_to_halves(weight, heads) if heads else weight
-
     files, file_bytes = [{}], 0
     for name, weight in weights.items():
         if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
             files.append({})
             file_bytes = 0
-        files[-1][hf_name(name)] = StoredTensor(weight.dtype, weight.shape, partial(read, name))
+        files[-1][hf_name(name)] = weight.map(partial(to_hf_rows, name, config))
         file_bytes += weight.nbytes
     file_names = ["model.safetensors"]
     if len(files) > 1:
@@ -316,10 +309,10 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
     """Open a directory with params.json and consolidated.00.pth, consolidated.01.pth, ...
 
     Several files are the shards of tensor parallelism: each has some rows or some columns of every
-    matrix, and all norms. What params.json does not say is taken from the weights, or from a rule:
+    matrix, and all norms. What params.json lacks is taken from the weights or from a rule:
 
         vocab_size, ffn_dim   the sizes of their matrices
-        tie_embeddings        there is no output, or it equals the embedding
+        tie_embeddings        there is no output, or its shards equal those of the embedding
         rope_scaling          1 without use_scaled_rope; else rope_scaling_factor, which save_meta
                               writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
                               and 8 for others
@@ -362,7 +355,7 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
         sizes = zip(shape, full_shapes.get(name, shape))
         dim = next((d for d, (size, full_size) in enumerate(sizes) if size != full_size), None)
         dtype = shards[0][name].dtype
-        if dim is None:  # a norm: every shard has all of it
+        if dim is None:  # a norm, which is full in every shard, or the only shard
             return StoredTensor(dtype, shape, lambda: shards[0][name])
         joined_shape = (*shape[:dim], shape[dim] * n_shards, *shape[dim + 1 :])
         read = partial(torch.cat, [shard[name] for shard in shards], dim)
@@ -404,10 +397,7 @@ def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, StoredTen
     int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`."""
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
-    with open(directory / "consolidated.00.pth", "wb") as file:
-        torch.save(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(tensors, directory / "consolidated.00.pth")
     params = {
         "dim": config.dim,
         "n_layers": config.n_layers,

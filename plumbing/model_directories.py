@@ -1,8 +1,8 @@
 """Find and open the directories that hold a model's weights, or an adapter.
 
-A directory with weights is one of three kinds: a checkpoint in our own format (checkpoint.py), or a
-model in the files of Meta or of Hugging Face (formats.py). Where a directory is asked for, the
-output directory of a run stands for the newest of its checkpoints.
+A directory with weights is a checkpoint in our own format (checkpoint.py), or a model in the format
+of Meta or Hugging Face (formats.py). The output directory of a run stands for the newest of its
+checkpoints.
 """
 
 import re
@@ -15,14 +15,14 @@ from torch import Tensor
 from model import LlamaConfig
 from plumbing import formats
 from plumbing.checkpoint_files import CHECKSUMS, load_tensors, read_index, verify
-from plumbing.peft_files import base_of_adapter, is_adapter
+from plumbing.peft_files import PEFT_FILES, is_adapter
 from plumbing.processes import UserError
 from plumbing.safetensors import StoredTensor
 from plumbing.tokenizer import Tokenizer, find_tokenizer
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first. Other files of the user are ignored."""
+    """Return the checkpoints of a run, oldest first."""
     found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -35,15 +35,16 @@ def has_weights(directory: Path) -> bool:
 def find_checkpoint(directory: Path) -> Path:
     """Return the directory with weights: the given one, or the newest checkpoint of a run.
 
-    Finds our checkpoints and directories of Meta and Hugging Face; else raises UserError."""
+    Raises UserError if neither is one of our checkpoints or a directory of Meta or Hugging Face."""
     for found in (directory, *checkpoints(directory)[-1:]):
         if has_weights(found) or formats.is_meta(found) or formats.is_hf(found):
             return found
         if is_adapter(found):
+            base = formats.JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path")
             raise UserError(
                 f"{found} is an adapter: generate.py takes it as --adapter, with "
-                f"{base_of_adapter(found)} as the model, and python checkpoint.py merge makes a "
-                f"model of both"
+                f"{base or 'its base'} as the model, and python checkpoint.py merge makes a model "
+                f"of both"
             )
     raise UserError(
         f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
@@ -62,9 +63,9 @@ def find_adapter(directory: Path) -> Path:
 
 
 def read_config(directory: Path) -> dict:
-    """Return what a directory of find_checkpoint says about its model.
+    """Return the metadata of a directory from find_checkpoint, or of an adapter's checkpoint.
 
-    `model` is a LlamaConfig, `tokenizer` an argument for load_tokenizer, or None, and `directory`
+    `model` is a LlamaConfig, `tokenizer` an argument for load_tokenizer or None, and `directory`
     the directory itself. Our checkpoints also have `tokenizer_hash`, `step` and `flags`."""
     if not has_weights(directory) and not (directory / CHECKSUMS).exists():
         config, _ = open_weights(directory)
@@ -79,9 +80,8 @@ def read_config(directory: Path) -> dict:
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a tokenizer does not fit a model, given what read_config returned.
-
-    Where the model's tokenizer is not known, one with too many tokens is still refused."""
+    """Raise UserError if a tokenizer does not fit the model whose metadata read_config returned:
+    if it is not the model's own or, where that is unknown, has more tokens than the model."""
     directory, vocab_size = metadata["directory"], metadata["model"].vocab_size
     if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
         raise UserError(
@@ -96,9 +96,9 @@ def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
 
 
 def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
-    """Return the configuration and the stored weights of any directory of find_checkpoint.
+    """Return the configuration and the weights of any directory that find_checkpoint returns.
 
-    A rank may call it alone."""
+    It does not communicate."""
     if not has_weights(directory):
         is_meta = formats.is_meta(directory)
         return formats.open_meta(directory) if is_meta else formats.open_hf(directory)

@@ -1,4 +1,4 @@
-"""Save, open, load and merge LoRA adapters in the files of PEFT, Hugging Face's adapter library.
+"""Save, open, load and merge LoRA adapters in the format of PEFT, Hugging Face's adapter library.
 
     adapter_config.json           rank, alpha, dropout, and the matrices that have an adapter
     adapter_model.safetensors     the factors A and B of every such matrix
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lora import TARGETS, LoRA, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
@@ -21,19 +21,18 @@ from plumbing.formats import (
     HF_NAMES,
     JsonFile,
     check_weights,
-    halves_to_pairs,
     hf_name,
-    pairs_to_halves,
-    rotated_heads,
+    to_hf_rows,
+    to_meta_rows,
 )
 from plumbing.processes import UserError
 from plumbing.safetensors import StoredTensor, open_safetensors, save_safetensors
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-# The values that are accepted for settings in adapter_config.json. Most of these settings belong to
-# features that lora.py does not have, and must be off.
-SUPPORTED = dict(
+# The accepted values of settings in adapter_config.json. Most of these settings belong to features
+# that lora.py does not have, and must be off.
+ACCEPTED = dict(
     peft_type=("LORA",),
     bias=("none",),
     use_rslora=(False, True, None),
@@ -62,46 +61,26 @@ def _peft_target(target: str) -> str:
     return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]
 
 
-def _reordered_heads(name: str, config: LlamaConfig) -> int:
-    """Return the number of heads of a factor whose rows PEFT orders differently, or 0.
-
-    These are the factors B of wq and wk. The rows of A belong to the rank, not to heads."""
-    return rotated_heads(name, config) if name.endswith("lora_B") else 0
-
-
 # ----------------------------------------------------------------------------------------- saving
 
 
 @torch.no_grad()
 def gather_adapters(model: Llama) -> dict[str, Tensor]:
-    """Return every factor in full, on the CPU, by name.
-
-    All ranks must call it together: it all-gathers the adapters, and nothing of the base."""
-
-    def gather(factor: Tensor) -> Tensor:
-        if not isinstance(factor, DTensor):
-            return factor
-        # parallel.py shards over the mesh's dimensions from last to first: undo it in reverse.
-        for dim in range(factor.device_mesh.ndim):
-            placements = list(factor.placements)
-            placements[dim] = Replicate()
-            factor = factor.redistribute(placements=placements)
-        return factor.to_local()
-
-    return {name: gather(p).to("cpu", copy=True) for name, p in adapters(model).items()}
+    """All-gather every factor and return copies on the CPU, by name. All ranks call it together."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True)
+        for name, p in adapters(model).items()
+    }
 
 
 def save_adapter(
     directory: Path, lora: LoRA, config: LlamaConfig, factors: dict[str, Tensor], base: str
 ) -> None:
     """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
-
-    def read(name: str) -> Tensor:
-        heads = _reordered_heads(name, config)
-        return pairs_to_halves(factors[name], heads) if heads else factors[name]
-
     stored = {
-        peft_name(name): StoredTensor(factor.dtype, tuple(factor.shape), partial(read, name))
+        peft_name(name): StoredTensor(
+            factor.dtype, tuple(factor.shape), partial(to_hf_rows, name, config, factor)
+        )
         for name, factor in factors.items()
     }
     save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
@@ -127,13 +106,8 @@ def is_adapter(directory: Path) -> bool:
     return (directory / PEFT_FILES[0]).is_file()
 
 
-def base_of_adapter(directory: Path) -> str:
-    """Return the path of the model that an adapter was trained on, or "its base" if unknown."""
-    return JsonFile(directory / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
-
-
 def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, StoredTensor]]:
-    """Return an adapter's settings and its factors, under our names and in Meta's order of rows.
+    """Return an adapter's settings and its factors, with lora.py's names and Meta's order of rows.
 
     Raises UserError if it does not fit a Llama of this configuration, or is not plain LoRA on the
     seven matrices of a block."""
@@ -141,7 +115,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
     if not path.is_file() or not file.is_file():
         raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
     content, found = JsonFile(path), open_safetensors(file)
-    for key, values in SUPPORTED.items():
+    for key, values in ACCEPTED.items():
         if (value := content.get(key, values[0])) not in values:
             raise UserError(f"{path} has {key} {value!r:.80}: only plain LoRA works here")
 
@@ -155,9 +129,9 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
             f"{directory} adapts lm_head: here LoRA works only on the seven matrices of a block, "
             f"{', '.join(targets)}"
         )
-    if missing := (listed & targets.keys()) - in_file or not in_file:
-        names = ", ".join(sorted(missing)) if in_file else "any matrix"
-        raise UserError(f"{file} has no factors for {names}")
+    missing = (listed & targets.keys()) - in_file
+    if missing or not in_file:
+        raise UserError(f"{file} has no factors for {', '.join(sorted(missing)) or 'any matrix'}")
 
     def number(key: str, kind: type, limit: float = 2**31) -> int | float:
         return content.checked(key, content[key], kind, limit)
@@ -174,15 +148,8 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
         add_adapters(model, lora)
     shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
     check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
-
-    def read(name: str) -> Tensor:
-        factor = found[peft_name(name)].read()
-        heads = _reordered_heads(name, config)
-        return halves_to_pairs(factor, heads) if heads else factor
-
     return lora, {
-        name: StoredTensor(found[peft_name(name)].dtype, shape, partial(read, name))
-        for name, shape in shapes.items()
+        name: found[peft_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
     }
 
 
@@ -198,18 +165,14 @@ def load_adapter(model: Llama, directory: str | Path) -> None:
 def merge_adapter(
     weights: dict[str, StoredTensor], lora: LoRA, factors: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the weights of a model with an adapter added.
+    """Return the weights of a model with an adapter added. Each is merged when it is read."""
 
-    Nothing is read yet: each weight is merged when it is read."""
-
-    def read(name: str) -> Tensor:
-        matrix = name.removesuffix(".weight")
+    def merge(matrix: str, weight: Tensor) -> Tensor:
         A, B = (factors[f"{matrix}.{factor}"].read() for factor in ("lora_A", "lora_B"))
-        return merged_weight(weights[name].read(), A, B, lora.scale)
+        return merged_weight(weight, A, B, lora.scale)
 
-    merged = {
-        name: StoredTensor(weight.dtype, weight.shape, partial(read, name))
-        for name, weight in weights.items()
-        if name.replace(".weight", ".lora_A") in factors
+    matrices = {name.rsplit(".", 1)[0] for name in factors}
+    return weights | {
+        f"{matrix}.weight": weights[f"{matrix}.weight"].map(partial(merge, matrix))
+        for matrix in matrices
     }
-    return weights | merged

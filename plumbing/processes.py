@@ -9,8 +9,7 @@ What can go wrong, and what the user sees:
     a user error             one rank prints one line; every rank exits with code 2
     a rank fails             one line names the rank and its exception; the others exit with code 1
     a rank dies or freezes   its neighbour misses its heartbeat, names it in one line, and all exit
-    ranks wait for each      nothing sends a message; the collective fails after COLLECTIVE_TIMEOUT,
-    other in a collective    which is then the failure of a rank
+    a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
 
 A rank that waits in a collective cannot notice that another has failed. So a thread in each rank
 watches the store once a second, and ends its own process when some other rank has failed.
@@ -60,7 +59,7 @@ class Process:
     per_node: int  # processes on a node
     device: torch.device
 
-    def rank_zero_first(self, name: str, make: Callable):
+    def local_rank_zero_first(self, name: str, make: Callable):
         """Return make(), which local rank 0 of each node runs before the other ranks of its node.
 
         For work whose result is cached on disk: the first rank fills the cache, the others read
@@ -155,8 +154,8 @@ def run(main: Callable[[], None]) -> None:
     rank; so does a full or read-only disk.
 
     The first rank to fail prints the message and sets a flag in the store; the other ranks see the
-    flag and exit silently, even if the failure interrupted a collective. With gloo a lost
-    connection is noticed at once, otherwise a dead rank is noticed after HEARTBEAT_TIMEOUT."""
+    flag and exit silently, even if the failure interrupted a collective. A dead rank is noticed
+    after HEARTBEAT_TIMEOUT; with gloo, which sees lost connections, after PEER_LOST_TIMEOUT."""
     try:
         main()
     except Exception as error:
@@ -253,7 +252,7 @@ def _stop_watching(watcher: threading.Thread) -> None:
 
 def _exit_late(signal_number: int, frame) -> None:
     """Handle SIGTERM, which torchrun sends to all ranks when one has died: stay alive until the
-    watching threads have found out which."""
+    watching threads have found out which. The training loop has a handler of its own."""
     _store().set("peer lost", "")
     time.sleep(PEER_LOST_TIMEOUT + 2)
     os._exit(128 + signal_number)

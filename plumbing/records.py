@@ -1,4 +1,4 @@
-"""The record of a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
+"""Record a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
 
 import argparse
 import json
@@ -25,13 +25,13 @@ EXPERIMENT_FLAGS = (
 
 
 class Recorder:
-    """Measures the steps of a run and records them: on rank 0 in OUT/metrics.jsonl, one JSON object
+    """Measures the steps of a run and records them on rank 0: in OUT/metrics.jsonl, one JSON object
     a step, and as progress lines on stderr."""
 
     def __init__(
         self, args: argparse.Namespace, world: World, model: Llama, tokenizer: Tokenizer, done: int
     ):
-        """Continue a record after step `done`; lines of later steps, which will run again, go."""
+        """Continue a record after step `done`: remove later steps, which will run again."""
         self.args, self.world, self.done = args, world, done
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
@@ -51,7 +51,7 @@ class Recorder:
         self.started = self.step_started = time.perf_counter()
 
     def measure(self, step: int, loss: float, bits_per_byte: float, norm: float, lr: float) -> dict:
-        """Return the metrics of a step that has just ended, and show them every --log-every."""
+        """Return the metrics of a step that has just ended; print them every --log-every steps."""
         args, now = self.args, time.perf_counter()
         seconds = now - self.step_started
         tokens_per_second = args.batch * args.seq_len / seconds
@@ -81,12 +81,12 @@ class Recorder:
             print(json.dumps(metrics), file=self.file)
 
     def start_step(self) -> None:
-        """Start a step's clock, so that an evaluation or a save before it does not count."""
+        """Start timing a step, so that an evaluation or a save before it does not count."""
         self.step_started = time.perf_counter()
 
 
 def progress_line(metrics: dict, steps: int, remaining: float) -> str:
-    """Return the metrics of a step as a line; `remaining` seconds to the last step."""
+    """Return a line with the metrics of a step and the `remaining` seconds of the run."""
     mfu = "" if metrics["mfu"] is None else f"mfu {metrics['mfu']:.1%}  "
     gigabytes = metrics["memory_bytes"] / 1e9
     return (
@@ -98,7 +98,7 @@ def progress_line(metrics: dict, steps: int, remaining: float) -> str:
 
 
 def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
-    """Return the first line of a run: the model, the batch, the data, the processes."""
+    """Return a line that describes the model, the batch, the data and the processes."""
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
@@ -137,7 +137,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has held: on its GPU or, without one, in all."""
+    """Return the peak memory of this process in bytes: on its GPU or, without one, on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,19 +1,18 @@
-"""Read and write safetensors files, in which Hugging Face keeps weights.
+"""Read and write safetensors files, the format of Hugging Face's weights.
 
     8 bytes      length of the header in bytes, little-endian
     header       JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     data         the bytes of all tensors without gaps, little-endian; offsets count from here
 
-The format holds no code, so a file from an unknown source is safe to read, provided that the reader
-checks everything the header says before using it.
+The format holds no code, so a file from an unknown source is safe to read if the reader checks
+everything in the header before using it.
 """
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,13 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "StoredTensor":
+        """Return a StoredTensor that reads function(tensor), of the same dtype and shape."""
+        return replace(self, read=lambda: function(self.read()))
+
+    def to(self, dtype: torch.dtype) -> "StoredTensor":
+        return StoredTensor(dtype, self.shape, lambda: self.read().to(dtype))
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -159,5 +165,3 @@ def save_safetensors(
         for name in order:
             flat = tensors[name].read().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy())
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, files of tokenizers, and training one.
+"""Convert text to token ids and back; load, save and train tokenizers.
 
 All are byte-pair encodings. Text is first pre-tokenized: a regular expression divides it into
 words. Each word is at first a sequence of bytes, the shortest tokens. Then neighbouring tokens are
@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,11 +31,11 @@ CACHE = Path(__file__).resolve().parent.parent / "cache"  # tokenizers and shard
 DEFAULT_TOKENIZER = "python-2048"
 
 # Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
-SPLIT_PATTERN = (
+WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Llama 3's 256 special tokens in order of id. Smaller tokenizers have the first eleven: these
+# Llama 3's 256 special tokens in order of id. Smaller tokenizers have the first eleven, which
 # include all that have a meaning, so that models with any tokenizer can be fine-tuned on chat.
 SPECIAL = [
     "<|begin_of_text|>",
@@ -107,8 +106,8 @@ class Tokenizer:
         return self.decode_bytes(tokens).decode(errors="replace")
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        """Return the bytes of ids. Ids that the tokenizer does not know are left out: a model may
-        generate some if its vocabulary is larger than the tokenizer's."""
+        """Return the bytes of ids. Ids without a token are left out: a model may generate some if
+        its vocabulary is larger than the tokenizer's."""
         return self.encoding.decode_bytes([token for token in tokens if token in self._known_ids])
 
     @functools.cached_property
@@ -117,7 +116,7 @@ class Tokenizer:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Fingerprint of all tokens and of the pre-tokenization. Two tokenizers with the same one
+        """Fingerprint of all tokens and of the pre-tokenization. If two are equal, the tokenizers
         encode alike."""
         vocab = sorted(self.vocab.items(), key=lambda item: item[1])
         meaning = repr((vocab, sorted(self.special.items()), self.encoding._pat_str))
@@ -127,12 +126,11 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """Bytes of text in each token [V]: 0 for special tokens and for ids without a token."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, i in self.vocab.items():
-            lengths[i] = len(token)
+        lengths[list(self.vocab.values())] = [len(token) for token in self.vocab]
         return lengths
 
     def count_bytes(self, targets: np.ndarray) -> int:
-        """Return how many bytes of text targets of any shape stand for; IGNORE counts as none."""
+        """Return the bytes of text in targets of any shape; IGNORE counts as none."""
         return int(self.token_bytes[targets[targets != IGNORE]].sum())
 
     def save(self, path: Path) -> None:
@@ -155,22 +153,22 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         vocab = {bytes([i]): i for i in range(256)}
-        # Nothing is merged, so any division into words will do: here, 256 characters each.
+        # Nothing is merged, so any division into words gives the same tokens.
         return Tokenizer(name, _encoding(name, vocab, r"(?s:.{1,256})"))
     path = find_tokenizer(Path(name)) or Path(name)
-    size = name.removeprefix("python-")
-    if not path.is_file() and name.startswith("python-") and size.isdigit():
+    python_size = regex.fullmatch(r"python-(\d+)", name)
+    if not path.is_file() and python_size:
         path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
         if not path.exists():
             print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
-            train_tokenizer(["python"], int(size), path)
+            train_tokenizer(["python"], int(python_size[1]), path)
     if path.is_file():
         vocab = _read_tokenizer_json(path) if path.suffix == ".json" else _read_model_file(path)
         if sorted(vocab.values()) != list(range(len(vocab))) or len(vocab) < 256:
             raise UserError(
                 f"{path} is not a tokenizer: expected ids 0, 1, 2, ... of at least 256 tokens"
             )
-        return Tokenizer(name, _encoding(name, vocab, SPLIT_PATTERN), path)
+        return Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
     if name in tiktoken.list_encoding_names():
         try:
             return Tokenizer(name, tiktoken.get_encoding(name))
@@ -190,11 +188,11 @@ def find_tokenizer(directory: Path) -> Path | None:
     return next((directory / name for name in names if (directory / name).is_file()), None)
 
 
-def _encoding(name: str, vocab: dict[bytes, int], split_pattern: str) -> tiktoken.Encoding:
+def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
     n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
     special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
     return tiktoken.Encoding(
-        name, pat_str=split_pattern, mergeable_ranks=vocab, special_tokens=special
+        name, pat_str=word_pattern, mergeable_ranks=vocab, special_tokens=special
     )
 
 
@@ -228,15 +226,14 @@ def _read_model_file(path: Path) -> dict[bytes, int]:
 # ---------------------------------------------------- Hugging Face's files: tokenizer.json, ...
 #
 # JSON cannot hold bytes, so a token is written in GPT-2's alphabet, which has a character for each
-# byte. A byte that is a printable character of Latin-1 is written as this character. The 68 others
-# are written, in order, as the characters from U+0100 on.
+# byte: a printable character of Latin-1 for itself, U+0100 and the following for the 68 others.
 
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE}
 CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 
-# Llama 3's chat format as a Jinja template; Tokenizer.encode_chat does the same.
+# Llama 3's chat format as a Jinja template, for transformers; the same as Tokenizer.encode_chat.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
     "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
@@ -259,24 +256,15 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
         pairs = [(left, right) for left, right in pairs if left in vocab and right in vocab]
         merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    pre_tokenizer = {
-        "type": "Split",
-        "pattern": {"Regex": tokenizer.encoding._pat_str},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    pattern = {"Regex": tokenizer.encoding._pat_str}
+    split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     content = {
         "version": "1.0",
         "added_tokens": [
             {"id": i, "content": token, **flags} for token, i in tokenizer.special.items()
         ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [pre_tokenizer, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -310,7 +298,7 @@ def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
         }
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a Llama 3 tokenizer: {type(error).__name__} {error}")
-    if patterns != [SPLIT_PATTERN]:
+    if patterns != [WORD_PATTERN]:
         raise UserError(f"{path} is not a Llama 3 tokenizer: it pre-tokenizes with {patterns}")
     return vocab
 
@@ -324,7 +312,7 @@ def train_tokenizer(
     """Train a tokenizer on a corpus and write it as a `tokenizer.model`.
 
     vocab_size: number of tokens, special ones included.
-    sample_bytes: about how much text to train on, taken evenly from the whole corpus.
+    sample_bytes: about how much text to train on, taken evenly from the corpus.
     Raise UserError if vocab_size is too small for the 256 bytes and the special tokens."""
     n_tokens = vocab_size - N_SMALL_SPECIAL
     if n_tokens < 256:
@@ -335,12 +323,12 @@ def train_tokenizer(
     words = Counter()
     for piece in itertools.islice(read_pieces(files), 0, None, stride):
         if piece.split == "train":
-            words.update(regex.findall(SPLIT_PATTERN, piece.text))
+            words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, n_tokens)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=out.parent, delete=False) as temporary:
-        temporary.write(_model_file(tokens))
-    os.replace(temporary.name, out)  # so no run ever reads half a file
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.write_bytes(_model_file(tokens))
+    os.replace(temporary, out)  # so no run ever reads half a file
 
 
 def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:

@@ -1,9 +1,12 @@
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,26 +93,54 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
 server: list[subprocess.Popen] = []  # tests/workers/fork_server.py, once one is needed
 
 
-def launch(script: str, *args, nproc: int = 0, timeout: float = 120) -> Result:
-    """Run a script like `start` and `finish`, without the time that torchrun and imports take."""
+def launch(
+    script: str,
+    *args,
+    nproc: int = 0,
+    timeout: float = 120,
+    meanwhile: Callable[[list[int]], None] | None = None,
+) -> Result:
+    """Run a script like `start` and `finish`, without the time that torchrun and imports take.
+
+    Calls meanwhile(process ids of all ranks) while it runs."""
     if not server:
         command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         server.append(subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **pipes))
-        atexit.register(server[0].kill)
+        atexit.register(_stop, server[0])
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory) / "out", Path(directory) / "err"
         request = dict(script=str(ROOT / script), arguments=[*map(str, args)], nproc=nproc)
         request |= dict(timeout=timeout, out=str(out), err=str(err))
         print(json.dumps(request), file=server[0].stdin, flush=True)
-        answer = server[0].stdout.readline()
-        if not answer:
-            server.clear()
-            pytest.fail("tests/workers/fork_server.py has ended: its error is above")
-        if (codes := json.loads(answer)) is None:
-            written = [path.read_text() for path in (out, err) if path.exists()]
-            pytest.fail("\n".join([f"{request} took more than {timeout} s", *written]))
-        return Result(codes, out.read_text(), err.read_text())
+        answer = ranks = _answer()
+        if ranks:
+            try:
+                if meanwhile:
+                    meanwhile(ranks)
+            except BaseException:
+                for rank in ranks:
+                    os.kill(rank, signal.SIGKILL)
+                raise
+            finally:
+                answer = _answer()
+        out, err = (path.read_text() if path.exists() else "" for path in (out, err))
+    if answer is None:
+        pytest.fail(f"{request} took more than {timeout} s, or did not start\n{out}\n{err}")
+    return Result(answer, out, err)
+
+
+def _answer() -> list[int] | None:
+    line = server[0].stdout.readline()
+    if not line:
+        server.clear()
+        pytest.fail("tests/workers/fork_server.py has ended: its error is above")
+    return json.loads(line)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.wait(10)
 
 
 def by_torchrun(script: str, *args, nproc: int) -> Result:
@@ -135,6 +166,14 @@ def refused(result, *parts: str) -> None:
 
 def error_lines(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("error: ")]
+
+
+def wait_for_lines(path: Path, lines: int) -> None:
+    """Wait until a file has at least so many lines."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, f"{path} has fewer lines than {lines}"
+        time.sleep(0.05)
 
 
 def metrics(out: Path) -> list[dict]:

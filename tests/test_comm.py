@@ -28,8 +28,11 @@ def test_comm(tmp_path):
     [(i, j, speed)] = report["pairs"]
     assert (i, j) == (0, 1) and speed > 0
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    assert rows == ["bytes", "--:", "64", "4,096"]
-    assert "latency: all-reduce" in out and "no pair of ranks is slower than half" in out
+    assert rows == ["bytes", "---", "64", "4,096"]
+    assert (
+        "the smallest message is the latency" in out
+        and "no pair of ranks is slower than half" in out
+    )
     assert "the slowest groups" not in out  # there is one kind only
 
 
@@ -39,7 +42,7 @@ def test_comm_wrong_input(tmp_path):
     nowhere = tmp_path / "no" / "comm.json"
     result = launch("bench.py", "comm", "--out", nowhere, nproc=2)
     refused(result)
-    message = f"error: --out {nowhere}: there is no directory {nowhere.parent}"
+    message = f"error: --out {nowhere}: there is no directory {nowhere.parent}; make it first"
     assert error_lines(result) == [message]
     assert "world: all" not in result.err  # before anything was measured
 

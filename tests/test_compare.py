@@ -15,14 +15,16 @@ from model import PRESETS, Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf import compare
 from perf.compare import (
-    CONTESTANTS,
     Cost,
     choose_contestants,
     choose_fitting,
     compare_losses,
+    configure,
+    memory_needed,
     output_problem,
 )
 from perf.cost import predict_traffic
+from perf.measure import build_on_meta
 from plumbing.processes import UserError
 
 
@@ -114,8 +116,8 @@ def compare_args(**given) -> SimpleNamespace:
 def test_every_strategy_is_a_contestant():
     base = SimpleNamespace(size=8, per_node=4)
     for name in STRATEGIES:
-        assert CONTESTANTS[name].parallel(base).dp == name
-    shards = {name: CONTESTANTS[name].parallel(base).shard for name in STRATEGIES}
+        assert configure(name, base).dp == name
+    shards = {name: configure(name, base).shard for name in STRATEGIES}
     assert (shards["ddp"], shards["zero1"], shards["hsdp"], shards["fsdp"]) == (1, 1, 4, 8)
 
 
@@ -151,6 +153,19 @@ def test_contestants_that_fit_together():
     assert choose_fitting(needs, 30)[0] == ["a", "b", "d"]
     assert choose_fitting(needs, 37)[0] == ["a", "b", "c"]
     assert list(choose_fitting(needs, 16)[1]) == ["b", "c", "d"]
+
+
+def test_ddp_keeps_its_gradients_between_steps():
+    """They are views of its buckets; FSDP and ZeRO-1 free theirs. AdamW counts steps in 4 bytes."""
+    model = build_on_meta(PRESETS["tiny"])
+    P, counts = sum(p.numel() for p in model.parameters()), 4 * len(list(model.parameters()))
+    for parallel, nbytes in [
+        (ParallelConfig(), 12 * P),
+        (ParallelConfig(replicate=2), 16 * P),
+        (ParallelConfig(dp="zero1", replicate=2), 8 * P),
+        (ParallelConfig(dp="fsdp", shard=2), 6 * P),
+    ]:
+        assert memory_needed(model, parallel, compare_args())[0] == nbytes + counts
 
 
 def test_losses_that_do_not_agree_are_named():

@@ -9,7 +9,7 @@ from lora import LoRA, add_adapters
 from model import PRESETS, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.choose import check_parallel, choose_parallel
-from perf.cost import predict_memory, predict_traffic
+from perf.cost import predict_memory, predict_traffic, sent_bytes
 from perf.measure import emulate
 from plumbing.processes import UserError
 
@@ -118,6 +118,22 @@ def test_a_frozen_base_in_bfloat16_is_there_once():
     expected = predict_memory(model, parallel, 512, 1)
     assert expected["parameters"] == 4 * numbers[True] + 2 * numbers[False]
     assert expected["gathered"] == 2 * numbers[True]
+
+
+def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
+    """Of P float32 gradients on n ranks: 2 (n-1)/n 4 P, and (n-1)/n of 4 P three times over."""
+    config = LlamaConfig(64, 3, 4, 4, 160, vocab_size=512)
+    with torch.device("meta"):
+        model = Llama(config)
+    once = 3 / 4 * 4 * sum(p.numel() for p in model.parameters())  # 4 ranks, 4 bytes
+    root = 3 / 4 * 4 * (2 * 512 * 64 + 64)  # gathered once and not twice
+    for expected, parallel in [
+        (2 * once, ParallelConfig(dp="ddp", replicate=4)),
+        (2 * once, ParallelConfig(dp="zero1", replicate=4)),
+        (3 * once - root, ParallelConfig(dp="fsdp", shard=4)),
+    ]:
+        traffic = predict_traffic(model, parallel, microbatches=1, batch=2, seq_len=64)
+        assert sent_bytes(traffic, parallel) == expected
 
 
 # ------------------------------------------------------------------- choosing a configuration

@@ -12,7 +12,7 @@ from data import ShardWriter, Windows, open_shard, open_windows, window_of
 from model import IGNORE
 from plumbing.corpora import find_files, read_pieces
 from plumbing.processes import UserError
-from plumbing.tokenizer import load_tokenizer, train_tokenizer
+from plumbing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -109,6 +109,15 @@ def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
     monkeypatch.setattr(data, "tokenize", None)  # is not called again
     again, _ = open_windows([str(text)], tokenizer, 32)
     assert len(again) == len(train)
+
+
+def test_shards_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, small_bpe, text):
+    save_tokenizer(tmp_path, load_tokenizer(str(small_bpe)))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    data.tokenize([text], tokenizer, tmp_path / "out")
+    kept = load_tokenizer(data.tokenizer_of_shards([str(tmp_path / "out")]))
+    assert kept.hash == tokenizer.hash
+    open_windows([str(tmp_path / "out")], kept, 32)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):

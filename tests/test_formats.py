@@ -77,13 +77,15 @@ def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tm
 
 
 @MODELS
-def test_a_config_of_transformers_4(config, tmp_path):
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_a_config_of_transformers_4(config, type_key, tmp_path):
     transformers_model(config).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     content = json.loads(path.read_text())
     rope = content.pop("rope_parameters")
     content["rope_theta"] = rope.pop("rope_theta")
-    content["rope_scaling"] = rope if rope["rope_type"] == "llama3" else None
+    rope[type_key] = rope.pop("rope_type")
+    content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
     content["torch_dtype"] = content.pop("dtype")
     path.write_text(json.dumps(content))
     assert formats.hf_config(tmp_path) == config

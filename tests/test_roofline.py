@@ -91,14 +91,14 @@ def test_computation_of_a_block():
     attention = (
         10 * 3.5 * 2 * 2 * 64 * 128 / 2 / 0.25e9
     )  # scores and weighted sums, half the square
-    seconds = compute_time(config, ParallelConfig(), 10, 128, machine, compiled=True)
+    seconds = compute_time(config, ParallelConfig(compile=True), 10, 128, machine)
     assert seconds["products"] == pytest.approx(products + attention)
     assert seconds["recompute"] == 0
-    checkpointed = ParallelConfig(checkpointing="full")
-    full = compute_time(config, checkpointed, 10, 128, machine, compiled=True)
+    checkpointed = ParallelConfig(checkpointing="full", compile=True)
+    full = compute_time(config, checkpointed, 10, 128, machine)
     recompute = 10 * (2 * matrices / 0.5e9 + 2 * 2 * 64 * 128 / 2 / 0.25e9)
     assert full["recompute"] == pytest.approx(recompute)
-    halved = compute_time(config, ParallelConfig(tp=2), 10, 128, machine, compiled=True)
+    halved = compute_time(config, ParallelConfig(tp=2, compile=True), 10, 128, machine)
     assert halved["products"] == pytest.approx(seconds["products"] / 2)
 
 

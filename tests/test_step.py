@@ -116,6 +116,6 @@ def test_parts():
         "without replicate": rounds(**{"pass": 45, "forward": 29}),
         "without replicate shard": rounds(**{"pass": 30, "forward": 10, "recompute": 8}),
     }
-    parts = parts_of_step(variants, ["replicate", "shard"], times_recompute=True)
+    parts = parts_of_step(variants, ["replicate", "shard"])
     assert parts == {"forward": 10, "backward": 12, "recompute": 8, EXPOSED + "replicate": 5,
                      EXPOSED + "shard": 15, "optimizer": 4, "data": 3, "other": 3}  # fmt: skip

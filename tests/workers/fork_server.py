@@ -2,13 +2,15 @@
 
 Imports take longer than what most scripts do in the tests. A line of JSON on stdin, {script,
 arguments, nproc, timeout, out, err}, starts a run; its output goes to the files `out` and `err`.
-The answer on stdout is a line of JSON: the exit codes of its ranks, negative for a signal, or null
-if they had to be killed after `timeout` seconds. They are killed too when the tests end.
+The answer on stdout is a line with the process ids of its ranks, and a line with their exit codes,
+negative for a signal; or null if they had to be killed after `timeout` seconds. They are killed too
+when the tests end.
 
 nproc 0 runs the script as `python script` does. Otherwise ranks find the environment and the store
 that torchrun would give them.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -17,10 +19,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -40,15 +42,14 @@ def main() -> None:
         request = json.loads(line)
         agent = os.fork()
         if agent == 0:  # the store starts threads, which must not be in a process that forks again
-            if run_as_rank := launch(request):
-                return run_as_rank()
+            launch(request)
             os._exit(0)
         if os.waitpid(agent, 0)[1]:
             print("null", flush=True)
 
 
-def launch(request: dict) -> Callable[[], None] | None:
-    """Fork the ranks and answer with their exit codes. In a rank, return its main function."""
+def launch(request: dict) -> None:
+    """Fork the ranks and answer with their exit codes."""
     nproc = request["nproc"]
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -56,16 +57,17 @@ def launch(request: dict) -> Callable[[], None] | None:
     for rank in range(max(nproc, 1)):
         if (process := os.fork()) == 0:
             listener.close()
-            return partial(run_rank, request, rank, *address)
+            run_rank(request, rank, *address)
         os.setpgid(process, process)  # to be killed together with the processes that it starts
         ranks.append(process)
     store = TCPStore(  # noqa: F841
         *address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+    print(ranks, flush=True)
     print(json.dumps(wait(ranks, request["timeout"])), flush=True)
 
 
-def run_rank(request: dict, rank: int, host: str, port: int) -> None:
+def run_rank(request: dict, rank: int, host: str, port: int) -> NoReturn:
     sys.stdin = open(os.devnull)
     os.dup2(sys.stdin.fileno(), 0)
     for descriptor, name in ((1, "out"), (2, "err")):
@@ -82,7 +84,29 @@ def run_rank(request: dict, rank: int, host: str, port: int) -> None:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not start one of its own
         }
     sys.argv = [request["script"], *request["arguments"]]
-    runpy.run_path(request["script"], run_name="__main__")
+    os._exit(run_script(request["script"]))
+
+
+def run_script(script: str) -> int:
+    """Run a script and return its exit code, after all that Python does at exit but one thing.
+
+    It would also free every object, one by one, which takes longer than many a script."""
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def wait(ranks: list[int], timeout: float) -> list[int] | None:
