@@ -90,26 +90,28 @@ FOURFOLD = {
     "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
     "zero1": case(ODD | TIED, 1, dp="zero1", replicate=4, checkpointing="selective"),
     "fsdp": case(ODD, 1, dp="fsdp", shard=4),
-    "hsdp": case(ODD, dp="hsdp", replicate=2, shard=2),
     "hsdp tied": case(ODD | TIED, 1, packed=True, dp="hsdp", replicate=2, shard=2),
     "hsdp reshard all": case(ODD, 1, dp="hsdp", replicate=2, shard=2, reshard="all"),
-    "hsdp full": case(ODD, dp="hsdp", replicate=2, shard=2, checkpointing="full"),
     "ddp tp": case(GROUPED, 1, dp="ddp", replicate=2, tp=2),
     "fsdp tp": case(GROUPED, packed=True, dp="fsdp", shard=2, tp=2),
     "fsdp tp tied": case(GROUPED | TIED, 1, dp="fsdp", shard=2, tp=2, checkpointing="selective"),
     "tp": case(FOUR | TIED, 2, packed=True, dp="fsdp", tp=4),
-    "lora ddp": case(ODD | TIED, packed=True, lora=SEVEN, dp="ddp", replicate=4),
     "lora zero1": case(ODD, lora=SEVEN, dp="zero1", replicate=4),
-    "lora hsdp": case(ODD, 1, lora=SEVEN, dp="hsdp", replicate=2, shard=2),
     "lora hsdp adapters": case(
         ODD, 1, lora=RSLORA, dp="hsdp", replicate=2, shard=2, reshard="adapters"
     ),
-    "lora ddp tp": case(GROUPED, 1, lora=RSLORA, dp="ddp", replicate=2, tp=2),
     "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
     "lora fsdp tp adapters": case(
         GROUPED, packed=True, lora=RSLORA, dp="fsdp", shard=2, tp=2, reshard="adapters"
     ),
     "lora tp": case(FOUR, 2, lora=RSLORA, dp="fsdp", tp=4),
+}
+MORE_FOURFOLD = {
+    "hsdp": case(ODD, dp="hsdp", replicate=2, shard=2),
+    "hsdp full": case(ODD, dp="hsdp", replicate=2, shard=2, checkpointing="full"),
+    "lora ddp": case(ODD | TIED, packed=True, lora=SEVEN, dp="ddp", replicate=4),
+    "lora hsdp": case(ODD, 1, lora=SEVEN, dp="hsdp", replicate=2, shard=2),
+    "lora ddp tp": case(GROUPED, 1, lora=RSLORA, dp="ddp", replicate=2, tp=2),
 }
 MORE = {
     "lora fsdp tied": case(ODD | TIED, lora=SEVEN, dp="fsdp", shard=2, checkpointing="full"),
@@ -297,7 +299,7 @@ def test_saving_gathers_adapters_and_no_more(two, four):
 
 def test_neighbours_share_what_talks_most(four):
     """As seen from rank 0: tp and shard lie within a node of two, replicate goes across."""
-    assert four["hsdp"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}
+    assert four["hsdp tied"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}
     assert four["fsdp tp"]["ranks"] == {"replicate": [0], "shard": [0, 2], "tp": [0, 1]}
     assert four["ddp tp"]["ranks"] == {"replicate": [0, 2], "shard": [0], "tp": [0, 1]}
 
@@ -312,6 +314,12 @@ def test_compiled_on_two_processes(tmp_path):
 def test_more_adapters_on_two_processes(tmp_path):
     for name, result in train(tmp_path, 2, MORE).items():
         holds(result, MORE[name], 2)
+
+
+@pytest.mark.slow
+def test_more_on_four_processes(tmp_path):
+    for name, result in train(tmp_path, 4, MORE_FOURFOLD).items():
+        holds(result, MORE_FOURFOLD[name], 4)
 
 
 @pytest.mark.slow
