@@ -1,12 +1,10 @@
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,11 @@ SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
+
+
+def pytest_configure(config) -> None:
+    # plumbing/checkpoint_files.py ignores it too, but pytest forgets the filters of other modules.
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
 
 
 def shared(name: str) -> Path:
@@ -93,54 +96,43 @@ def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
 server: list[subprocess.Popen] = []  # tests/workers/fork_server.py, once one is needed
 
 
-def launch(
-    script: str,
-    *args,
-    nproc: int = 0,
-    timeout: float = 120,
-    meanwhile: Callable[[list[int]], None] | None = None,
-) -> Result:
-    """Run a script like `start` and `finish`, without the time that torchrun and imports take.
+class Forks:
+    """A script that runs like one of `start`, without the time that torchrun and imports take."""
 
-    Calls meanwhile(process ids of all ranks) while it runs."""
-    if not server:
-        command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        server.append(subprocess.Popen(command, start_new_session=True, env=ENVIRONMENT, **pipes))
-        atexit.register(_stop, server[0])
-    with tempfile.TemporaryDirectory() as directory:
-        out, err = Path(directory) / "out", Path(directory) / "err"
-        request = dict(script=str(ROOT / script), arguments=[*map(str, args)], nproc=nproc)
-        request |= dict(timeout=timeout, out=str(out), err=str(err))
-        print(json.dumps(request), file=server[0].stdin, flush=True)
-        answer = ranks = _answer()
-        if ranks:
-            try:
-                if meanwhile:
-                    meanwhile(ranks)
-            except BaseException:
-                for rank in ranks:
-                    os.kill(rank, signal.SIGKILL)
-                raise
-            finally:
-                answer = _answer()
-        out, err = (path.read_text() if path.exists() else "" for path in (out, err))
-    if answer is None:
-        pytest.fail(f"{request} took more than {timeout} s, or did not start\n{out}\n{err}")
-    return Result(answer, out, err)
+    def __init__(self, script: str, *args, nproc: int = 0, timeout: float = 120):
+        if not server:
+            command = [sys.executable, ROOT / "tests/workers/fork_server.py"]
+            options = dict(stdin=subprocess.PIPE, text=True, start_new_session=True)
+            server.append(subprocess.Popen(command, env=ENVIRONMENT, **options))
+            atexit.register(server[0].communicate)  # closes its stdin, which ends it
+        self.directory = tempfile.TemporaryDirectory()
+        self.request = dict(script=str(ROOT / script), arguments=[*map(str, args)], nproc=nproc)
+        self.request |= dict(timeout=timeout, directory=self.directory.name)
+        print(json.dumps(self.request), file=server[0].stdin, flush=True)
+        self.ranks = self._wait_for("ranks", 60)  # process ids
+
+    def finish(self) -> Result:
+        codes = self._wait_for("codes", self.request["timeout"] + 10)
+        if codes is None:
+            pytest.fail(f"{self.request} took too long\n{self._read('out')}\n{self._read('err')}")
+        return Result(codes, self._read("out"), self._read("err"))
+
+    def _wait_for(self, name: str, timeout: float) -> list[int] | None:
+        deadline = time.monotonic() + timeout
+        while not (content := self._read(name)):
+            if server[0].poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"no '{name}' of {self.request}\n{self._read('err')}")
+            time.sleep(0.005)
+        return json.loads(content)
+
+    def _read(self, name: str) -> str:
+        path = Path(self.directory.name, name)
+        return path.read_text() if path.exists() else ""
 
 
-def _answer() -> list[int] | None:
-    line = server[0].stdout.readline()
-    if not line:
-        server.clear()
-        pytest.fail("tests/workers/fork_server.py has ended: its error is above")
-    return json.loads(line)
-
-
-def _stop(process: subprocess.Popen) -> None:
-    process.stdin.close()
-    process.wait(10)
+def launch(script: str, *args, **options) -> Result:
+    """Run a script as `Forks` does until it ends."""
+    return Forks(script, *args, **options).finish()
 
 
 def by_torchrun(script: str, *args, nproc: int) -> Result:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, metrics, refused, slow, succeed, wait_for_lines
+from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -238,12 +238,11 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
     out = tmp_path / "run"
     options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
     arguments = [*flags(base, sums, out, **options), "--targets", "wv", "wq"]
-
-    def stop(ranks: list[int]) -> None:
-        wait_for_lines(out / "metrics.jsonl", 5)
-        os.kill(ranks[0], signal.SIGINT)
-
-    result = succeed("finetune_lora.py", *arguments, meanwhile=stop)
+    run = Forks("finetune_lora.py", *arguments)
+    wait_for_lines(out / "metrics.jsonl", 5)
+    os.kill(run.ranks[0], signal.SIGINT)
+    result = run.finish()
+    assert result.code == 0
     assert "no held-out prompt is short enough" in result.out
     assert "with --resume goes on" in result.out and not (out / "merged").exists()
     steps = f"--steps={metrics(out)[-1]['step'] + 1}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    Forks,
     by_torchrun,
     error_lines,
     finish,
@@ -56,21 +57,16 @@ def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(shards, tmp_p
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
     out = tmp_path / "run"
-
-    def press_ctrl_c(ranks: list[int]) -> None:
-        wait_for_lines(out / "metrics.jsonl", 5)
-        os.kill(ranks[0], signal.SIGINT)
-
     arguments = flags(shards, out, steps=10**6)
-    if nproc:
-        process = start("train.py", *arguments, nproc=nproc)
-        wait_for_lines(out / "metrics.jsonl", 5)
-        # A terminal sends the signal to torchrun and to every process that it started.
-        os.killpg(process.pid, signal.SIGINT)
-        result = finish(process)  # torchrun reports the signal with a code of its own
+    run = (start if nproc else Forks)("train.py", *arguments, nproc=nproc)
+    wait_for_lines(out / "metrics.jsonl", 5)
+    if nproc:  # a terminal sends the signal to torchrun and to every process that it started
+        os.killpg(run.pid, signal.SIGINT)
+        result = finish(run)  # torchrun reports the signal with a code of its own
     else:
-        result = succeed("train.py", *arguments, meanwhile=press_ctrl_c)
-        assert "Traceback" not in result.err
+        os.kill(run.ranks[0], signal.SIGINT)
+        result = run.finish()
+        assert result.code == 0 and "Traceback" not in result.err
     assert "with --resume goes on" in result.out
     (saved,) = sorted(out.glob("step-*"))
     stopped = metrics(out)[-1]["step"]

@@ -1,10 +1,10 @@
 """Run the project's scripts in forks of one process that has made all their imports already.
 
 Imports take longer than what most scripts do in the tests. A line of JSON on stdin, {script,
-arguments, nproc, timeout, out, err}, starts a run; its output goes to the files `out` and `err`.
-The answer on stdout is a line with the process ids of its ranks, and a line with their exit codes,
-negative for a signal; or null if they had to be killed after `timeout` seconds. They are killed too
-when the tests end.
+arguments, nproc, timeout, directory}, starts a run, which writes four files in the directory: `out`
+and `err`, its output; `ranks`, the process ids of its ranks; at the end `codes`, their exit codes,
+negative for a signal, or null if they had to be killed after `timeout` seconds. Ranks are killed
+too when stdin is closed, that is when the tests end.
 
 nproc 0 runs the script as `python script` does. Otherwise ranks find the environment and the store
 that torchrun would give them.
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -38,62 +37,71 @@ import generate  # noqa: F401
 
 def main() -> None:
     gc.freeze()  # a collection in a fork would copy every page of these objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
     while line := sys.stdin.readline():
-        request = json.loads(line)
-        agent = os.fork()
-        if agent == 0:  # the store starts threads, which must not be in a process that forks again
-            launch(request)
+        if os.fork() == 0:  # the store starts threads, after which a process must not fork
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            run_agent(**json.loads(line))
             os._exit(0)
-        if os.waitpid(agent, 0)[1]:
-            print("null", flush=True)
 
 
-def launch(request: dict) -> None:
-    """Fork the ranks and answer with their exit codes."""
-    nproc = request["nproc"]
+def run_agent(script: str, arguments: list[str], nproc: int, timeout: float, directory: str):
+    """Fork the ranks, serve their store, and wait for them."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     ranks = []
     for rank in range(max(nproc, 1)):
         if (process := os.fork()) == 0:
             listener.close()
-            run_rank(request, rank, *address)
+            redirect(directory)
+            if nproc:
+                os.environ |= environment_of(rank, nproc, *address)
+            os._exit(run_script([script, *arguments]))
         os.setpgid(process, process)  # to be killed together with the processes that it starts
         ranks.append(process)
     store = TCPStore(  # noqa: F841
         *address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    print(ranks, flush=True)
-    print(json.dumps(wait(ranks, request["timeout"])), flush=True)
+    write(directory, "ranks", ranks)
+    write(directory, "codes", wait(ranks, timeout))
 
 
-def run_rank(request: dict, rank: int, host: str, port: int) -> NoReturn:
+def write(directory: str, name: str, value: list[int] | None) -> None:
+    path = Path(directory, name)
+    path.with_suffix(".part").write_text(json.dumps(value))
+    path.with_suffix(".part").rename(path)  # the file is complete as soon as it exists
+
+
+def redirect(directory: str) -> None:
+    """Send this process's output to files, and give it no input."""
     sys.stdin = open(os.devnull)
     os.dup2(sys.stdin.fileno(), 0)
     for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    if nproc := request["nproc"]:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not start one of its own
-        }
-    sys.argv = [request["script"], *request["arguments"]]
-    os._exit(run_script(request["script"]))
+        path = os.path.join(directory, name)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
 
 
-def run_script(script: str) -> int:
+def environment_of(rank: int, nproc: int, host: str, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun sets for a rank of a node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not start a store of its own
+    }
+
+
+def run_script(command: list[str]) -> int:
     """Run a script and return its exit code, after all that Python does at exit but one thing.
 
     It would also free every object, one by one, which takes longer than many a script."""
-    code = 0
+    sys.argv, code = command, 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(command[0], run_name="__main__")
     except SystemExit as stop:
         code = stop.code or 0
         if not isinstance(code, int):
@@ -111,14 +119,15 @@ def run_script(script: str) -> int:
 
 def wait(ranks: list[int], timeout: float) -> list[int] | None:
     """Wait until all ranks have ended. Return their exit codes, None if they had to be killed."""
+    tests = select.poll()
+    tests.register(0, 0)  # reports only that stdin was closed
     deadline, codes, killed = time.monotonic() + timeout, {}, False
     while len(codes) < len(ranks):
         for rank in set(ranks) - codes.keys():
             ended, status = os.waitpid(rank, os.WNOHANG)
             if ended:
                 codes[rank] = os.waitstatus_to_exitcode(status)
-        tests_ended = select.select([0], [], [], 0.01)[0]  # nothing but the end is there to read
-        if not killed and (tests_ended or time.monotonic() > deadline):
+        if not killed and (tests.poll(5) or time.monotonic() > deadline):
             killed = True
             for rank in set(ranks) - codes.keys():
                 os.killpg(rank, signal.SIGKILL)

@@ -8,12 +8,18 @@ import importlib
 import os
 import sys
 
-names = sys.argv[1:]
-for name in names:
+top_level = {name.split(".")[0] for name in sys.argv[1:]}
+
+
+def imported() -> list[str]:
+    return sorted(name for name in sys.modules if name.split(".")[0] in top_level)
+
+
+for name in sys.argv[1:]:
     if os.fork() == 0:
-        for imported in sys.modules.keys() & set(names):
-            del sys.modules[imported]
+        for other in imported():
+            del sys.modules[other]
         importlib.import_module(name)
-        print(name, *sorted(sys.modules.keys() & set(names)), flush=True)
+        print(name, *imported(), flush=True)
         os._exit(0)
     os.wait()
