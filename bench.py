@@ -25,7 +25,7 @@ from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.roofline import GPUS, LINKS
 from perf.step import measure_step
-from plumbing.flags import Parser, add_pretraining_flags, positive_int
+from plumbing.flags import Parser, add_optimizer_flags, add_pretraining_flags, positive_int
 from plumbing.processes import run
 
 # fmt: off
@@ -40,7 +40,8 @@ def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
                         help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--repeats", type=positive_int,
                         help="rounds of all contestants (default: %(default)s)")
-    parser.set_defaults(**defaults)
+    add_optimizer_flags(parser)
+    parser.set_defaults(**{"lr": 1e-4} | defaults)
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +93,7 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
                         help="sequences of that microbatch (default: %(default)s)")
     parser.add_argument("--seq-len", type=positive_int, default=512,
                         help="tokens per sequence of that microbatch (default: %(default)s)")
+    add_optimizer_flags(parser)
 
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:

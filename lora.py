@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as distribute
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama, generator_for
@@ -137,30 +136,31 @@ class LoRALinear(nn.Linear):
             weight = merged_weight(self.weight, self.lora_A, self.lora_B, self.lora.scale)
             self.weight, self.merged = nn.Parameter(weight, requires_grad=False), True
 
-    def shard(self, mesh: DeviceMesh, placement: Placement) -> None:
-        """Shard this layer for tensor parallelism; `placement` is that of the weight.
+    def sharded_dims(self, dim: int) -> dict[str, int | None]:
+        """Return the dimension on which tensor parallelism shards each parameter, None for a
+        replicated one; `dim` is that of the weight.
 
         A factor is sharded along the dimension that it shares with the weight: B with its output
-        features, A with its input features. The other factor is replicated. So the product of a
-        rank's shards is its shard of the output, or its partial sum, just as for the weight alone,
-        and needs no communication of its own. The gradient of the replicated factor is all-reduced,
-        like that of a norm (tensor_parallel.py)."""
-        if placement.is_shard(0):  # column-parallel
-            A, B, x, y = Replicate(), Shard(0), Replicate(), Shard(2)  # x, y [B, T, features]
-        else:  # row-parallel
-            A, B, x, y = Shard(1), Replicate(), Shard(2), Partial()
-        for name, place in {"weight": placement, "lora_A": A, "lora_B": B}.items():
-            old = self.get_parameter(name)
-            new = nn.Parameter(distribute(old, mesh, [place]), requires_grad=old.requires_grad)
-            setattr(self, name, new)
+        features, A with its input features. The other factor is replicated."""
+        return {"weight": dim, "lora_A": dim or None, "lora_B": None if dim else 0}
+
+    def shard_product(self, mesh: DeviceMesh) -> None:
+        """Let forward compute with this rank's shards of parameters that have become DTensors.
+
+        The product of a rank's shards is its shard of the output, or its partial sum, just as for
+        the weight alone, and needs no communication of its own. The gradient of the replicated
+        factor is all-reduced, like that of a norm (tensor_parallel.py)."""
+        weight, A, B = (p.placements for p in (self.weight, self.lora_A, self.lora_B))
+        rows = weight[0].is_shard(1)
+        x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
+        inputs = (x, weight, A, B)
         # Of a replicated tensor each rank computes a part of the gradient, to be summed.
-        inputs = (x, placement, A, B)
-        gradients = [Partial() if place.is_replicate() else place for place in inputs]
+        gradients = [[Partial()] if place[0].is_replicate() else place for place in inputs]
         self.product = local_map(
             self.product,
-            out_placements=[y],
-            in_placements=(*([place] for place in inputs), None, None),
-            in_grad_placements=(*([place] for place in gradients), None, None),
+            out_placements=y,
+            in_placements=(*inputs, None, None),
+            in_grad_placements=(*gradients, None, None),
             device_mesh=mesh,
         )
 

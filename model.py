@@ -162,6 +162,9 @@ class KVCache:
 
 
 class Attention(nn.Module):
+    writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
+    saved_products = ("wk", "wo")  # layers whose output selective checkpointing saves
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.layer = layer
@@ -191,6 +194,9 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    writes_to_stream = ("w2",)
+    saved_products = ("w3",)
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
@@ -198,7 +204,6 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x):
-        # Selective checkpointing relies on the order w1, w3, w2 (parallel.py).
         return self.w2(SwiGLU.apply(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
 
 
@@ -293,27 +298,27 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
         """Call assign(parameter, full_initial_value) for each parameter; values are drawn on
-        `device`. LoRA's factors have initial values of their own (lora.py)."""
+        `device`. LoRA's factors have initial values of their own (lora.py).
+
+        Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
+        are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
+        (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
+        the same however the model is split, on any one kind of device. Drawn in float32 and then
+        cast, so that float64 starts alike."""
         for name, parameter in self.named_parameters():
-            if ".lora_" not in name:
-                assign(parameter, initial_weight(name, parameter, self.config, seed, device))
-
-
-def initial_weight(
-    name: str, like: Tensor, config: LlamaConfig, seed: int, device: torch.device | None = None
-) -> Tensor:
-    """Return the initial value of one parameter: a function of seed, name, shape and config.
-
-    So a weight starts the same however the model is split, on any one kind of device. Norms start
-    at 1 and matrices at normal(0, 0.02). The two matrices of a block that write to the residual
-    stream are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
-    (Radford et al. 2019). Drawn in float32 and then cast, so that float64 starts alike."""
-    weight = torch.ones(like.shape, device=device or like.device)
-    if "norm" not in name:
-        writes_to_stream = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-        std = 0.02 / math.sqrt(2 * config.n_layers) if writes_to_stream else 0.02
-        weight.normal_(0, std, generator=generator_for(name, seed, weight.device))
-    return weight.to(like.dtype)
+            *path, layer_name, kind = name.split(".")
+            if kind.startswith("lora_"):
+                continue
+            parent = self.get_submodule(".".join(path))
+            layer = getattr(parent, layer_name)
+            value = torch.ones(parameter.shape, device=device or parameter.device)
+            if kind == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
+                in_stream = layer_name in getattr(parent, "writes_to_stream", ())
+                std = 0.02 / math.sqrt(2 * self.config.n_layers) if in_stream else 0.02
+                value.normal_(0, std, generator=generator_for(name, seed, value.device))
+            elif not isinstance(layer, nn.RMSNorm):
+                raise ValueError(f"{name} has no initial value: give it one in Llama.init_weights")
+            assign(parameter, value.to(parameter.dtype))
 
 
 def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator:

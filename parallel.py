@@ -30,7 +30,6 @@ a ring of n ranks, a rank sends (n-1)/n of the payload, and twice that for an al
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,6 +77,10 @@ class ParallelConfig:
         """The entry of STRATEGIES. DDP with tensor parallelism runs as HSDP with shard = 1, since
         the parameters are DTensors then, which DDP does not take."""
         return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp > 1 else self.dp]
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard * self.tp
 
     @property
     def uses_fsdp(self) -> bool:
@@ -363,6 +366,20 @@ def gradient_sync(runner: nn.Module, parallel: ParallelConfig, last: bool) -> It
         runner.finish_gradients()
 
 
+@contextlib.contextmanager
+def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
+    """Within this context FSDP all-gathers weights once, at their first use, and frees them at the
+    end. For generation, which would all-gather the model for every token."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    yield
+    for module in modules:
+        module.reshard()
+        reshards = parallel.reshard != "none" and module is not model
+        module.set_reshard_after_forward(reshards, recurse=False)
+
+
 # --------------------------------------------------------------- recomputation and compilation
 
 
@@ -385,6 +402,10 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
             )
         if compile and checkpointing == "full":
             block.forward = torch.compile(block.forward, dynamic=False)
+        if checkpointing == "selective":
+            for module in block.modules():
+                for layer in getattr(module, "saved_products", ()):
+                    getattr(module, layer).register_forward_pre_hook(announce_product)
         if checkpointing != "none":
             block.forward = recompute(block.forward, selective=checkpointing == "selective")
         if compile and checkpointing != "full":
@@ -396,8 +417,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
                    elements saved per token and block                        attention forwards
         none       8 D + 2 KV E + 3 F (6 D with fused norms: on a GPU)       1
-        selective  3 D + KV E + F: the block's input, attention's output,    1
-                   every second matrix product
+        selective  3 D + KV E + F: the block's input, the outputs of         1
+                   attention, wk, wo and w3
         full       D: the block's input                                      2
 
     Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
@@ -409,18 +430,25 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     return partial(checkpoint, forward, use_reentrant=False, **context)
 
 
+def announce_product(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Tell selective checkpointing to save the next matrix product, by an operator that does
+    nothing: the policy sees operators, in compiled blocks too, but not the layers they are in."""
+    return (torch.ops.aten.alias(inputs[0]),)
+
+
 def _selective_context():
-    """Save attention and every second of a block's seven matrix products, which run in the order
-    wq wk wv wo w1 w3 w2: so wk, wo and w3, with what LoRA adds to them. Nothing needs the output
-    of w2 again. Under tensor parallelism also save the output of each reduce-scatter."""
-    products = Counter()
+    """Save attention and the products of the layers that a module names in `saved_products`, with
+    what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
+    announced = set()  # in forward (False), in recomputation (True)
 
     def policy(context, op, *args, **kwargs):
         if "scaled_dot_product" in op.__name__ or "reduce_scatter" in op.__name__:
             return CheckpointPolicy.MUST_SAVE
+        if op.__name__ == "alias.default":
+            announced.add(context.is_recompute)
         if op.__name__ in ("mm.default", "lora_linear.default"):
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
+            if context.is_recompute in announced:
+                announced.remove(context.is_recompute)
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -36,10 +36,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -47,43 +48,121 @@ from torch.distributed.tensor.parallel import (
 )
 
 from model import Llama, cross_entropy_sum
+from plumbing.processes import UserError
+
+
+class ColumnParallel(ColwiseParallel):
+    """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
+
+    weight_dim = 0
+
+    def _partition_linear_fn(self, name, module, mesh):
+        shard_linear(module, mesh, self.weight_dim)
+
+
+class RowParallel(RowwiseParallel):
+    """Shard the input features of a linear layer: weight [out, in] on dimension 1."""
+
+    weight_dim = 1
+
+    def _partition_linear_fn(self, name, module, mesh):
+        shard_linear(module, mesh, self.weight_dim)
+
+
+class VocabularyParallel(RowwiseParallel):
+    """Shard the rows of an embedding: weight [V, D] on dimension 0."""
+
+    weight_dim = 0
+
+
+REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
+NORM = SequenceParallel(use_local_output=False)
+COLUMNS = ColumnParallel()
+ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
+
+# Each layer that has parameters needs a place here; * is any block. A place that no layer of the
+# model takes is ignored.
+PLAN = {
+    "tok_embeddings": VocabularyParallel(
+        input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
+    ),
+    "layers.*.attention_norm": NORM,
+    "layers.*.attention": PrepareModuleInput(
+        input_layouts=(SEQUENCE_SHARDED, None, None, None, None),  # x, cos, sin, mask, cache
+        desired_input_layouts=(REPLICATED, None, None, None, None),
+    ),
+    "layers.*.attention.wq": COLUMNS,
+    "layers.*.attention.wk": COLUMNS,
+    "layers.*.attention.wv": COLUMNS,
+    "layers.*.attention.wo": ROWS,
+    "layers.*.ffn_norm": NORM,
+    "layers.*.feed_forward": PrepareModuleInput(
+        input_layouts=(SEQUENCE_SHARDED,), desired_input_layouts=(REPLICATED,)
+    ),
+    "layers.*.feed_forward.w1": COLUMNS,
+    "layers.*.feed_forward.w3": COLUMNS,
+    "layers.*.feed_forward.w2": ROWS,
+    "norm": NORM,
+    "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
+}
+
+
+def style_of(path: str) -> ParallelStyle | None:
+    """Return the place in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
+    parts = path.split(".")
+    for place, style in PLAN.items():
+        wanted = place.split(".")
+        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts)):
+            return style
+    return None
+
+
+def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
+    """Return the dimension on which each parameter of the layer at `path` is sharded, None for a
+    replicated one.
+
+    Raises UserError for a parameter that PLAN does not place. Without a place a rank would keep its
+    own part of the gradient, which should be summed over tp, and train on without an error."""
+    style, dims = style_of(path), {}
+    names = [name for name, _ in layer.named_parameters(recurse=False)]
+    if isinstance(style, SequenceParallel):
+        dims = dict.fromkeys(names)
+    elif hasattr(style, "weight_dim"):
+        dims = dims_beside(layer, style.weight_dim)
+    for name in names:
+        if name not in dims:
+            raise UserError(
+                f"--tp cannot train {path}.{name}: give it a place in PLAN in tensor_parallel.py"
+            )
+    return dims
+
+
+def dims_beside(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
+    """Return the same, given that of the weight. A layer with more parameters, such as LoRALinear,
+    says so in its method `sharded_dims`."""
+    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+
+
+def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
+    """Turn the parameters of a layer into DTensors."""
+    for name, dim in dims_beside(layer, weight_dim).items():
+        old, placement = layer.get_parameter(name), REPLICATED if dim is None else Shard(dim)
+        new = nn.Parameter(distribute(old, mesh, [placement]), requires_grad=old.requires_grad)
+        setattr(layer, name, new)
+    if hasattr(layer, "shard_product"):
+        layer.shard_product(mesh)
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
-    """Shard a model over a mesh of one dimension, in place: parameters become DTensors."""
+    """Shard a model over a mesh of one dimension, in place: parameters become DTensors.
+
+    Raises UserError for a parameter that PLAN does not place."""
+    for path, layer in model.named_modules():
+        sharded_dims(path, layer)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    replicated, sequence_sharded = Replicate(), Shard(1)  # placements of x [B, T, D]
-    norm = SequenceParallel(use_local_output=False)
-    columns = ColumnParallel()
-    rows = RowParallel(output_layouts=sequence_sharded, use_local_output=False)
-    embedding = RowwiseParallel(
-        input_layouts=replicated, output_layouts=sequence_sharded, use_local_output=False
-    )
-    output = ColumnParallel(input_layouts=sequence_sharded, output_layouts=replicated)
-    parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": norm, "output": output})
+    paths = [path for path, _ in model.named_modules()]
+    parallelize_module(model, mesh, {path: s for path in paths if (s := style_of(path))})
     for block in model.layers.values():
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention_norm": norm,
-                "attention": PrepareModuleInput(
-                    input_layouts=(sequence_sharded, None, None, None, None),  # x, cos, sin, ...
-                    desired_input_layouts=(replicated, None, None, None, None),
-                ),
-                "attention.wq": columns,
-                "attention.wk": columns,
-                "attention.wv": columns,
-                "attention.wo": rows,
-                "ffn_norm": norm,
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(sequence_sharded,), desired_input_layouts=(replicated,)
-                ),
-                "feed_forward.w1": columns,
-                "feed_forward.w3": columns,
-                "feed_forward.w2": rows,
-            },
-        )
         for module in (block.attention, block.feed_forward):
             module.register_forward_pre_hook(_make_contiguous)
     for name in frozen:  # SequenceParallel makes every norm trainable
@@ -94,30 +173,6 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     # A clone is a plain tensor: block 0 then gets the same type as the other blocks, and one
     # compiled graph serves all of them.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
-
-
-class ColumnParallel(ColwiseParallel):
-    """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
-
-    def _partition_linear_fn(self, name, module, mesh):
-        shard_linear(module, mesh, Shard(0))
-
-
-class RowParallel(RowwiseParallel):
-    """Shard the input features of a linear layer: weight [out, in] on dimension 1."""
-
-    def _partition_linear_fn(self, name, module, mesh):
-        shard_linear(module, mesh, Shard(1))
-
-
-def shard_linear(layer: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
-    """Shard the weight of a layer. A layer with more parameters, such as LoRALinear, shards itself
-    in its method `shard`."""
-    if hasattr(layer, "shard"):
-        layer.shard(mesh, placement)
-    else:
-        weight = distribute(layer.weight, mesh, [placement])
-        layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
 
 
 def _make_contiguous(module: nn.Module, inputs: tuple) -> tuple | None:

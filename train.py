@@ -17,6 +17,7 @@ Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to
 """
 
 import argparse
+import contextlib
 import math
 import shlex
 import signal
@@ -40,10 +41,11 @@ from parallel import (
     optimizer_parameters,
     parallelize,
     to_local,
+    unsharded,
     with_mesh,
 )
-from perf.choose import choose_parallel, usable_memory
-from perf.cost import describe_traffic, predict_traffic
+from perf.choose import choose_parallel, room_to_unshard, usable_memory
+from perf.cost import describe_traffic, predict_traffic, unlike_llama
 from plumbing.checks import (
     check_training_flags,
     choose_model_config,
@@ -52,7 +54,13 @@ from plumbing.checks import (
 )
 from plumbing.flags import Parser, add_pretraining_flags
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from plumbing.records import Recorder, describe_run, start_profiler, warn_about_changed_flags
+from plumbing.records import (
+    Recorder,
+    describe_mesh,
+    describe_run,
+    start_profiler,
+    warn_about_changed_flags,
+)
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -67,17 +75,17 @@ def parse_args() -> argparse.Namespace:
 # ------------------------------------------------------------------------------ optimizer step
 
 
-def make_optimizer(model: Llama, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return a fused AdamW; weight decay applies to matrices and not to norms."""
     named = optimizer_parameters(model).items()  # names identify AdamW's state in checkpoints
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     norms = [(name, p) for name, p in named if p.ndim < 2]
     groups = [
         {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, weight_decay), (norms, 0.0))
+        for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
         if parameters  # an adapter has no norms
     ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     optimizer.register_step_post_hook(all_gather_updates)
     return optimizer
 
@@ -290,9 +298,12 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     if args.dp == "auto" and process.size > 1:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
-    if traffic:
-        print_rank_zero(f"payload of a step: {describe_traffic(traffic)}")
     world = with_mesh(process, parallel)
+    if process.size > 1:
+        print_rank_zero(describe_mesh(world))
+        print_rank_zero(f"a step sends {describe_traffic(traffic, parallel)}")
+        if note := unlike_llama(job.model):
+            print_rank_zero(note)
     return world, parallelize(job.model, world, job.initialize)
 
 
@@ -316,7 +327,7 @@ def train(
     `sample_text(step)` returns text to show at evaluations; all ranks call it. Returns False if a
     signal stopped the run before its last step."""
     model, tokenizer = job.model, job.tokenizer
-    optimizer = make_optimizer(model, args.lr, args.weight_decay)
+    optimizer = make_optimizer(model, args)
     done = 0
     if newest:
         done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
@@ -327,9 +338,12 @@ def train(
         return True
     print_rank_zero(describe_run(args, model, world, len(job.train_set)))
 
+    gather_once = room_to_unshard(model, world)
+
     def evaluate_and_show(step: int) -> dict[str, float]:
         val = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-        with torch.compiler.set_stance("force_eager"):  # each new token has a shape of its own
+        eager = torch.compiler.set_stance("force_eager")  # each new token has a shape of its own
+        with eager, unsharded(model, world.parallel) if gather_once else contextlib.nullcontext():
             text = sample_text(step)
         print_rank_zero(
             f"step {step}: validation loss {val.mean_loss:.4f}, "

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from model import Llama, LlamaConfig
-from parallel import STRATEGIES, ParallelConfig, Strategy
+from parallel import STRATEGIES, ParallelConfig, Strategy, World
 from perf.cost import predict_memory
-from plumbing.processes import Process, UserError
+from plumbing.processes import Process, UserError, print_rank_zero
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 
@@ -129,3 +129,20 @@ def usable_memory(device: torch.device, processes: int) -> int:
         return int(USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(USABLE_FRACTION * total / processes)
+
+
+def room_to_unshard(model: Llama, world: World) -> bool:
+    """Return whether every rank has room for all weights beside what it holds between steps; where
+    FSDP has to gather them for each token of a sample, print what that sends."""
+    parallel = world.parallel
+    nbytes = sum(p.numel() for p in model.parameters()) * parallel.weight_bytes // parallel.tp
+    held = predict_memory(model, parallel, tokens=0, microbatches=1)
+    room = world.minimum(usable_memory(world.device, world.per_node))
+    fits = nbytes + held["parameters"] + held["optimizer"] < room
+    if parallel.shard > 1 and not fits:
+        sent = nbytes * (parallel.shard - 1) / parallel.shard
+        print_rank_zero(
+            f"note: the weights do not fit on a rank at once, so that samples at evaluations "
+            f"all-gather them for each token: a rank sends {sent / 1e9:.3g} GB"
+        )
+    return fits

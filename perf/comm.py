@@ -168,7 +168,7 @@ def time_computation(args: argparse.Namespace, world: World) -> dict:
         model = build_on_meta(config)
         parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)  # of the last model, ddp's
+    optimizer = make_optimizer(model, args)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
     seconds = time_interleaved(contestants, args.repeats)
     medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}

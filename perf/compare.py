@@ -23,7 +23,7 @@ from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.choose import check_parallel, usable_memory, with_mesh_sizes
-from perf.cost import Traffic, describe_traffic, predict_memory
+from perf.cost import Traffic, describe_traffic, predict_memory, sent_bytes
 from perf.measure import (
     Counted,
     Live,
@@ -202,8 +202,9 @@ def choose_fitting(
 class Cost:
     """What was counted in a contestant's steps."""
 
+    parallel: ParallelConfig
     loss: float = 0.0  # of the first step, mean over the batch
-    sent: Traffic | None = None  # of a step; None: not counted
+    traffic: Traffic | None = None  # of a step; None: not counted
     peak: int | None = None  # bytes of tensors on a rank; None: not counted
 
 
@@ -218,11 +219,11 @@ def measure_compare(args: argparse.Namespace) -> str:
     for name in names:
         world = world_of(name, base)
         if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
-            steps[name], costs[name] = lambda: None, Cost()
+            steps[name], costs[name] = lambda: None, Cost(world.parallel)
         else:
             local = batch.microbatches(args.batch // world.data_size)[world.data_rank]
             local_batch = Batch(*local, text_bytes=1).to(base.device)
-            steps[name] = make_step(config, local_batch, args.microbatch, world, lora)
+            steps[name] = make_step(config, args, local_batch, args.microbatch, world, lora)
             costs[name] = count_costs(steps[name], world)
     seconds = time_interleaved(steps, args.repeats)
     costs = with_highest_peaks(costs, base)
@@ -250,12 +251,12 @@ def count_costs(step: Callable[[], Totals], world: World) -> Cost:
     loss = step().mean_loss
     step()  # DDP makes its final buckets in step 2
     if world.parallel.compile:  # a compiled block would run eagerly under Counted and Live
-        return Cost(loss)
+        return Cost(world.parallel, loss)
     with Live() as live:
         step()  # only at its end does Live see AdamW's moments, and count them from then on
         with Counted(world) as counted:
             step()
-    return Cost(loss, counted.sent, live.peak)
+    return Cost(world.parallel, loss, counted.sent, live.peak)
 
 
 def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
@@ -274,23 +275,25 @@ def text_report(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cos
     """Return a table, whether the losses agree, and each contestant's traffic."""
     columns = {
         "peak memory": [megabytes(cost.peak) for cost in costs.values()],
-        "payload": [payload_text(cost) for cost in costs.values()],
+        "sends": [sent_text(cost) for cost in costs.values()],
         "loss": [f"{cost.loss:.5f}" for cost in costs.values()],
     }
     traffic = []
     for name, cost in costs.items():
         if name != "one":
-            counted = "not counted" if cost.sent is None else describe_traffic(cost.sent)
-            traffic.append(f"payload of {name}: {counted or 'nothing'}")
+            counted = "an unknown amount: blocks are compiled"
+            if cost.traffic is not None:
+                counted = describe_traffic(cost.traffic, cost.parallel)
+            traffic.append(f"{name} sends {counted}")
     table = timing_table(seconds, args.batch * args.seq_len, columns)
     return "\n".join([*table, "", compare_losses(costs), *traffic])
 
 
-def payload_text(cost: Cost) -> str:
-    if not cost.sent:
-        return "-" if cost.sent is None else "nothing"
-    calls, nbytes = (sum(column) for column in zip(*cost.sent.values()))
-    return f"{megabytes(nbytes)}, {calls} calls"
+def sent_text(cost: Cost) -> str:
+    if not cost.traffic:
+        return "-" if cost.traffic is None else "nothing"
+    calls = sum(calls for calls, _ in cost.traffic.values())
+    return f"{megabytes(sent_bytes(cost.traffic, cost.parallel))}, {calls} calls"
 
 
 def compare_losses(costs: dict[str, Cost]) -> str:
@@ -309,13 +312,14 @@ def json_report(
     """Return all that was measured, for --json."""
     results = {}
     for name, cost in costs.items():
-        sends = cost.sent and {" ".join(key): list(value) for key, value in cost.sent.items()}
+        traffic = cost.traffic or {}
         results[name] = {
             "seconds": seconds[name],
             "tokens_per_second": args.batch * args.seq_len / statistics.median(seconds[name]),
             "ratio": statistics.median(ratios_to_first(seconds, name)),
             "peak_bytes": cost.peak,
-            "sends": sends,
+            "sends": cost.traffic and sent_bytes(cost.traffic, cost.parallel),
+            "payload": {" ".join(key): list(value) for key, value in traffic.items()},
             "loss": cost.loss,
         }
     flags = {
@@ -325,7 +329,7 @@ def json_report(
 
 
 def save_plot(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]) -> None:
-    """Draw tokens/s of each contestant as a bar with quartiles, labelled with its payload."""
+    """Draw tokens/s of each contestant as a bar with quartiles, labelled with what it sends."""
     from matplotlib.figure import Figure
 
     tokens = args.batch * args.seq_len
@@ -337,10 +341,10 @@ def save_plot(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]
     bars = axes.barh(
         list(seconds), medians, xerr=(below, above), color="#7a9cc6", ecolor="#444", capsize=3
     )
-    axes.bar_label(bars, [payload_text(cost) for cost in costs.values()], padding=5, fontsize=8)
+    axes.bar_label(bars, [sent_text(cost) for cost in costs.values()], padding=5, fontsize=8)
     axes.invert_yaxis()  # the first contestant on top, as in the table
     axes.margins(x=0.25)  # room for the labels
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens/s with quartiles; label: payload of a rank per step")
+    axes.set_xlabel("tokens/s with quartiles; label: what a rank sends in a step")
     axes.set_title(f"{args.model}, {args.batch} x {args.seq_len} tokens per step")
     figure.savefig(args.plot, dpi=150)

@@ -11,12 +11,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
+from tensor_parallel import sharded_dims
 
 # --------------------------------------------------------------------------------------- FLOPs
 
@@ -69,6 +72,52 @@ def peak_flops(device_name: str) -> float | None:
         if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
             return peak
     return None
+
+
+# ------------------------------------------------------------------------------ a changed model
+
+
+def unlike_llama(model: Llama) -> str:
+    """Return in one line why the formulas below are not those of this model, "" if they are.
+
+    They read parameters off the model, but what a block saves for backward, and what it sends under
+    tensor parallelism, they know of a Llama alone. So what a block saves is counted, too."""
+    shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
+    if any(other != shapes[0] for other in shapes):
+        return "note: predictions take all blocks for alike, and here they differ: measure instead"
+    counted = _counted_saved_elements(model.config)
+    known, _ = saved_elements(model.config, ParallelConfig(), fused=False)
+    if abs(counted / known - 1) < 0.01:
+        return ""
+    return (
+        f"note: a block of this model saves {counted:,.0f} elements a token for backward, one of a "
+        f"Llama {known:,.0f}. Predictions of memory and communication are those of a Llama; "
+        f"bench.py step counts"
+    )
+
+
+def _counted_saved_elements(config: LlamaConfig) -> float:
+    """Return the float32 elements a token that one more block saves for backward."""
+    T = 8
+
+    def saved_bytes(n_layers: int) -> int:
+        storages = {}
+
+        def count(saved: Tensor) -> Tensor:
+            storages[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+            return saved
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
+        with torch.device("cpu"), FakeTensorMode(), hooks:  # shapes without memory
+            model = Llama(replace(config, n_layers=n_layers))
+            tokens = torch.zeros(1, T, dtype=torch.int64)
+            loss = model(tokens, targets=tokens)
+        for parameter in model.parameters():
+            storages.pop(parameter.untyped_storage()._cdata, None)
+        del loss  # until here it has kept what was saved, so that no address was used twice
+        return sum(storages.values())
+
+    return (saved_bytes(2) - saved_bytes(1)) / 4 / T
 
 
 # -------------------------------------------------------------------------------------- memory
@@ -323,8 +372,9 @@ def _tensor_parallel(
     summed = m > 1 and parallel.reshard != "all"
     times = m if parallel.reshard == "all" else 1
     for part, module in _parts(model).items():
+        dims = _sharded_dims(part, module)
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and _tp_dim(name) is None:
+            if parameter.requires_grad and dims[name] is None:
                 n = times * (L if part == "block" else 1)
                 yield "tp", "all-reduce", n, parameter.numel() * (g if summed else w)
     if parallel.checkpointing != "none":
@@ -344,19 +394,21 @@ def _skipped_by_backward(model: Llama) -> int:
     return 2
 
 
-def _tp_dim(name: str) -> int | None:
-    """Return the dimension of a parameter that tensor parallelism shards, None if replicated."""
-    row_parallel = ".wo." in name or ".w2." in name
-    if "norm" in name or name.endswith(".lora_B" if row_parallel else ".lora_A"):
-        return None
-    return 1 if row_parallel else 0
-
-
 def _parts(model: Llama) -> dict[str, nn.Module]:
     """Return what FSDP all-gathers at once: the root, and a block (block 0, as all are alike)."""
-    names = ("tok_embeddings", "norm", "output")
-    root = nn.ModuleDict({name: getattr(model, name) for name in names})
-    return {"root": root, "block": model.layers["0"]}
+    root = {name: module for name, module in model.named_children() if name != "layers"}
+    return {"root": nn.ModuleDict(root), "block": model.layers["0"]}
+
+
+def _sharded_dims(part: str, module: nn.Module) -> dict[str, int | None]:
+    """Return the dimension of each parameter of a part that tensor parallelism shards, None for a
+    replicated one. Raises UserError for a parameter that it does not know."""
+    prefix = "layers.0." if part == "block" else ""
+    return {
+        f"{path}.{name}": dim
+        for path, layer in module.named_modules()
+        for name, dim in sharded_dims(f"{prefix}{path}", layer).items()
+    }
 
 
 def _units(model: Llama, tp: int, shards: int) -> dict[str, tuple[int, int]]:
@@ -365,9 +417,10 @@ def _units(model: Llama, tp: int, shards: int) -> dict[str, tuple[int, int]]:
     sizes = {}
     for part, module in _parts(model).items():
         elements = trainable = 0
+        dims = _sharded_dims(part, module) if tp > 1 else {}
         for name, parameter in module.named_parameters():
             shape = list(parameter.shape)
-            if (dim := _tp_dim(name)) is not None:
+            if (dim := dims.get(name)) is not None:
                 shape[dim] = math.ceil(shape[dim] / tp)
             n = _padded(shape, shards)
             elements, trainable = elements + n, trainable + n * parameter.requires_grad
@@ -386,18 +439,26 @@ def _round_up(n: int, multiple: int) -> int:
 
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     """Return the bytes that a rank sends if every collective runs in a ring of its n ranks: of its
-    payload (n-1)/n, and twice that for an all-reduce."""
+    payload (n-1)/n, and twice that for an all-reduce.
+
+    NCCL's rings send as much. gloo's all-reduce and all-gather do, too, but its reduce-scatter
+    sends as much as an all-reduce, twice what is counted here."""
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
-        n = getattr(parallel, dim)
+        n = parallel.size if dim == "world" else getattr(parallel, dim)
         sent += (n - 1) / n * payload * (2 if collective == "all-reduce" else 1)
     return round(sent)
 
 
-def describe_traffic(traffic: Traffic) -> str:
-    """Return traffic in words, the largest first."""
+def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
+    """Return what a rank sends and the payload of its collectives in words, the largest first."""
     largest_first = sorted(traffic.items(), key=lambda item: -item[1][1])
-    return ", ".join(
+    payload = ", ".join(
         f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"
         for (dim, collective), (calls, nbytes) in largest_first
+    )
+    return (
+        f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
+        if payload
+        else "nothing"
     )

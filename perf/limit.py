@@ -41,11 +41,11 @@ def measure_limit(args: argparse.Namespace) -> str:
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {
         "bare matrix products and attention": bare_products(config, batch),
-        "transformers": transformers_step(config, batch, world),
-        "flatllama": flatllama_step(config, batch, world),
+        "transformers": transformers_step(config, args, batch, world),
+        "flatllama": flatllama_step(config, args, batch, world),
     }
     if args.compile:
-        compiled = flatllama_step(config, batch, world, compile=True)
+        compiled = flatllama_step(config, args, batch, world, compile=True)
         contestants["flatllama, compiled blocks"] = compiled
     seconds = time_interleaved(contestants, args.repeats)
     return "\n".join(timing_table(seconds, args.batch * args.seq_len))
@@ -62,12 +62,12 @@ def measure_lora(args: argparse.Namespace) -> str:
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {
         "bare products of LoRA and attention": bare_products(config, batch, lora.rank),
-        "peft on transformers": transformers_step(config, batch, world, lora),
-        "flatllama LoRA": flatllama_step(config, batch, world, lora),
-        "flatllama, all weights": flatllama_step(config, batch, world),
+        "peft on transformers": transformers_step(config, args, batch, world, lora),
+        "flatllama LoRA": flatllama_step(config, args, batch, world, lora),
+        "flatllama, all weights": flatllama_step(config, args, batch, world),
     }
     if args.compile:
-        compiled = flatllama_step(config, batch, world, lora, compile=True)
+        compiled = flatllama_step(config, args, batch, world, lora, compile=True)
         contestants["flatllama LoRA, compiled blocks"] = compiled
     times = timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
     memory = markdown_table(["adapters by", "peak memory"], peaks)
@@ -139,6 +139,7 @@ def bare_products(config: LlamaConfig, batch: Batch, rank: int = 0) -> Callable[
 
 def flatllama_step(
     config: LlamaConfig,
+    args: argparse.Namespace,
     batch: Batch,
     world: World,
     lora: LoRA | None = None,
@@ -146,11 +147,15 @@ def flatllama_step(
 ) -> Callable[[], object]:
     """Return train.py's own step: forward, backward, clipping, fused AdamW."""
     world = with_mesh(world, replace(world.parallel, compile=compile))
-    return make_step(config, batch, len(batch.tokens), world, lora)
+    return make_step(config, args, batch, len(batch.tokens), world, lora)
 
 
 def transformers_step(
-    config: LlamaConfig, batch: Batch, world: World, lora: LoRA | None = None
+    config: LlamaConfig,
+    args: argparse.Namespace,
+    batch: Batch,
+    world: World,
+    lora: LoRA | None = None,
 ) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
     seven matrices of each block where `lora` is given."""
@@ -179,7 +184,7 @@ def transformers_step(
             r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         model = peft.get_peft_model(model, options)
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    optimizer = make_optimizer(model, args)
 
     def step() -> float:
         # shift_labels are taken as they are; labels alone would be shifted by one more token.
@@ -209,10 +214,10 @@ def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
     torch.set_num_threads(threads)
     world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
     tiny = PRESETS["tiny"]
-    make(tiny, random_batch(tiny, 1, 8).to(world.device), world, lora)()
+    make(tiny, args, random_batch(tiny, 1, 8).to(world.device), world, lora)()
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     before = peak_memory(world.device)
-    step = make(config, batch, world, lora)
+    step = make(config, args, batch, world, lora)
     for _ in range(3):
         step()
     return peak_memory(world.device) - before

@@ -9,6 +9,7 @@ On a shared machine the speed changes from one minute to the next. So contestant
 process, and a result is the median, over all rounds, of the ratio of two times of the same round.
 """
 
+import argparse
 import contextlib
 import statistics
 import time
@@ -39,6 +40,7 @@ from parallel import (
     with_mesh,
 )
 from perf.cost import Traffic
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import Process
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
@@ -258,7 +260,7 @@ def emulate(
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
         mode = fake_tensors
     with mode:
-        optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
         tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
         batch = Batch(tokens, tokens, None, text_bytes=1)
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
@@ -307,10 +309,16 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
 
 
 def make_step(
-    config: LlamaConfig, batch: Batch, microbatch: int, world: World, lora: LoRA | None = None
+    config: LlamaConfig,
+    args: argparse.Namespace,
+    batch: Batch,
+    microbatch: int,
+    world: World,
+    lora: LoRA | None = None,
 ) -> Callable[[], Totals]:
     """Return a function that runs train.py's training step of a new model, with adapters or
-    without, on `world`. `batch` holds this rank's sequences of the step."""
+    without, on `world`. `args` has the flags of the optimizer; `batch` holds this rank's sequences
+    of the step."""
     model = build_on_meta(config, lora)
 
     def initialize(model: Llama) -> None:
@@ -318,7 +326,7 @@ def make_step(
         init_adapters(model, assign=assign_shard)
 
     runner = parallelize(model, world, initialize)
-    optimizer = make_optimizer(model, lr=1e-4, weight_decay=0.1)
+    optimizer = make_optimizer(model, args)
     return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)
 
 

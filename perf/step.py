@@ -108,7 +108,9 @@ def measure_step(args: argparse.Namespace) -> str:
     world, runner = build(args, job, process)
     # The learning rate of step 1 throughout, so that the loss stays finite.
     lr = learning_rate(1, args.lr, args.warmup, args.steps)
-    optimizer = make_optimizer(job.model, lr, args.weight_decay)
+    optimizer = make_optimizer(job.model, args)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
         training = Training(args, world, job.model, runner, optimizer, batches)
@@ -429,7 +431,7 @@ def report(
     lower, overhead, upper = quartiles(overheads)
     traffic = "an unknown amount: blocks are compiled"
     if counted:
-        traffic = describe_traffic(counted.sent) or "nothing"
+        traffic = describe_traffic(counted.sent, parallel)
     compiled = "blocks are not compiled"
     if parallel.compile:
         graphs = compiler["stats"]["unique_graphs"]
@@ -441,7 +443,7 @@ def report(
             ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
         ),
         "",
-        f"counted payload of a step: {traffic}",
+        f"counted: a step sends {traffic}",
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         compiled,
         "",

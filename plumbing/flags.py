@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from model import PRESETS
@@ -17,6 +18,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
+
+    @classmethod
+    def defaults(cls, add_flags: Callable[["Parser"], None]) -> argparse.Namespace:
+        """Return the defaults of the flags that a function adds."""
+        parser = cls()
+        add_flags(parser)
+        return parser.parse_args([])
 
 
 def positive_int(text: str) -> int:
@@ -73,6 +81,14 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     add_training_flags(parser)
 
 
+def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that train.make_optimizer reads."""
+    parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
+                        help="peak learning rate (default: %(default)s); larger models need less")
+    parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
+                        help="weight decay of matrices; norms have none (default: %(default)s)")
+
+
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
     step = parser.add_argument_group("optimizer step")
@@ -82,12 +98,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="sequences that a process computes at a time (default: all of its own)")
     step.add_argument("--steps", type=positive_int, default=1700,
                       help="number of optimizer steps (default: %(default)s)")
-    step.add_argument("--lr", type=nonnegative_float, default=5e-3,
-                      help="peak learning rate (default: %(default)s); larger models need less")
+    add_optimizer_flags(step)
     step.add_argument("--warmup", type=nonnegative_int, default=50,
                       help="steps of linear warmup to the peak (default: %(default)s)")
-    step.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
-                      help="weight decay of matrices; norms have none (default: %(default)s)")
     step.add_argument("--clip", type=nonnegative_float, default=1.0,
                       help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
     step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")

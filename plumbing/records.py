@@ -109,6 +109,18 @@ def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences
     )
 
 
+def describe_mesh(world: World) -> str:
+    """Return the sizes of the mesh dimensions, and which ranks form a group along each."""
+    mesh, parts = world.mesh, []
+    dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
+    for dim in reversed(dims):
+        groups = mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1).flatten(0, -2).tolist()
+        shown = [f"({' '.join(map(str, ranks))})" for ranks in groups]
+        parts.append(f"{dim} groups {' '.join(shown[:8])}{' ...' if len(shown) > 8 else ''}")
+    sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
+    return "; ".join([f"mesh: {sizes}", *parts])
+
+
 def warn_about_changed_flags(before: dict, now: dict) -> None:
     """Print a warning for each flag of the experiment that differs from the run's first start."""
     for name in EXPERIMENT_FLAGS:

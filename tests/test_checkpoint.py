@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 import threading
+from argparse import Namespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def save(out, step, model, optimizer, tokenizer, keep=0):
 def trained(seed=0, steps=3, weight_decay=0.1):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    optimizer = make_optimizer(model, 1e-2, weight_decay)
+    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=weight_decay))
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()

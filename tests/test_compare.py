@@ -23,7 +23,7 @@ from perf.compare import (
     memory_needed,
     output_problem,
 )
-from perf.cost import predict_traffic
+from perf.cost import predict_traffic, sent_bytes
 from perf.measure import build_on_meta
 from plumbing.processes import UserError
 
@@ -34,8 +34,9 @@ def test_compare():
                   "--repeats=2", nproc=2).out  # fmt: skip
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
     assert rows[2:] == ["ddp", "wrong", "tp", "full"]
-    assert "payload of ddp: 2.56 MB by 2 all-reduce over replicate" in out  # 0.64 M parameters
-    assert "payload of full: 2.56 MB" in out and "all-gather over tp" in out
+    # 0.64 M parameters; in a ring of two, a rank sends as much as an all-reduce's payload.
+    assert "ddp sends 2.56 MB; payload 2.56 MB by 2 all-reduce over replicate" in out
+    assert "full sends 2.56 MB; payload 2.56 MB" in out and "all-gather over tp" in out
 
 
 def test_compare_takes_all_that_fit(tmp_path):
@@ -67,12 +68,14 @@ def test_compare_takes_all_that_fit(tmp_path):
         result = results["strategies"][name]
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
         scalars = 2 * 40  # all-gathered in each step
-        sent = sum(nbytes for _, nbytes in result["sends"].values()) - scalars
+        payload = sum(nbytes for _, nbytes in result["payload"].values()) - scalars
         predicted = predict_traffic(model, parallel, microbatches, 1, 16)
-        assert sent == sum(nbytes for _, nbytes in predicted.values()), name
+        assert payload == sum(nbytes for _, nbytes in predicted.values()), name
+        sent = sent_bytes(predicted, parallel)
+        assert result["sends"] == sent + scalars / 2
         assert len(result["seconds"]) == 2 and result["tokens_per_second"] > 0, name
         assert f"| {result['peak_bytes'] / 1e6:.2f} MB |" in out
-        assert f"payload of {name}: {sent / 1e6:.2f} MB by" in out or len(predicted) > 1
+        assert f"{name} sends {sent / 1e6:.2f} MB; payload " in out
     assert "losses of the first step agree to" in out and results["strategies"]["ddp"]["ratio"] == 1
 
     peaks = {name: result["peak_bytes"] for name, result in results["strategies"].items()}
@@ -100,10 +103,10 @@ def test_compare_adapters(tmp_path):
             "--seq-len=16", "--repeats=1", "--json", file, nproc=2)  # fmt: skip
     results = json.loads(file.read_text())
     one, ddp, adapters, fsdp = results["strategies"].values()
-    assert results["lora"] and one["sends"] == {}
+    assert results["lora"] and one["payload"] == {}
     losses = [result["loss"] for result in (ddp, adapters, fsdp)]
     assert losses == pytest.approx([one["loss"]] * 3, rel=1e-5)
-    gathered = [result["sends"]["shard all-gather"][1] for result in (adapters, fsdp)]
+    gathered = [result["payload"]["shard all-gather"][1] for result in (adapters, fsdp)]
     assert gathered[0] < gathered[1] / 2  # the frozen base is not gathered
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from argparse import Namespace
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_only_adapters_are_trained():
     model = adapted(CONFIG, LoRA())
     tokens = tokens_of(CONFIG)
     model(tokens, targets=tokens).backward()
-    optimizer = make_optimizer(model, 1e-3, 0.0)
+    optimizer = make_optimizer(model, Namespace(lr=1e-3, weight_decay=0.0))
     optimizer.step()
     named = {id(p): name for name, p in model.named_parameters()}
     trained = {named[id(p)] for p in optimizer.state}

@@ -297,6 +297,12 @@ def test_saving_gathers_adapters_and_no_more(two, four):
         assert result["saving"] <= (0 if name == "lora ddp" else 2.2 * size)  # rounded up twice
 
 
+def test_samples_gather_weights_once(two, four):
+    """FSDP gathers each of two blocks once for four tokens; it has gathered the root before."""
+    for result, gathers in ((two["fsdp tied"], 2), (four["fsdp tp"], 2), (two["ddp"], 0)):
+        assert result["sampling"] == gathers
+
+
 def test_neighbours_share_what_talks_most(four):
     """As seen from rank 0: tp and shard lie within a node of two, replicate goes across."""
     assert four["hsdp tied"]["ranks"] == {"replicate": [0, 2], "shard": [0, 1], "tp": [0]}

@@ -39,10 +39,9 @@ def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches:
 def check_traffic(out: str) -> None:
     """Compare the counted collectives with those that train.py announces."""
     lines = out.splitlines()
-    (predicted,) = [line for line in lines if line.startswith("payload of a step: ")]
-    (counted,) = [line for line in lines if line.startswith("counted payload of a step: ")]
-    traffic = predicted.removeprefix("payload of a step: ")
-    assert traffic == counted.removeprefix("counted payload of a step: ")
+    (predicted,) = [line for line in lines if line.startswith("a step sends ")]
+    (counted,) = [line for line in lines if line.startswith("counted: a step sends ")]
+    assert counted == f"counted: {predicted}"
 
 
 def test_fully_sharded(shards, tmp_path):
@@ -61,7 +60,7 @@ def test_fully_sharded(shards, tmp_path):
 
 def test_one_process(shards):
     out, parts, _ = step(shards, "--checkpointing=selective", nproc=0)
-    assert "attention runs forward 1 time(s)" in out and "counted payload of a step: nothing" in out
+    assert "attention runs forward 1 time(s)" in out and "counted: a step sends nothing" in out
     assert parts["recompute"] > 0 and not any(part.startswith(EXPOSED) for part in parts)
 
 

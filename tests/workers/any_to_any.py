@@ -5,6 +5,7 @@ LAYOUT and trains the other five. Losses and gradient norms of these five go to 
 
 import json
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(CONFIG)
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
-        optimizer = make_optimizer(model, 1e-2, 0.1)
+        optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=0.1))
         if source:
             saved = directory / source / "step-00000003"
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == (3, {})

@@ -2,6 +2,7 @@
 whether its weights and moments stayed as they were."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ def main():
     with torch.device("meta"):
         model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, Llama.init_weights)
-    optimizer = make_optimizer(model, 1e-2, 0.1)
+    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=0.1))
     tokens = torch.arange(34).view(2, 17)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], None, 1)
     train_step(runner, optimizer, batch, 1, 1.0, world, step=1)

@@ -7,6 +7,7 @@ gradients, first and last weights, counted and predicted traffic, and attention 
 
 import json
 import sys
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,8 +18,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import Batch
 from lora import LoRA, adapters, add_adapters, init_adapters
-from model import IGNORE, Llama, LlamaConfig
-from parallel import ParallelConfig, assign_shard, optimizer_parameters, parallelize, with_mesh
+from model import IGNORE, Llama, LlamaConfig, generate
+from parallel import (
+    ParallelConfig,
+    assign_shard,
+    optimizer_parameters,
+    parallelize,
+    unsharded,
+    with_mesh,
+)
 from perf.cost import predict_traffic
 from perf.measure import Counted
 from plumbing.peft_files import gather_adapters
@@ -76,7 +84,9 @@ def train(process, case: dict) -> dict:
     )
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
-    optimizer = make_optimizer(model, 1e-3 if "lora" in case else 1e-2, 0.1)
+    optimizer = make_optimizer(
+        model, Namespace(lr=1e-3 if "lora" in case else 1e-2, weight_decay=0.1)
+    )
     gradients = {}
 
     def keep(optimizer, args, kwargs):
@@ -98,10 +108,14 @@ def train(process, case: dict) -> dict:
         if hook:
             hook.remove()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
+    tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
+    with Counted(world) as sampling, unsharded(model, world.parallel):
+        assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
     with Counted(world) as saving:
         gathered = gather_adapters(model)
     return {
         "rows": rows,
+        "sampling": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
         "saving": sum(nbytes for _, nbytes in saving.sent.values()),
         "adapters": gathered,
         "gradients": gradients,
