@@ -28,7 +28,7 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,6 +56,7 @@ from plumbing.checkpoint_files import (
     verify,
     write_checksums,
 )
+from plumbing.fingerprint import check_computes_llama
 from plumbing.flags import Parser
 from plumbing.model_directories import (
     check_tokenizer,
@@ -418,9 +419,12 @@ def write_checkpoint(
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
     """Write a directory in the format of Hugging Face (`hf`) or Meta (`meta`).
 
-    The weights keep their dtype if `dtype` is None."""
+    The weights keep their dtype if `dtype` is None. Raises UserError if other programs would load
+    another model from it than model.py's."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
+    formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
+    check_computes_llama()
     if dtype:
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     tokenizer = _tokenizer_of(read_config(source))
@@ -430,6 +434,14 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
         else:
             bos, eos = (tokenizer.bos, list(tokenizer.stop)) if tokenizer else (None, None)
             formats.save_hf(temporary, config, stored, bos, eos)
+        read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
+        if format == "meta":  # its files have no max_seq_len
+            read_back = replace(read_back, max_seq_len=config.max_seq_len)
+        if read_back != config:
+            raise UserError(
+                f"--format {format} cannot hold the model in {source}: it would be read back with "
+                f"{describe_differences(read_back, config)}"
+            )
         if tokenizer and tokenizer.file:
             tokenizer.save(temporary / "tokenizer.model")
             if format == "hf":

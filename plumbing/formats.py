@@ -44,8 +44,10 @@ def hf_name(name: str) -> str:
     """Return Hugging Face's name of a weight.
 
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
-    layer, rest = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name).groups()
-    return f"{'model.' if layer else ''}{layer}{HF_NAMES[rest]}.weight"
+    match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name)
+    if not match or match[2] not in HF_NAMES:
+        raise UserError(f"Hugging Face's Llama has no parameter like {name} of model.py")
+    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.weight"
 
 
 def rotated_heads(name: str, config: LlamaConfig) -> int:
@@ -78,15 +80,39 @@ def to_meta_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a Llama. A tied output is not listed."""
+    """Return the shape of every parameter of model.py's Llama. A tied output is not listed."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+
+
+def published_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a published Llama, whatever model.py has."""
+    D, F, V = config.dim, config.ffn_dim, config.vocab_size
+    kv_dim = config.n_kv_heads * config.head_dim
+    block = {
+        "attention_norm": (D,),
+        "attention.wq": (D, D),
+        "attention.wk": (kv_dim, D),
+        "attention.wv": (kv_dim, D),
+        "attention.wo": (D, D),
+        "ffn_norm": (D,),
+        "feed_forward.w1": (F, D),
+        "feed_forward.w2": (D, F),
+        "feed_forward.w3": (F, D),
+    }
+    layers = [f"layers.{i}" for i in range(config.n_layers)]
+    shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in block.items()}
+    shapes |= {"tok_embeddings": (V, D), "norm": (D,)}
+    if not config.tie_embeddings:
+        shapes["output"] = (V, D)
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def check_weights(
     found: dict[str, StoredTensor] | dict[str, Tensor],
     expected: dict[str, tuple[int, ...]],
     source: Path,
+    model: str = "this Llama",
 ) -> None:
     """Raise UserError unless the weights have exactly the expected names and shapes."""
     common = found.keys() & expected.keys()
@@ -106,9 +132,7 @@ def check_weights(
         if names
     ]
     if messages:
-        raise UserError(
-            f"the weights in {source} are not this Llama's: it {'; it '.join(messages)}"
-        )
+        raise UserError(f"the weights in {source} are not {model}'s: it {'; it '.join(messages)}")
 
 
 class JsonFile(dict):

@@ -73,7 +73,10 @@ def read_config(directory: Path) -> dict:
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
     verify(directory, "config.json", "tokenizer.model")
     content = formats.JsonFile(directory / "config.json")
-    metadata = content | {"model": content.llama_config(**content["model"]), "directory": directory}
+    try:
+        metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{directory} was saved with another model.py: {error}")
     if metadata["tokenizer"] == "tokenizer.model":
         metadata["tokenizer"] = str(directory / "tokenizer.model")
     return metadata

@@ -1,0 +1,43 @@
+"""Check that model.py computes what other programs compute from the weights of a published Llama.
+
+Names and shapes of weights do not show an activation, a norm or a mask that was changed. So a small
+model with fixed weights is run, and its logits are compared with those that transformers computes.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from model import Llama, LlamaConfig
+from plumbing.processes import UserError
+
+# All that a real model has matters in this one: grouped queries, the epsilon, and each range of
+# Llama 3.1's RoPE. It has four layers, as some models treat every fourth layer differently.
+CONFIG = LlamaConfig(32, 4, 4, 2, 40, 64, norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
+TOKENS = torch.arange(600)[None] ** 2 % 61  # [1, T]; longer than a short sliding window
+LOGITS = (-2.065278, -0.008952, -3.993807, -0.007986)  # of tokens 0 to 3, after TOKENS
+TOLERANCE = 1e-4  # angles in float32 make differences of some 1e-6, real changes 1e-2 or more
+
+
+def fixed_weight(name: str, like: Tensor) -> Tensor:
+    """Return weights in float64 that depend on nothing but the parameter's name and shape.
+
+    They are large enough for attention and activations to be far from linear."""
+    phase = zlib.crc32(name.encode()) % 1000
+    waves = (torch.arange(like.numel(), dtype=torch.float64) ** 2 + phase).sin().view(like.shape)
+    return 1 + waves / 2 if like.ndim == 1 else waves / 2
+
+
+@torch.no_grad()
+def check_computes_llama() -> None:
+    """Raise UserError if model.py no longer computes the logits of a published Llama."""
+    model = Llama(CONFIG).double().eval()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(fixed_weight(name, parameter))
+    logits = model(TOKENS)[0, -1, :4]
+    if not torch.allclose(logits, torch.tensor(LOGITS).double(), rtol=0, atol=TOLERANCE):
+        raise UserError(
+            "model.py has been changed and no longer computes a published Llama: other programs "
+            "would load the exported weights as another model"
+        )
