@@ -306,11 +306,11 @@ class Llama(nn.Module):
         the same however the model is split, on any one kind of device. Drawn in float32 and then
         cast, so that float64 starts alike."""
         for name, parameter in self.named_parameters():
-            *path, layer_name, kind = name.split(".")
+            path, _, kind = name.rpartition(".")
             if kind.startswith("lora_"):
                 continue
-            parent = self.get_submodule(".".join(path))
-            layer = getattr(parent, layer_name)
+            parent, _, layer_name = path.rpartition(".")
+            parent, layer = self.get_submodule(parent), self.get_submodule(path)
             value = torch.ones(parameter.shape, device=device or parameter.device)
             if kind == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
                 in_stream = layer_name in getattr(parent, "writes_to_stream", ())

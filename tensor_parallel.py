@@ -132,7 +132,8 @@ def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     for name in names:
         if name not in dims:
             raise UserError(
-                f"--tp cannot train {path}.{name}: give it a place in PLAN in tensor_parallel.py"
+                f"--tp cannot train {'.'.join(filter(None, (path, name)))}: give it a place in "
+                f"PLAN of tensor_parallel.py"
             )
     return dims
 

@@ -7,6 +7,7 @@ Letters as in parallel.py, and F feed-forward width, KV key/value heads, E head 
 microbatch. Sizes are those of rank 0, which has the largest shard where shards are uneven.
 """
 
+import copy
 import math
 import re
 from collections import Counter
@@ -396,8 +397,9 @@ def _skipped_by_backward(model: Llama) -> int:
 
 def _parts(model: Llama) -> dict[str, nn.Module]:
     """Return what FSDP all-gathers at once: the root, and a block (block 0, as all are alike)."""
-    root = {name: module for name, module in model.named_children() if name != "layers"}
-    return {"root": nn.ModuleDict(root), "block": model.layers["0"]}
+    root = copy.copy(model)  # all but the blocks
+    root._modules = {name: module for name, module in model.named_children() if name != "layers"}
+    return {"root": root, "block": model.layers["0"]}
 
 
 def _sharded_dims(part: str, module: nn.Module) -> dict[str, int | None]:
@@ -405,9 +407,9 @@ def _sharded_dims(part: str, module: nn.Module) -> dict[str, int | None]:
     replicated one. Raises UserError for a parameter that it does not know."""
     prefix = "layers.0." if part == "block" else ""
     return {
-        f"{path}.{name}": dim
+        f"{path}.{name}".lstrip("."): dim
         for path, layer in module.named_modules()
-        for name, dim in sharded_dims(f"{prefix}{path}", layer).items()
+        for name, dim in sharded_dims(f"{prefix}{path}".rstrip("."), layer).items()
     }
 
 

@@ -5,7 +5,7 @@
 
 A plan is a data-parallel strategy on a mesh of replicate x shard x tp ranks, a kind of activation
 checkpointing, a microbatch size and a value of --reshard. perf/cost.py predicts the memory and the
-payload of each plan, perf/roofline.py its time. The output is a table with the best plan of each
+traffic of each plan, perf/roofline.py its time. The output is a table with the best plan of each
 mesh and the reason why it loses against the best of all, then the command that starts the best.
 """
 
@@ -22,7 +22,7 @@ import torch
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import USABLE_FRACTION
-from perf.cost import flops_per_token, predict_memory, predict_traffic
+from perf.cost import flops_per_token, predict_memory, predict_traffic, sent_bytes
 from perf.measure import (
     build_on_meta,
     emulate,
@@ -125,7 +125,7 @@ class Plan:
     parallel: ParallelConfig
     microbatch: int  # sequences
     memory: dict[str, int]  # bytes by kind, and the `peak`: see cost.predict_memory
-    payload: dict[str, int]  # bytes of collectives in a step, by mesh dimension
+    sent: dict[str, int]  # bytes that a rank sends in a step, by mesh dimension
     parts: dict[str, float]  # seconds of a step by part: see roofline.step_time
     fits: bool  # whether the peak fits in a GPU's memory
 
@@ -216,16 +216,16 @@ def predict(
     seq_len: int,
     machine: Machine,
 ) -> Plan:
-    """Return a plan with its memory, payload and time."""
+    """Return a plan with its memory, the bytes that it sends, and its time."""
     fused = parallel.compile or not machine.measured  # assumed machines are GPUs
     memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused)
-    payload = Counter()
+    sent = Counter()
     traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
-    for (dim, _), (_, nbytes) in traffic.items():
-        payload[dim] += nbytes
+    for (dim, collective), cost in traffic.items():
+        sent[dim] += sent_bytes({(dim, collective): cost}, parallel)
     parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine)
     fits = memory["peak"] <= USABLE_FRACTION * machine.memory
-    return Plan(parallel, microbatch, memory, payload, parts, fits)
+    return Plan(parallel, microbatch, memory, sent, parts, fits)
 
 
 # ------------------------------------------------------------------------------ reasons in words
@@ -338,11 +338,11 @@ def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
 def table(
     ranked: list[Plan], model: Llama, args: argparse.Namespace, machine: Machine
 ) -> list[str]:
-    """Return the lines of a table: memory of rank 0, and its payload in a step."""
+    """Return the lines of a table: memory of rank 0, and what it sends in a step."""
     headings = (
         "replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
         "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
-        "| payload over replicate GB | shard GB | tp GB | step s | MFU | reason"
+        "| sends over replicate GB | shard GB | tp GB | step s | MFU | reason"
     ).split(" | ")
     rows = []
     flops = flops_per_token(model, args.seq_len)
@@ -364,7 +364,7 @@ def table(
                 f"{gigabytes['gathered']:,.1f}",
                 f"{gigabytes['activations']:,.1f}",
                 f"{gigabytes['peak']:,.1f}",
-                *(f"{plan.payload.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
+                *(f"{plan.sent.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
                 f"{plan.seconds:,.3g}",
                 mfu,
                 reason(plan, ranked[0], machine),
@@ -384,7 +384,7 @@ def json_row(plan: Plan, args: argparse.Namespace) -> dict:
         "microbatch": plan.microbatch,
         "fits": plan.fits,
         "bytes": plan.memory,
-        "sent": plan.payload,
+        "sent": plan.sent,
         "seconds": plan.seconds,
         "parts": plan.parts,
         "tokens_per_second_per_gpu": tokens_per_second_per_gpu(plan, args),
@@ -463,7 +463,7 @@ def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[
         for source in (traffic, counted_traffic):
             calls, nbytes = source.get((dim, collective), (0, 0))
             cells.append(f"{nbytes:,} bytes in {calls:,} calls")
-        rows.append([f"{collective} over {dim}", *cells])
+        rows.append([f"payload of {collective} over {dim}", *cells])
     for kind, nbytes in counted_memory.items():
         rows.append([kind, f"{memory[kind]:,} bytes", f"{nbytes:,} bytes"])
     return markdown_table(["emulated, in one process", "predicted", "counted"], rows)

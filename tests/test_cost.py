@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from lora import LoRA, add_adapters
-from model import PRESETS, Llama, LlamaConfig
+from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.choose import check_parallel, choose_parallel
-from perf.cost import predict_memory, predict_traffic, sent_bytes
+from perf.cost import predict_memory, predict_traffic, sent_bytes, unlike_llama
 from perf.measure import emulate
 from plumbing.processes import UserError
 
@@ -134,6 +136,36 @@ def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
     ]:
         traffic = predict_traffic(model, parallel, microbatches=1, batch=2, seq_len=64)
         assert sent_bytes(traffic, parallel) == expected
+
+
+def meta_model(config: LlamaConfig) -> Llama:
+    with torch.device("meta"):
+        return Llama(config)
+
+
+def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
+    for config in (CHUNKY, TIED, PRESETS["llama3.1-405b"]):
+        assert unlike_llama(meta_model(config)) == ""
+    model = meta_model(CHUNKY)
+    model.layers["1"].feed_forward.w4 = nn.Linear(64, 64, device="meta")
+    assert "take all blocks for alike" in unlike_llama(model)
+    # silu(gate) is saved too: 160 elements more than 8 D + 2 KV E + 3 F and a number for each head
+    # and norm.
+    monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)))
+    llama = 8 * 64 + 2 * 32 + 3 * 160 + 4
+    note = unlike_llama(meta_model(CHUNKY))
+    assert (
+        f"saves {llama + 160 + 2:,} elements a token" in note
+        and f"one of a Llama {llama:,}" in note
+    )
+
+
+def test_parameters_at_the_root_are_counted_whatever_their_name():
+    model, parallel = meta_model(CHUNKY), ParallelConfig(dp="fsdp", shard=2)
+    before = predict_memory(model, parallel, 512, 1)["parameters"]
+    model.positions = nn.Embedding(100, 64, device="meta")
+    model.scale = nn.Parameter(torch.empty(64, device="meta"))
+    assert predict_memory(model, parallel, 512, 1)["parameters"] == before + 101 * 64 * 4 // 2
 
 
 # ------------------------------------------------------------------- choosing a configuration

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import hugging_face_config
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import (
@@ -107,6 +108,31 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(double.output.weight, late.output.weight.double())
     std = early.layers["0"].feed_forward.w2.weight.std().item()
     assert std == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+
+
+def test_initial_weights_follow_what_a_module_says():
+    class Experts(nn.Module):
+        writes_to_stream = ("last",)
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    model = Llama(SMALL)
+    for block in model.layers.values():
+        block.feed_forward.experts = Experts()
+    model.init_weights()
+    experts = model.layers["1"].feed_forward.experts
+    assert experts.first.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    small = 0.02 / math.sqrt(2 * SMALL.n_layers)
+    assert experts.last.weight.std().item() == pytest.approx(small, rel=0.05)
+    model.scale = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="scale has no initial value: give it one in"):
+        model.init_weights()
+    model.scale = None
+    model.bias = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"bias\.bias has no initial value"):
+        model.init_weights()
 
 
 # ---------------------------------------------------------------------- transformers as reference

@@ -9,13 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import BATCH, STEPS, batch_of, initialize
 
 from lora import LoRA, add_adapters
-from model import IGNORE, Llama, LlamaConfig
+from model import IGNORE, Attention, FeedForward, Llama, LlamaConfig, rope_angles
 from parallel import STRATEGIES, ParallelConfig, recompute_and_compile
+from perf.cost import predict_memory
+from perf.measure import build_on_meta
 from plumbing.processes import UserError
+from tensor_parallel import tensor_parallel
 
 # Widths that 2 and 4 do not divide where that is possible; a vocabulary of 101 never divides.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
@@ -301,6 +306,88 @@ def test_samples_gather_weights_once(two, four):
     """FSDP gathers each of two blocks once for four tokens; it has gathered the root before."""
     for result, gathers in ((two["fsdp tied"], 2), (four["fsdp tp"], 2), (two["ddp"], 0)):
         assert result["sampling"] == gathers
+
+
+def test_tensor_parallelism_refuses_what_has_no_place():
+    def refuses(name: str, model: Llama) -> None:
+        with pytest.raises(
+            UserError, match=f"--tp cannot train {name}: give it a place in PLAN of"
+        ):
+            tensor_parallel(model, mesh=None)
+        with pytest.raises(UserError, match=f"--tp cannot train {name}"):
+            predict_memory(model, ParallelConfig(tp=2), 13, 1)  # before anything is built
+
+    def attention(model: Llama) -> nn.Module:
+        return model.layers["0"].attention
+
+    def new_model() -> Llama:
+        return build_on_meta(LlamaConfig(**GROUPED))
+
+    with torch.device("meta"):
+        attention(model := new_model()).q_norm = nn.RMSNorm(10)
+        refuses("layers.0.attention.q_norm.weight", model)
+        attention(model := new_model()).wq = nn.Linear(40, 40, bias=True)
+        refuses("layers.0.attention.wq.bias", model)
+        attention(model := new_model()).gate = nn.Parameter(torch.ones(4))
+        refuses("layers.0.attention.gate", model)
+        (model := new_model()).positions = nn.Embedding(13, 40)
+        refuses("positions.weight", model)
+        (model := new_model()).scale = nn.Parameter(torch.ones(40))
+        refuses("scale", model)
+
+
+class Products(TorchDispatchMode):
+    """A context that counts the matrix products that run in it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.__name__ == "mm.default"
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saved, recomputed", [(("wk", "wo"), 4), (("wq", "wk", "wv"), 3), ((), 6)])
+def test_selective_checkpointing_saves_what_a_module_says(saved, recomputed, monkeypatch):
+    """Of the seven products of a block, backward never needs the output of w2."""
+    monkeypatch.setattr(Attention, "saved_products", saved)
+    monkeypatch.setattr(FeedForward, "saved_products", ())
+    y = run_block(compile=False)
+    with Products() as products:
+        y.sum().backward()
+    assert products.count == 2 * 7 + recomputed
+
+
+@pytest.mark.slow
+def test_compiled_selective_checkpointing_saves_the_same():
+    shapes = []
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(saved.shape))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        run_block(compile=True)
+    wide = [shape for shape in shapes if shape[0] == 13 and shape[1] in (20, 46)]
+    assert wide.count((13, 20)) == 1  # wk
+    assert wide.count((13, 46)) == 1  # w3
+    assert shapes.count((13, 40)) >= 1  # wo
+
+
+def run_block(compile: bool) -> torch.Tensor:
+    """Return the output of one block under selective checkpointing."""
+    torch._dynamo.reset()
+    model = Llama(LlamaConfig(**GROUPED))
+    model.init_weights()
+    recompute_and_compile(model, "selective", compile)
+    x = torch.randn(1, 13, 40, requires_grad=True)
+    return model.layers["0"](x, *rope_angles(model.config, torch.arange(13)[None]))
+
+
+def test_the_mesh_is_told(two, four):
+    assert two["ddp"]["mesh"] == "mesh: 2 replicate; replicate groups (0 1)"
+    assert four["fsdp tp"]["mesh"] == (
+        "mesh: 2 shard x 2 tp; tp groups (0 1) (2 3); shard groups (0 2) (1 3)"
+    )
 
 
 def test_neighbours_share_what_talks_most(four):

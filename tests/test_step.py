@@ -1,15 +1,20 @@
 """bench.py step: its parts add up, its counts are as predicted, and silenced passes leave no trace
 in the weights. How long anything takes is not tested."""
 
+from argparse import Namespace
+
 import pytest
+import torch.distributed as dist
 from conftest import launch, refused, succeed
 from test_train import CONFIG, SIZES
 
-from parallel import ParallelConfig
+from model import PRESETS
+from parallel import ParallelConfig, with_mesh
 from perf.cost import predict_memory
-from perf.measure import build_on_meta, megabytes
+from perf.measure import build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
+from plumbing.processes import init_distributed
 
 
 def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
@@ -118,3 +123,14 @@ def test_parts():
     parts = parts_of_step(variants, ["replicate", "shard"])
     assert parts == {"forward": 10, "backward": 12, "recompute": 8, EXPOSED + "replicate": 5,
                      EXPOSED + "shard": 15, "optimizer": 4, "data": 3, "other": 3}  # fmt: skip
+
+
+def test_a_measured_step_uses_the_flags_of_the_optimizer():
+    """With a learning rate of 0 a step changes nothing."""
+    config = PRESETS["tiny"]
+    world = with_mesh(init_distributed())
+    batch = random_batch(config, 1, 8)
+    for lr, unchanged in ((0.0, True), (1e-2, False)):
+        step = make_step(config, Namespace(lr=lr, weight_decay=0.1), batch, 1, world)
+        assert (step().loss == step().loss) == unchanged
+    dist.destroy_process_group()

@@ -31,6 +31,7 @@ from perf.cost import predict_traffic
 from perf.measure import Counted
 from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
+from plumbing.records import describe_mesh
 from train import make_optimizer, train_step
 
 STEPS = 3
@@ -123,6 +124,7 @@ def train(process, case: dict) -> dict:
         "last": {name: whole(p) for name, p in model.named_parameters()},
         "sent": None if compiled else measure.sent,
         "predicted": predicted,
+        "mesh": describe_mesh(world),
         "ranks": {dim: world.mesh[dim].mesh.tolist() for dim in world.mesh.mesh_dim_names},
         "attentions": profiled_attentions(measure) if compiled else measure.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
