@@ -1,6 +1,7 @@
 """Command-line flags: one argument parser, argument types, and the groups that scripts share."""
 
 import argparse
+import difflib
 import math
 from pathlib import Path
 
@@ -18,6 +19,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Raise UserError for unknown flags; the message suggests a similar one."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            similar = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
+
 
 def positive_int(text: str) -> int:
     """Argument type: an integer of at least 1."""
@@ -31,6 +42,15 @@ def nonnegative_int(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got '{text}'")
     return int(text)
+
+
+class Given(int):
+    """An integer that was typed on the command line, where a default is a plain int."""
+
+
+def given_int(text: str) -> Given:
+    """Argument type: nonnegative_int as Given."""
+    return Given(nonnegative_int(text))
 
 
 def nonnegative_float(text: str) -> float:
@@ -84,8 +104,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="number of optimizer steps (default: %(default)s)")
     step.add_argument("--lr", type=nonnegative_float, default=5e-3,
                       help="peak learning rate (default: %(default)s); larger models need less")
-    step.add_argument("--warmup", type=nonnegative_int, default=50,
-                      help="steps of linear warmup to the peak (default: %(default)s)")
+    step.add_argument("--warmup", type=given_int, default=50,
+                      help="steps of linear warmup to the peak (default: %(default)s, even where "
+                           "--steps are fewer)")
     step.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
                       help="weight decay of matrices; norms have none (default: %(default)s)")
     step.add_argument("--clip", type=nonnegative_float, default=1.0,

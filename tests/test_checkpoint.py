@@ -62,7 +62,7 @@ def test_weights_and_moments_come_back(tmp_path):
 def test_a_new_optimizer_gets_its_state_without_a_change():
     model, optimizer = trained(steps=0)
     before = [p.detach().clone() for p in model.parameters()]
-    moments = checkpoint._optimizer_state(optimizer)
+    moments = checkpoint.optimizer_state(optimizer)
     keys = ("exp_avg", "exp_avg_sq", "step")
     names = [name for name, _ in model.named_parameters()]
     assert moments.keys() == {f"{name}.{key}" for name in names for key in keys}

@@ -55,8 +55,9 @@ def sums(tmp_path_factory) -> Path:
 
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
     """Return the flags of a short run in float64, without evaluation."""
-    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-3,
-                 warmup=2, eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
+    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8,
+                 lr=1e-3, warmup=min(2, steps), eval_every=0, save_every=0,
+                 dtype="float64") | more  # fmt: skip
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
     return [flag.removesuffix("=True") for flag in flags]
 
