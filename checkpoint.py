@@ -102,8 +102,7 @@ class Saver:
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
     checkpoints are kept.
 
-    To make a Saver raises UserError if a save could not work: better before the first step than
-    after hours.
+    Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 
     In the background, `save` copies this rank's tensors to CPU memory and returns; a thread writes
     the files while training goes on. If the thread fails, the next `save` or `wait` raises its
@@ -138,8 +137,8 @@ class Saver:
         self.wait()
 
     def _check(self) -> None:
-        """Raise UserError on all ranks if the optimizer has state that cannot be saved, if OUT has
-        too little space for a checkpoint, or if not all ranks find it."""
+        """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
+        OUT, or if OUT has too little space for a checkpoint."""
         rank, kind = dist.get_rank(), type(self.optimizer).__name__
         is_new = not self.optimizer.state
         state = optimizer_state(self.optimizer)
@@ -150,8 +149,8 @@ class Saver:
         names = zlib.crc32(" ".join(state).encode())
         if len(set(self._on_every_rank(lambda: names))) > 1:
             raise UserError(
-                f"{kind} cannot be saved: its state is not that of the same parameters on every "
-                f"rank; shard it as DTensors"
+                f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
+                f"DTensors, of which each rank holds a shard"
             )
         weights = adapters(self.model) if self.lora else _weights(self.model)
         size = sum(tensor.nbytes for tensor in (*state.values(), *weights.values()))

@@ -70,8 +70,8 @@ class Recorder:
         return metrics
 
     def write(self, metrics: dict) -> None:
-        """Write the metrics of a step on rank 0. If OUT was deleted, begin its files anew; raise
-        UserError if another run has taken it since."""
+        """Write the metrics of a step on rank 0. If OUT was deleted or moved, begin its files anew;
+        raise UserError if another run uses it now."""
         if self.world.rank:
             return
         path = Path(self.file.name)
@@ -79,8 +79,8 @@ class Recorder:
             step, out = metrics["step"], self.args.out
             lock_directory(out)
             print(
-                f"warning: {out} was deleted during the run: its config.json and metrics.jsonl "
-                f"begin again at step {step}, and earlier checkpoints are gone",
+                f"warning: {out} was deleted or moved during the run: its config.json and "
+                f"metrics.jsonl begin again at step {step}",
                 file=sys.stderr,
             )
             self._open(step - 1)
@@ -128,7 +128,8 @@ def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences
 
 
 def warn_about_changed_flags(before: dict, now: dict) -> None:
-    """Print a warning for each flag of the experiment that differs from the run's first start."""
+    """Print a warning for each flag of the experiment that differs from the run's first start, and
+    if the training data differ. Runs of earlier versions did not record a checksum of the data."""
     for name in EXPERIMENT_FLAGS:
         if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")
