@@ -157,7 +157,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=raw)
-    subparsers = parser.add_subparsers(dest="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():
         add_flags(subparsers.add_parser(name))
     args = parser.parse_args()

@@ -20,12 +20,11 @@ shard lies in the full tensor, and every rank reads those that overlap with its 
 generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
 """
 
-import fcntl
 import json
 import os
 import shutil
-import socket
 import sys
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -48,6 +47,7 @@ from plumbing.checkpoint_files import (
     checksums,
     failure_reason,
     load_tensors,
+    lock_directory,
     new_directory,
     read_index,
     remove_checkpoint,
@@ -67,6 +67,7 @@ from plumbing.model_directories import (
     open_weights,
     read_config,
 )
+from plumbing.optimizer_state import optimizer_state
 from plumbing.peft_files import (
     gather_adapters,
     is_adapter,
@@ -81,26 +82,18 @@ from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 # ---------------------------------------------------------------------------------- saving a run
 
 
-def lock_run(out: Path) -> Path | None:
+def lock_run(out: Path, resume: bool = False) -> Path | None:
     """Lock OUT for this process until it ends, and return its newest checkpoint, if there is one.
 
-    Also removes what a killed run left half-written. Call it on rank 0 only. Raises UserError if
-    another run has locked OUT: two runs would remove each other's files."""
-    out.mkdir(parents=True, exist_ok=True)
-    # The file stays open until the process ends: closing it would unlock OUT.
-    descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = os.read(descriptor, 200).decode(errors="replace")
-        raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
-    except OSError as error:
-        print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    Also removes what a killed run left half-written, and prints a warning if there is nothing to
+    `resume`. Call it on rank 0 only. Raises what lock_directory raises."""
+    lock_directory(out)
     for leftover in out.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    return (checkpoints(out) or [None])[-1]
+    newest = (checkpoints(out) or [None])[-1]
+    if resume and not newest:
+        print(f"warning: nothing to resume in {out}: starting at step 1", file=sys.stderr)
+    return newest
 
 
 class Saver:
@@ -109,6 +102,8 @@ class Saver:
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
     checkpoints are kept.
+
+    Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 
     In the background, `save` copies this rank's tensors to CPU memory and returns; a thread writes
     the files while training goes on. If the thread fails, the next `save` or `wait` raises its
@@ -134,6 +129,7 @@ class Saver:
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self._check()
 
     def __enter__(self) -> "Saver":
         return self
@@ -141,13 +137,47 @@ class Saver:
     def __exit__(self, *_) -> None:
         self.wait()
 
+    def _check(self) -> None:
+        """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
+        OUT, or if OUT has too little space for a checkpoint."""
+        rank, kind = dist.get_rank(), type(self.optimizer).__name__
+        is_new = not self.optimizer.state
+        state = optimizer_state(self.optimizer)
+        if is_new:
+            self.optimizer.state.clear()  # as it was: AdamW counts its steps there
+        if not state and rank == 0:
+            print(f"warning: {kind} has no state, so checkpoints hold none", file=sys.stderr)
+        names = zlib.crc32(" ".join(state).encode())
+        if len(set(self._on_every_rank(lambda: names))) > 1:
+            raise UserError(
+                f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
+                f"DTensors, of which each rank holds a shard"
+            )
+        weights = adapters(self.model) if self.lora else _weights(self.model)
+        size = sum(tensor.nbytes for tensor in (*state.values(), *weights.values()))
+        probe = self.out / ".step-probe"
+        try:
+            self._on_every_rank(lambda: rank == 0 and probe.mkdir(parents=True, exist_ok=True))
+            self._on_every_rank(lambda: (probe / str(rank)).touch())
+            disk = shutil.disk_usage(self.out)
+        except FileNotFoundError:
+            raise UserError(f"--out {self.out} must be on a disk that all nodes share")
+        finally:
+            if rank == 0:
+                shutil.rmtree(probe, ignore_errors=True)
+        if disk.free < size and disk.total:  # some network disks report zeros
+            raise UserError(
+                f"a checkpoint takes {size / 1e9:.3g} GB, and {disk.free / 1e9:.3g} GB are free in "
+                f"--out {self.out}: make room, or choose another --out"
+            )
+
     def save(self, step: int) -> Path:
         """Save OUT/step-N and return its path. Raises UserError on all ranks if one fails."""
         self.wait()
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        tensors = {"optimizer": _written_by_this_rank(_optimizer_state(self.optimizer))}
+        tensors = {"optimizer": _written_by_this_rank(optimizer_state(self.optimizer))}
         factors = gather_adapters(self.model) if self.lora else {}
         if not self.lora:
             tensors["weights"] = _written_by_this_rank(_weights(self.model))
@@ -236,37 +266,6 @@ def _weights(model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state as NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
-
-    The tensors share its memory. NAME is the parameter's name in the optimizer, since with ZeRO-1
-    the optimizer updates slices of the model's parameters. Settings, such as weight decay, are not
-    saved: a resumed run takes them from its flags."""
-    if not optimizer.state:
-        _create_state(optimizer)
-    return {
-        f"{name}.{key}": tensor
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"])
-        for key, tensor in optimizer.state[parameter].items()
-    }
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a new optimizer allocate its state, by a step with gradients and learning rate zero.
-
-    It changes no weight: AdamW multiplies weight decay by the learning rate."""
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, lr in zip(optimizer.param_groups, learning_rates):
-        group["lr"] = lr
-
-
 def _written_by_this_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that this rank writes: all DTensors, of which it writes its shards, and a
     share of the other tensors, which are equal on all ranks."""
@@ -342,7 +341,7 @@ def resume(
                 assign_shard(factor, stored[name].read())
     else:
         load_tensors(_weights(model), directory / "weights")
-    load_tensors(_optimizer_state(optimizer), directory / "optimizer")
+    load_tensors(optimizer_state(optimizer), directory / "optimizer")
     return metadata["step"], metadata["flags"]
 
 

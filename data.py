@@ -22,6 +22,7 @@ import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -267,6 +268,18 @@ class Windows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
+    def checksum(self) -> int:
+        """Return a checksum by which a resumed run notices other data.
+
+        It is that of the shards' lengths and of all their tokens, or of 4096 tokens where there are
+        more than 2^24."""
+        total = sum(map(len, self.shards))
+        stride = 1 if total <= 1 << 24 else total // 4096
+        checksum = zlib.crc32(repr([len(shard) for shard in self.shards]).encode())
+        for shard in self.shards:
+            checksum = zlib.crc32(np.ascontiguousarray(shard[::stride]), checksum)
+        return checksum
+
     def __getitem__(self, i: int) -> np.ndarray:
         """Return window i [T + 1]."""
         shard = int(np.searchsorted(self.ends, i, side="right"))
@@ -382,7 +395,9 @@ def read_ahead(
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token shards.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="train-tokenizer|tokenize"
+    )
     train = commands.add_parser(
         "train-tokenizer", help="train a byte-pair encoding, written as a tokenizer.model"
     )

@@ -108,7 +108,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     train_set, val_set, examples, summary = open_samples(
         args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, quiet=process.rank > 0
     )
-    process.check_same(f"the samples of {' '.join(args.data)}", train_set.checksum())
+    args.data_checksum = process.check_same("the training data", train_set.checksum())
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])
@@ -155,7 +155,7 @@ def main() -> None:
     args = parse_args()
     process = setup(args)
     job, examples = prepare(args, process)
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out))
+    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     if process.size > args.tp:
         print_rank_zero(f"a rank would send in a step: {compare_traffic(args, job.model, process)}")
     world, runner = build(args, job, process)

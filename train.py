@@ -269,6 +269,7 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     train_set, val_set = process.local_rank_zero_first("data", windows)
+    args.data_checksum = process.check_same("the training data", train_set.checksum())
     if initial:
         checkpoint.check_tokenizer(initial, tokenizer)
         initialize = partial(checkpoint.load_weights, initial["directory"])
@@ -408,7 +409,7 @@ def main() -> None:
     args = parse_args()
     process = setup(args)
     job = prepare(args, process)
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out))
+    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner = build(args, job, process)
 
     def sample_text(step: int) -> str:

@@ -9,10 +9,12 @@ in these files each tensor lies.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import pickle
 import shutil
+import socket
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -167,6 +169,29 @@ def sync(*paths: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def lock_directory(out: Path) -> None:
+    """Make the directory OUT if there is none, and lock it for this process until it ends.
+
+    Raises UserError if OUT cannot be written, or if another run has locked it: two runs would
+    remove each other's files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # The file stays open until the process ends: closing it would unlock OUT.
+        descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        reason = "it is a file" if out.is_file() else error.strerror
+        raise UserError(f"cannot write to --out {out}: {reason}; give another directory")
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.read(descriptor, 200).decode(errors="replace")
+        raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
+    except OSError as error:
+        print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
 from perf.choose import check_parallel
-from plumbing.flags import MODEL_SIZES
+from plumbing.flags import MODEL_SIZES, Given
 from plumbing.processes import Process, UserError
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
@@ -66,6 +66,12 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     if args.seq_len > config.max_seq_len:
         raise UserError(
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
+        )
+    # The default may exceed --steps, since everybody first tries a few.
+    if isinstance(args.warmup, Given) and args.warmup > args.steps:
+        raise UserError(
+            f"--warmup {args.warmup} exceeds --steps {args.steps}, so the learning rate would not "
+            f"reach --lr: use at most --warmup {args.steps}"
         )
     check_parallel(requested_parallel(args), args.shard, config, process)
     if args.seq_len % args.tp and torch.__version__ < "2.13":  # compared as versions

@@ -1,6 +1,7 @@
 """Command-line flags: one argument parser, argument types, and the groups that scripts share."""
 
 import argparse
+import difflib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,16 @@ class Parser(argparse.ArgumentParser):
         add_flags(parser)
         return parser.parse_args([])
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Raise UserError for unknown flags; the message suggests a similar one."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            similar = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return namespace, unknown
+
 
 def positive_int(text: str) -> int:
     """Argument type: an integer of at least 1."""
@@ -39,6 +50,15 @@ def nonnegative_int(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got '{text}'")
     return int(text)
+
+
+class Given(int):
+    """An integer that was typed on the command line, where a default is a plain int."""
+
+
+def given_int(text: str) -> Given:
+    """Argument type: nonnegative_int as Given."""
+    return Given(nonnegative_int(text))
 
 
 def nonnegative_float(text: str) -> float:
@@ -99,8 +119,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--steps", type=positive_int, default=1700,
                       help="number of optimizer steps (default: %(default)s)")
     add_optimizer_flags(step)
-    step.add_argument("--warmup", type=nonnegative_int, default=50,
-                      help="steps of linear warmup to the peak (default: %(default)s)")
+    step.add_argument("--warmup", type=given_int, default=50,
+                      help="steps of linear warmup to the peak (default: %(default)s, even where "
+                           "--steps are fewer)")
     step.add_argument("--clip", type=nonnegative_float, default=1.0,
                       help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
     step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")

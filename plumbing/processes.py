@@ -101,13 +101,14 @@ class Process:
             )
         dist.barrier()  # no rank starts before all have compared
 
-    def check_same(self, what: str, value: int) -> None:
-        """Raise UserError where `value`, a checksum of `what`, is not the same as on rank 0."""
+    def check_same(self, what: str, value: int) -> int:
+        """Return `value`, a checksum of `what`. Raise UserError where it is not as on rank 0."""
         if self.rank == 0:
             _store().set(f"checksum of {what}", str(value))
         if _store().get(f"checksum of {what}").decode() != str(value):
             raise UserError(f"{what} differ between rank 0 and rank {self.rank}: copy the files")
         dist.barrier()
+        return value
 
 
 def init_distributed() -> Process:

@@ -14,6 +14,7 @@ import torch
 from model import Llama
 from parallel import World
 from perf.cost import flops_per_token, peak_flops
+from plumbing.checkpoint_files import lock_directory
 from plumbing.processes import print_rank_zero
 from plumbing.tokenizer import Tokenizer
 
@@ -36,18 +37,10 @@ class Recorder:
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self.flops_per_token = flops_per_token(model, args.seq_len)
-        self.file = None
+        self.config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
+        self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
         if world.rank == 0:
-            config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
-            config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
-            text = json.dumps(config, indent=1, default=str)
-            write_atomically(args.out / "config.json", text)
-            path = args.out / "metrics.jsonl"
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            complete = (line for line in lines if line.endswith("\n"))
-            kept = [line for line in complete if json.loads(line)["step"] <= done]
-            write_atomically(path, "".join(kept))
-            self.file = open(path, "a", buffering=1)
+            self._open(done)
         self.started = self.step_started = time.perf_counter()
 
     def measure(self, step: int, loss: float, bits_per_byte: float, norm: float, lr: float) -> dict:
@@ -77,8 +70,33 @@ class Recorder:
         return metrics
 
     def write(self, metrics: dict) -> None:
-        if self.file:
-            print(json.dumps(metrics), file=self.file)
+        """Write the metrics of a step on rank 0. If OUT was deleted or moved, begin its files anew;
+        raise UserError if another run uses it now."""
+        if self.world.rank:
+            return
+        path = Path(self.file.name)
+        if not (path.exists() and os.path.samefile(path, self.file.fileno())):
+            step, out = metrics["step"], self.args.out
+            lock_directory(out)
+            print(
+                f"warning: {out} was deleted or moved during the run: its config.json and "
+                f"metrics.jsonl begin again at step {step}",
+                file=sys.stderr,
+            )
+            self._open(step - 1)
+        print(json.dumps(metrics), file=self.file)
+
+    def _open(self, done: int) -> None:
+        """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
+        out = self.args.out
+        text = json.dumps(self.config, indent=1, default=str)
+        write_atomically(out / "config.json", text)
+        path = out / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        complete = (line for line in lines if line.endswith("\n"))
+        kept = [line for line in complete if json.loads(line)["step"] <= done]
+        write_atomically(path, "".join(kept))
+        self.file = open(path, "a", buffering=1)
 
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
@@ -122,13 +140,20 @@ def describe_mesh(world: World) -> str:
 
 
 def warn_about_changed_flags(before: dict, now: dict) -> None:
-    """Print a warning for each flag of the experiment that differs from the run's first start."""
+    """Print a warning for each flag of the experiment that differs from the run's first start, and
+    if the training data differ. Runs of earlier versions did not record a checksum of the data."""
     for name in EXPERIMENT_FLAGS:
         if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")
             print_rank_zero(
                 f"warning: --{flag} was {before[name]}, is {now[name]}", file=sys.stderr
             )
+    if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
+        print_rank_zero(
+            f"warning: --data {' '.join(now['data'])} no longer gives the sequences that the run "
+            f"began with: steps from here on see others",
+            file=sys.stderr,
+        )
 
 
 def start_profiler(path: Path) -> torch.profiler.profile:

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import threading
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from conftest import succeed
 
 import checkpoint
 from model import Llama, LlamaConfig
+from parallel import optimizer_parameters
 from plumbing.checkpoint_files import CHECKSUMS, checksums
 from plumbing.processes import UserError, init_distributed
+from plumbing.records import warn_about_changed_flags
 from plumbing.tokenizer import load_tokenizer, train_tokenizer
 from train import make_optimizer
 
@@ -63,7 +66,7 @@ def test_weights_and_moments_come_back(tmp_path):
 def test_a_new_optimizer_gets_its_state_without_a_change():
     model, optimizer = trained(steps=0)
     before = [p.detach().clone() for p in model.parameters()]
-    moments = checkpoint._optimizer_state(optimizer)
+    moments = checkpoint.optimizer_state(optimizer)
     keys = ("exp_avg", "exp_avg_sq", "step")
     names = [name for name, _ in model.named_parameters()]
     assert moments.keys() == {f"{name}.{key}" for name in names for key in keys}
@@ -72,6 +75,96 @@ def test_a_new_optimizer_gets_its_state_without_a_change():
         assert parameter.grad is None
         assert torch.equal(parameter.detach().view(torch.int32), old.view(torch.int32))
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+
+
+def test_a_new_saver_leaves_no_trace(tmp_path):
+    model, optimizer = trained(steps=0)
+    checkpoint.Saver(tmp_path, model, optimizer, load_tokenizer("bytes"), {})
+    assert not optimizer.state and not list(tmp_path.iterdir())
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+
+
+class Stateful(torch.optim.SGD):
+    """An optimizer that keeps a number in its state, for `owner` or for every parameter."""
+
+    def __init__(self, parameters, number, owner=None):
+        super().__init__(parameters)
+        self.number, self.owner = number, owner
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[self.owner or parameter]["count"] = self.number
+
+
+def zero_redundancy(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+
+
+def named(model):
+    return optimizer_parameters(model).items()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # which that import uses
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), 0.1), "SGD .*parameters have no names"),
+        (zero_redundancy, "ZeroRedundancyOptimizer .*another optimizer"),
+        (
+            lambda model: Stateful(named(model), 0),
+            r"embeddings\.weight\.count is 0; keep it as a tensor",
+        ),
+        (lambda model: Stateful(named(model), torch.ones(1), "all"), r"state in state\[parameter"),
+    ],
+    ids=["no names", "wrapped", "no tensor", "no parameter"],
+)
+def test_an_optimizer_that_cannot_be_saved_is_refused_at_the_start(tmp_path, make, message):
+    model, _ = trained(steps=0)
+    with pytest.raises(UserError, match=message):
+        checkpoint.Saver(tmp_path, model, make(model), load_tokenizer("bytes"), {})
+
+
+def test_state_that_differs_between_ranks_is_refused(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    monkeypatch.setattr(checkpoint.Saver, "_on_every_rank", lambda self, work: [work(), "other"])
+    with pytest.raises(UserError, match="ranks hold the state of different parameters"):
+        checkpoint.Saver(tmp_path, model, optimizer, load_tokenizer("bytes"), {})
+
+
+def test_an_optimizer_without_state_is_saved_with_a_warning(tmp_path, capsys):
+    model, _ = trained(steps=0)
+    optimizer = torch.optim.SGD(named(model), 0.1)
+    saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
+    assert capsys.readouterr().err == "warning: SGD has no state, so checkpoints hold none\n"
+    assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes"))[0] == 1
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, monkeypatch):
+    model, optimizer = trained(steps=0)
+    elements = [p.numel() for p in model.parameters()]
+    size = 4 * (3 * sum(elements) + len(elements))  # weights, two moments, and steps
+
+    def saver(free, total=10**9):
+        usage = SimpleNamespace(free=free, total=total)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+        checkpoint.Saver(tmp_path, model, optimizer, load_tokenizer("bytes"), {})
+
+    saver(size)
+    saver(0, total=0)
+    with pytest.raises(UserError, match=f"takes 0.000289 GB, .* in --out {tmp_path}: make room"):
+        saver(size - 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_does_not_know_its_data_gives_no_warning(capsys):
+    now = {"data": ["x"], "data_checksum": 5}
+    warn_about_changed_flags({"data": ["x"]}, now)
+    assert capsys.readouterr().err == ""
+    warn_about_changed_flags({"data": ["x"], "data_checksum": 4}, now)
+    assert capsys.readouterr().err.startswith("warning: --data x no longer gives")
 
 
 def test_a_checkpoint_is_complete_in_itself(tmp_path, text):

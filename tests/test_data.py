@@ -245,6 +245,18 @@ def test_windows_cover_shards():
     assert rows == [list(range(start, start + 6)) for start in starts]
 
 
+@pytest.mark.parametrize("size", [5000, (1 << 24) + 1])
+def test_a_checksum_notices_other_shards(size):
+    """Of many tokens it reads only some; the first of each shard is one of them."""
+    tokens = np.zeros(size, np.uint16)
+    other = tokens.copy()
+    other[0 if size > 5000 else 3001] = 1
+    datasets = [[tokens], [other], [tokens[:-1]], [tokens, tokens[:100]], [tokens[:100], tokens]]
+    checksums = [Windows(shards, 10, load_tokenizer("bytes")).checksum() for shards in datasets]
+    assert len(set(checksums)) == len(datasets)
+    assert Windows([tokens], 20, load_tokenizer("bytes")).checksum() == checksums[0]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 65, 1000, 4097])
 def test_every_window_comes_once_an_epoch(n):
     for seed in (0, 1):

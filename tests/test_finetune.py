@@ -55,8 +55,9 @@ def sums(tmp_path_factory) -> Path:
 
 def flags(base_dir, samples, out, steps=4, **more) -> list[str]:
     """Return the flags of a short run in float64, without evaluation."""
-    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8, lr=1e-3,
-                 warmup=2, eval_every=0, save_every=0, dtype="float64") | more  # fmt: skip
+    given = dict(init=base_dir, data=samples, out=out, steps=steps, seq_len=SEQ, batch=8,
+                 lr=1e-3, warmup=min(2, steps), eval_every=0, save_every=0,
+                 dtype="float64") | more  # fmt: skip
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
     return [flag.removesuffix("=True") for flag in flags]
 
@@ -234,20 +235,25 @@ def test_a_base_in_bfloat16_and_adapters_in_float32(base, sums, tmp_path):
 
 
 def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
-    """Targets may come in another order; no sample is shown where all prompts are too long."""
-    out = tmp_path / "run"
+    """Targets may come in another order, and data that has changed gives a warning. No sample is
+    shown where all prompts are too long."""
+    out, data = tmp_path / "run", tmp_path / "data.jsonl"
+    shutil.copy(sums, data)
     options = dict(steps=10**6, merge=True, dtype="float32", eval_every=10**7, seq_len=80)
-    arguments = [*flags(base, sums, out, **options), "--targets", "wv", "wq"]
-    run = Forks("finetune_lora.py", *arguments)
+    arguments = [*flags(base, data, out, **options), "--targets", "wv", "wq"]
+    run = Forks("finetune_lora.py", *arguments, "--resume")
     wait_for_lines(out / "metrics.jsonl", 5)
     os.kill(run.ranks[0], signal.SIGINT)
     result = run.finish()
     assert result.code == 0
+    assert f"warning: nothing to resume in {out}" in result.err
     assert "no held-out prompt is short enough" in result.out
     assert "with --resume goes on" in result.out and not (out / "merged").exists()
     steps = f"--steps={metrics(out)[-1]['step'] + 1}"
     again = [argument for argument in arguments[:-2] if "--steps" not in argument]
-    succeed("finetune_lora.py", *again, "wq", "wv", steps, "--resume")
+    data.write_text(data.read_text().replace("is 3", "is 4"))
+    resumed = succeed("finetune_lora.py", *again, "wq", "wv", steps, "--resume")
+    assert f"warning: --data {data} no longer gives the sequences" in resumed.err
     assert load_pretrained(out / "merged").config == CONFIG
 
 

@@ -48,9 +48,10 @@ def test_resuming_is_bit_exact(shards, tmp_path, nproc, dp):
 
 def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(shards, tmp_path):
     out = tmp_path / "run"
-    succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    first = succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    assert f"warning: nothing to resume in {out}: starting at step 1" in first.err
     again = succeed("train.py", *flags(shards, out, steps=2), "--resume")
-    assert "has done its 2 steps" in again.out
+    assert "has done its 2 steps" in again.out and "warning" not in again.err
     assert len(metrics(out)) == 2
 
 
@@ -75,6 +76,26 @@ def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
+def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(shards, tmp_path):
+    out = tmp_path / "run"
+    arguments = flags(shards, out, steps=10**6)
+    run = Forks("train.py", *arguments)
+    wait_for_lines(out / "metrics.jsonl", 5)
+    shutil.rmtree(out.rename(tmp_path / "moved"))  # the run must not write in between
+    wait_for_lines(out / "metrics.jsonl", 5)
+    refused(launch("train.py", *arguments), f"{out} is in use by process {run.ranks[0]}")
+    os.kill(run.ranks[0], signal.SIGINT)
+    result = run.finish()
+    assert result.code == 0 and "Traceback" not in result.err
+    steps = [row["step"] for row in metrics(out)]
+    assert steps == list(range(steps[0], steps[-1] + 1)) and steps[0] > 5
+    warning = f"warning: {out} was deleted or moved during the run: its config.json and "
+    assert f"{warning}metrics.jsonl begin again at step {steps[0]}\n" in result.err
+    assert result.err.count("warning") == 1
+    assert (out / "config.json").exists()
+    assert [path.name for path in out.glob("step-*")] == [f"step-{steps[-1]:08d}"]
+
+
 # ------------------------------------------------------------------------------------- wrong input
 
 
@@ -92,6 +113,8 @@ def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
         (dict(n_heads=8, n_kv_heads=3), ["n_heads 8 is no multiple of n_kv_heads 3"]),
         (dict(seq_len=2500, model="tiny"), ["--seq-len 2500", "maximum: --seq-len 2048"]),
         (dict(steps=0), ["--steps", "at least 1"]),
+        (dict(warmup=6), ["--warmup 6 exceeds --steps 5", "at most --warmup 5"]),
+        (dict(micro_batch=3), ["--micro-batch=3: did you mean --microbatch?"]),
         (dict(batch="many"), ["--batch", "'many'"]),
         (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
     ],
@@ -133,7 +156,44 @@ def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
     other = flags(shards, tmp_path / "other", init=out, dim=64)
     refused(launch("train.py", *other), f"{out} has dim 32, not 64")
     changed = succeed("train.py", *flags(shards, out, steps=2, seed=1), "--resume")
-    assert "warning: --seed was 0, is 1" in changed.err
+    assert "warning: --seed was 0, is 1" in changed.err and "sequences that" not in changed.err
+
+
+def test_resuming_with_other_data_is_said(shards, tmp_path):
+    """One token in the middle of a shard is another one."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(shards, data)
+    succeed("train.py", *flags(data, out, steps=1))
+    content = bytearray((data / "train_000000.bin").read_bytes())
+    content[len(content) // 4 * 2] ^= 1
+    (data / "train_000000.bin").write_bytes(content)
+    resumed = succeed("train.py", *flags(data, out, steps=2), "--resume")
+    assert f"warning: --data {data} no longer gives the sequences" in resumed.err
+
+
+def test_output_directories_that_cannot_be_written(shards, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, reason in [(tmp_path / "file", "it is a file"), ("/proc/run", "No such file")]:
+        refused(launch("train.py", *flags(shards, out)), f"cannot write to --out {out}: {reason}")
+
+
+def test_commands_name_what_is_missing_or_misspelt():
+    refused(launch("data.py"), "train-tokenizer|tokenize", "--help")
+    refused(launch("bench.py", "step", "--micro-batch", "1"), "did you mean --microbatch?")
+
+
+def test_nodes_without_a_common_disk_are_refused_before_the_first_step(shards, tmp_path):
+    for rank in (0, 1):
+        shutil.copytree(shards, tmp_path / f"{rank}" / "data")
+    launched = ["tests/workers/own_directory.py", tmp_path, *flags("data", "run")]
+    result = launch(*launched, nproc=2)
+    refused(result, "--out run must be on a disk that all nodes share")
+    assert "step " not in result.err and not list(tmp_path.glob("*/run/[!.]*"))
+    shard = tmp_path / "1/data/train_000000.bin"
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    refused(launch(*launched, nproc=2), "the training data differ between rank 0 and rank 1")
 
 
 def write_tokens(directory: Path, tokens: torch.Tensor) -> Path:

@@ -1,0 +1,57 @@
+"""The state of an optimizer by name, as checkpoints hold it."""
+
+import torch
+from torch import Tensor
+
+from plumbing.processes import UserError
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as NAME.KEY; AdamW's keys are exp_avg, exp_avg_sq and step.
+
+    The tensors share its memory. NAME is the parameter's name in the optimizer, since with ZeRO-1
+    the optimizer updates slices of the model's parameters. Settings, such as weight decay, are not
+    saved: a resumed run takes them from its flags. Raises UserError for an optimizer with any other
+    state, which a checkpoint would not hold."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+        raise UserError(
+            f"{kind} cannot be saved: its state is in another optimizer that it wraps; --dp zero1 "
+            f"shards AdamW's state"
+        )
+    if not all("param_names" in group for group in groups):
+        raise UserError(
+            f"{kind} cannot be saved: its parameters have no names; make it of "
+            f"optimizer_parameters(model).items()"
+        )
+    if not optimizer.state:
+        create_state(optimizer)
+    named = {
+        f"{name}.{key}": value
+        for group in groups
+        for name, parameter in zip(group["param_names"], group["params"])
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    if len(named) < sum(map(len, optimizer.state.values())):
+        raise UserError(f"{kind} cannot be saved: keep all its state in state[parameter]")
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{kind} cannot be saved: its {name} is {value!r:.60}; keep it as a tensor"
+            )
+    return named
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make a new optimizer allocate its state, by a step with gradients and learning rate zero.
+
+    It changes no weight: AdamW multiplies weight decay by the learning rate."""
+    settings = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, before in zip(optimizer.param_groups, settings):
+        group.update(before)
