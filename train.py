@@ -46,6 +46,7 @@ from parallel import (
 )
 from perf.choose import choose_parallel, room_to_unshard, usable_memory
 from perf.cost import describe_traffic, predict_traffic, unlike_llama
+from plumbing import records
 from plumbing.checks import (
     check_training_flags,
     choose_model_config,
@@ -54,13 +55,6 @@ from plumbing.checks import (
 )
 from plumbing.flags import Parser, add_pretraining_flags
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from plumbing.records import (
-    Recorder,
-    describe_mesh,
-    describe_run,
-    start_profiler,
-    warn_about_changed_flags,
-)
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -301,7 +295,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
     if process.size > 1:
-        print_rank_zero(describe_mesh(world))
+        print_rank_zero(records.describe_mesh(world))
         print_rank_zero(f"a step sends {describe_traffic(traffic, parallel)}")
         if note := unlike_llama(job.model):
             print_rank_zero(note)
@@ -333,11 +327,11 @@ def train(
     if newest:
         done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
         print_rank_zero(f"resumed from {newest}")
-        warn_about_changed_flags(flags, vars(args))
+        records.warn_about_changed_flags(flags, vars(args))
     if done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
         return True
-    print_rank_zero(describe_run(args, model, world, len(job.train_set)))
+    print_rank_zero(records.describe_run(args, model, world, len(job.train_set)))
 
     gather_once = room_to_unshard(model, world)
 
@@ -359,13 +353,15 @@ def train(
     }
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
-    profiler = start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
+    profiler = (
+        records.start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
+    )
     saver = checkpoint.Saver(
         args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
     )
     steps = range(done + 1, args.steps + 1)
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
-    recorder = Recorder(args, world, model, tokenizer, done)
+    recorder = records.Recorder(args, world, model, tokenizer, done)
     with saver:  # whose exit waits for a save in the background
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args.lr, args.warmup, args.steps)

@@ -7,7 +7,6 @@ Letters as in parallel.py, and F feed-forward width, KV key/value heads, E head 
 microbatch. Sizes are those of rank 0, which has the largest shard where shards are uneven.
 """
 
-import copy
 import math
 import re
 from collections import Counter
@@ -397,7 +396,8 @@ def _skipped_by_backward(model: Llama) -> int:
 
 def _parts(model: Llama) -> dict[str, nn.Module]:
     """Return what FSDP all-gathers at once: the root, and a block (block 0, as all are alike)."""
-    root = copy.copy(model)  # all but the blocks
+    root = nn.Module()  # all but the blocks
+    root._parameters = model._parameters
     root._modules = {name: module for name, module in model.named_children() if name != "layers"}
     return {"root": root, "block": model.layers["0"]}
 

@@ -57,4 +57,4 @@ def test_parallelism_does_not_know_lora(imported_first):
 def test_files_are_short():
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name: n for name, n in lines.items() if n > 500} == {}
-    assert sum(lines[name] for name in CORE) <= 1900
+    assert sum(lines[name] for name in CORE) <= 2000
