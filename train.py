@@ -353,9 +353,7 @@ def train(
     }
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
-    profiler = (
-        records.start_profiler(args.out / f"trace-{world.rank}.json") if args.profile else None
-    )
+    profiler = args.profile and records.start_profiler(args.out / f"trace-{world.rank}.json")
     saver = checkpoint.Saver(
         args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
     )
