@@ -24,8 +24,8 @@ block computes, so that the block sees its tp shard. Norms are replicated over t
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers, D model width, V
 vocabulary; B x T tokens in a microbatch; g bytes of a gradient (4, or 8 in float64); w bytes of a
 weight in matrix products (g, or 2 in bfloat16).
-Bytes are *payload*: the output of an all-gather, the input of a reduce-scatter or an all-reduce. In
-a ring of n ranks, a rank sends (n-1)/n of the payload, and twice that for an all-reduce.
+Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
+or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
 
 import contextlib
@@ -275,8 +275,9 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     and again in backward. Its gradients are then summed and sharded by one reduce-scatter.
     Communication over shard, a microbatch: all-gather of P w bytes in forward, in L + 1 calls, and
     again in backward, except embedding, last norm and output, which stay unsharded. A step:
-    reduce-scatter of P g bytes in L + 1 calls. HSDP also, over replicate, a step: all-reduce of
-    P g / shard bytes. (Slices are padded to equal size: perf/cost.py counts the padding.)
+    reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
+    1.5 times what DDP sends. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
+    (Slices are padded to equal size: perf/cost.py counts the padding.)
 
     With several microbatches a step, `reshard` says what is sharded again after each use:
         none      nothing: one all-gather of the weights and one reduce-scatter of the gradients a
