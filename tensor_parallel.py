@@ -50,6 +50,25 @@ from torch.distributed.tensor.parallel import (
 from model import Llama, cross_entropy_sum
 from plumbing.processes import UserError
 
+REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
+
+
+def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
+    """Return the dimension on which each parameter of a layer is sharded, given that of its weight;
+    None for a replicated one. A layer with more parameters than a weight, such as LoRALinear, says
+    so in a method `sharded_dims`."""
+    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+
+
+def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
+    """Turn the parameters of a layer into DTensors."""
+    for name, dim in dims_of(layer, weight_dim).items():
+        old, placement = layer.get_parameter(name), REPLICATED if dim is None else Shard(dim)
+        new = nn.Parameter(distribute(old, mesh, [placement]), requires_grad=old.requires_grad)
+        setattr(layer, name, new)
+    if hasattr(layer, "shard_product"):
+        layer.shard_product(mesh)
+
 
 class ColumnParallel(ColwiseParallel):
     """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
@@ -75,7 +94,6 @@ class VocabularyParallel(RowwiseParallel):
     weight_dim = 0
 
 
-REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
 NORM = SequenceParallel(use_local_output=False)
 COLUMNS = ColumnParallel()
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
@@ -128,7 +146,7 @@ def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     if isinstance(style, SequenceParallel):
         dims = dict.fromkeys(names)
     elif hasattr(style, "weight_dim"):
-        dims = dims_beside(layer, style.weight_dim)
+        dims = dims_of(layer, style.weight_dim)
     for name in names:
         if name not in dims:
             raise UserError(
@@ -136,22 +154,6 @@ def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
                 f"PLAN of tensor_parallel.py"
             )
     return dims
-
-
-def dims_beside(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
-    """Return the same, given that of the weight. A layer with more parameters, such as LoRALinear,
-    says so in its method `sharded_dims`."""
-    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
-
-
-def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
-    """Turn the parameters of a layer into DTensors."""
-    for name, dim in dims_beside(layer, weight_dim).items():
-        old, placement = layer.get_parameter(name), REPLICATED if dim is None else Shard(dim)
-        new = nn.Parameter(distribute(old, mesh, [placement]), requires_grad=old.requires_grad)
-        setattr(layer, name, new)
-    if hasattr(layer, "shard_product"):
-        layer.shard_product(mesh)
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:

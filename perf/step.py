@@ -44,7 +44,13 @@ from data import Batch, read_ahead
 from model import Llama
 from parallel import World, all_gather_updates
 from perf.choose import usable_memory
-from perf.cost import describe_traffic, flops_per_token, peak_flops, predict_memory
+from perf.cost import (
+    describe_traffic,
+    flops_per_token,
+    peak_flops,
+    predict_memory,
+    unlike_llama,
+)
 from perf.measure import (
     Counted,
     Live,
@@ -444,6 +450,7 @@ def report(
         ),
         "",
         f"counted: a step sends {traffic}",
+        *filter(None, [unlike_llama(unsharded)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         compiled,
         "",

@@ -172,7 +172,11 @@ def test_ddp_keeps_its_gradients_between_steps():
 
 
 def test_losses_that_do_not_agree_are_named():
-    costs = {"one": Cost(7.0), "ddp": Cost(7.0000014), "tp": Cost(7.01)}
+    costs = {
+        "one": Cost(ParallelConfig(), 7.0),
+        "ddp": Cost(ParallelConfig(), 7.0000014),
+        "tp": Cost(ParallelConfig(), 7.01),
+    }
     assert compare_losses(costs) == (
         "losses of the first step DO NOT AGREE: tp 7.01000, but one 7.00000"
     )
