@@ -10,7 +10,7 @@ from torch import nn
 from lora import LoRA, add_adapters
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.choose import check_parallel, choose_parallel
+from perf.choose import check_parallel, choose_parallel, room_to_unshard
 from perf.cost import predict_memory, predict_traffic, sent_bytes, unlike_llama
 from perf.measure import emulate
 from plumbing.processes import UserError
@@ -256,3 +256,18 @@ def test_tensor_parallel_must_divide_the_world_and_the_model():
     narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
     with pytest.raises(UserError, match="feed-forward width of 45"):
         check_parallel(ParallelConfig(tp=2), None, narrow, world_of(2, 2))
+
+
+def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
+    model = meta_model(WIDE)
+    parameters = sum(p.numel() for p in model.parameters())
+    state = parameters * (4 + 8) // 4  # weights and moments, over 4 ranks
+    monkeypatch.setattr("perf.choose.print_rank_zero", print)
+    for room, fits in ((state + 4 * parameters + 10**4, True), (state + 4 * parameters, False)):
+        monkeypatch.setattr("perf.choose.usable_memory", lambda *_, room=room: room)
+        world = SimpleNamespace(
+            parallel=ParallelConfig(dp="fsdp", shard=4), device=None, per_node=4, minimum=int
+        )
+        assert room_to_unshard(model, world) == fits
+    gigabytes = 4 * parameters * 3 / 4 / 1e9
+    assert f"for each token: a rank sends {gigabytes:.3g} GB" in capsys.readouterr().out
