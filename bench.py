@@ -13,6 +13,7 @@ python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 """
 
+import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
 from pathlib import Path
 

@@ -20,6 +20,7 @@ shard lies in the full tensor, and every rank reads those that overlap with its 
 generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
 """
 
+import plumbing.startup  # first, for Ctrl-C during the imports
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ from plumbing.peft_files import (
     open_adapter,
     save_adapter,
 )
-from plumbing.processes import UserError, run
+from plumbing.processes import UserError, note_checkpoint, run
 from plumbing.safetensors import StoredTensor
 from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
@@ -130,6 +131,8 @@ class Saver:
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self._check()
+        if checkpoints(out):
+            note_checkpoint()
 
     def __enter__(self) -> "Saver":
         return self
@@ -256,6 +259,7 @@ class Saver:
         complete(temporary, config, self.tokenizer, step, self.flags, digests)
         os.rename(temporary, final)
         sync(self.out)
+        note_checkpoint()
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:

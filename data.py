@@ -14,6 +14,7 @@ to save, and the order stays the same when a run is resumed or the number of pro
     torchrun train.py --data my_tokens
 """
 
+from plumbing.startup import ctrl_c_raises  # first, for Ctrl-C during the imports
 import argparse
 import hashlib
 import itertools
@@ -111,7 +112,8 @@ def tokenize(
 
     The directory `out` appears only when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+    hidden = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-")
+    with ctrl_c_raises(), hidden as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         writers = {

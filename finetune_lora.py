@@ -17,6 +17,7 @@ several processes the start of a run prints what a step would communicate under 
 Every checkpoint is an adapter in PEFT's format; --merge also writes the model with it added.
 """
 
+import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
 import shlex
 from dataclasses import replace

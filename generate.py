@@ -11,6 +11,7 @@ One prompt is continued as you watch. Several prompts are continued as one batch
 all of them have ended.
 """
 
+import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
 import codecs
 from functools import partial

@@ -16,11 +16,11 @@ microbatches of --microbatch sequences. The life of a batch:
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
+from plumbing.startup import signals_collected  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
 import math
 import shlex
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,8 +186,8 @@ def update(
         bad_ranks = [str(i) for i, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
         culprit = f"loss on rank {', '.join(bad_ranks)}" if bad_ranks else "gradient norm"
         raise UserError(
-            f"step {step}: the {culprit} is not finite. Nothing was updated; --resume goes back to "
-            f"the last checkpoint, and a lower --lr may help"
+            f"step {step}: the {culprit} is not finite. Nothing was updated; a lower --lr may "
+            f"help, and --resume goes back to the last checkpoint, if one was saved"
         )
     optimizer.step()
     zero_gradients(optimizer, world)
@@ -346,11 +346,6 @@ def train(
         )
         return {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
 
-    stop = []  # signals received; the step that is running then is the last
-    handlers = {
-        number: signal.signal(number, lambda number, frame: stop.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
     profiler = args.profile and records.start_profiler(args.out / f"trace-{world.rank}.json")
@@ -360,7 +355,8 @@ def train(
     steps = range(done + 1, args.steps + 1)
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, model, tokenizer, done)
-    with saver:  # whose exit waits for a save in the background
+    # At the end, the saver waits for a save in the background.
+    with signals_collected() as stop, saver:  # the step that runs when a signal comes is the last
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args.lr, args.warmup, args.steps)
             for group in optimizer.param_groups:
@@ -389,8 +385,6 @@ def train(
 
     if profiler:
         profiler.stop()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     print_rank_zero(f"checkpoint: {saved}")
     if totals.stop:
         print_rank_zero(

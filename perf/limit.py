@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import torch
 import torch.nn.functional as F
@@ -202,9 +203,24 @@ def transformers_step(
 
 
 def in_new_process(function: Callable[..., int], *args) -> int:
-    """Return function(*args), run in a new process: the peak memory of a process never falls."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, args)
+    """Return function(*args), run in a new process: the peak memory of a process never falls.
+
+    Raises its UserError, and EOFError if the process fails otherwise."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    context.Process(target=_send_result, args=(sender, function, *args), daemon=True).start()
+    sender.close()  # the new process has the only one then, which closes when it ends
+    result = receiver.recv()
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _send_result(sender: Connection, function: Callable[..., int], *args) -> None:
+    try:
+        sender.send(function(*args))
+    except UserError as error:
+        sender.send(error)
 
 
 def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from plumbing import startup
 from plumbing.processes import UserError
 from plumbing.safetensors import StoredTensor
 
@@ -204,7 +205,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        yield temporary
+        with startup.ctrl_c_raises():
+            yield temporary
         os.rename(temporary, target)
         sync(target.parent)
     except BaseException:

@@ -7,15 +7,18 @@ torchrun keeps on the first node: ranks leave messages there without meeting in 
 What can go wrong, and what the user sees:
 
     a user error             one rank prints one line; every rank exits with code 2
-    a rank fails             one line names the rank and its exception; the others exit with code 1
+    a rank fails             one line names the rank and its exception; every rank exits with code 1
     a rank dies or freezes   its neighbour misses its heartbeat, names it in one line, and all exit
     a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
+    Ctrl-C, torchrun dies    one line, within seconds (plumbing/startup.py)
 
 A rank that waits in a collective cannot notice that another has failed. So a thread in each rank
-watches the store once a second, and ends its own process when some other rank has failed.
+watches the store once a second, and ends its own process when some other rank has failed. Every
+rank also leaves the line for torchrun, which repeats it at the end of its own report.
 """
 
 import atexit
+import contextlib
 import errno
 import itertools
 import json
@@ -25,12 +28,15 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from plumbing import startup
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
@@ -123,6 +129,8 @@ def init_distributed() -> Process:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _check_first_node(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
         # After a restart by torchrun, the store still holds the keys of the previous attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -141,6 +149,20 @@ def init_distributed() -> Process:
     return Process(rank, size, local_rank, per_node, device)
 
 
+def _check_first_node(host: str, port: int) -> None:
+    """Raise DistNetworkError if torchrun on the first node, whose store is there before any rank
+    starts, has died. The store's own client would try again for half an hour."""
+    try:
+        socket.create_connection((host, port), timeout=30).close()
+    except OSError as error:
+        raise dist.DistNetworkError(f"{error} ({host}, port {port})")
+
+
+def note_checkpoint() -> None:
+    """Let the ranks know that there is a checkpoint to continue from, should one of them die."""
+    _store().set("has checkpoint", "")
+
+
 def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only; `where` as for print."""
     if dist.get_rank() == 0:
@@ -154,55 +176,60 @@ def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
     rank; so does a full or read-only disk.
 
-    The first rank to fail prints the message and sets a flag in the store; the other ranks see the
-    flag and exit silently, even if the failure interrupted a collective. A dead rank is noticed
+    The first rank to fail prints its message and leaves it in the store; the other ranks find it
+    there and exit silently, even if the failure interrupted a collective. A dead rank is noticed
     after HEARTBEAT_TIMEOUT; with gloo, which sees lost connections, after PEER_LOST_TIMEOUT."""
     try:
         main()
+    except KeyboardInterrupt:
+        startup.end_interrupted()
     except Exception as error:
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE_ERRNOS:
             error = UserError(f"{error}: free some space, or give a path that can be written")
+        store = _store() if dist.is_initialized() else None
         if isinstance(error, UserError):
-            if _is_first_user_error():
-                print(f"error: {error}", file=sys.stderr)
-            _exit(2)
-        if dist.is_initialized() and _store().add("user errors", 0) > 0:
-            _exit(2)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-                # Another rank has gone: give the watching threads time to find out which.
-                _store().set("peer lost", "")
-                time.sleep(3 * PEER_LOST_TIMEOUT)
-            _report_failure(
-                _store(), f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-            )
-        raise
+            _fail(store, 2, str(error))
+        rank, reason = os.environ.get("RANK", 0), str(error).split("\n")[0]
+        if store is None and isinstance(error, dist.DistError):
+            _fail(store, 1, f"rank {rank} cannot join the other ranks: {reason}")
+        message = f"rank {rank} failed: {type(error).__name__}: {reason}"
+        if store is None or dist.get_world_size() == 1:
+            startup.report(message)
+            raise
+        peer_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        _fail(store, 1, message, traceback.format_exc(), peer_lost)
     if dist.is_initialized():
         _store().set(f"rank {dist.get_rank()} is done", "")
         dist.destroy_process_group()
 
 
-def _exit(code: int) -> None:
-    """Exit at once: Python's usual exit would wait for ranks that are stuck in a collective."""
+def _fail(
+    store: dist.Store | None, code: int, message: str, details: str = "", peer_lost: bool = False
+) -> None:
+    """End this process with the code and message of the first rank to fail, which prints the
+    message, after its `details`. Without a store, before ranks have met, all fail alike.
+
+    If a peer is lost, the watching threads get some time to find out which rank has failed."""
+    startup.end_if_orphaned()
+    show, rank = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK")
+    mine = json.dumps([code, message, rank])
+    try:
+        if peer_lost:
+            store.set("peer lost", "")
+            with contextlib.suppress(dist.DistStoreError):  # nothing was found
+                store.wait(["failed"], timedelta(seconds=3 * PEER_LOST_TIMEOUT))
+        if store:
+            first = store.compare_set("failed", "", mine).decode()
+            code, message, first_rank = json.loads(first)
+            show, details = first_rank == rank, details if first == mine else ""
+        elif not show:
+            time.sleep(2)  # torchrun ends all ranks when the first has ended: another one prints
+    except dist.DistError:  # torchrun on the first node, which kept the store, has gone
+        message, details = "the connection to the first node is lost", ""
     sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)
-    sys.exit(code)
-
-
-def _is_first_user_error() -> bool:
-    """Return whether this rank is the one that prints a user error."""
-    if dist.is_initialized():
-        return _store().add("user errors", 1) == 1
-    return os.environ.get("LOCAL_RANK", "0") == "0"  # before ranks have met, all fail alike
-
-
-def _report_failure(store: dist.Store, message: str) -> None:
-    """Print a failure, unless another rank has printed one, and let all ranks know."""
-    if store.add("failures", 1) == 1:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    store.set("failed", message)
+    if show:
+        print(details, end="", file=sys.stderr, flush=True)
+    startup.end(code, message, show)
 
 
 # ---------------------------------------------------------------------------------- heartbeats
@@ -218,27 +245,24 @@ def _watch(store: dist.Store, rank: int, size: int) -> None:
     for beat in itertools.count():
         try:
             store.set(f"heartbeat of rank {rank}", f"on {host}, {beat}")
-            failed, user_error = store.check(["failed"]), store.add("user errors", 0) > 0
-            peer_lost = store.check(["peer lost"])
+            failed, peer_lost = store.check(["failed"]), store.check(["peer lost"])
             other_done = store.check([f"rank {other} is done"])
             key = f"heartbeat of rank {other}"
             heartbeat = store.get(key) if store.check([key]) else b""  # get alone would wait
-        except dist.DistError:  # torchrun on the first node, which kept the store, has gone
-            if not _script_ended.wait(PEER_LOST_TIMEOUT):
-                print(f"error: rank {rank} has lost the first node", file=sys.stderr, flush=True)
-                os._exit(1)
+            has_checkpoint = store.check(["has checkpoint"])
+        except dist.DistError:
+            failed = True
+        if failed:
+            if not _script_ended.wait(PEER_LOST_TIMEOUT):  # it may be about to exit by itself
+                _fail(store, 1, "")
             return
-        if failed or user_error:
-            _script_ended.wait(PEER_LOST_TIMEOUT)  # this rank may be about to exit by itself
-            os._exit(2 if user_error else 1)
         silence = time.monotonic() - heard_at
         if heartbeat != last_heartbeat or other_done:
             last_heartbeat, heard_at = heartbeat, time.monotonic()
         elif silence > (PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT):
             where = heartbeat.decode().split(",")[0]
-            message = f"rank {other} {where} has died or is frozen; --resume continues the run"
-            _report_failure(store, message)
-            os._exit(1)
+            hint = "; --resume continues from the last checkpoint" if has_checkpoint else ""
+            _fail(store, 1, f"rank {other} {where} has died or is frozen{hint}")
         if _script_ended.wait(1):
             return
 
@@ -254,9 +278,8 @@ def _stop_watching(watcher: threading.Thread) -> None:
 def _exit_late(signal_number: int, frame) -> None:
     """Handle SIGTERM, which torchrun sends to all ranks when one has died: stay alive until the
     watching threads have found out which. The training loop has a handler of its own."""
-    _store().set("peer lost", "")
-    time.sleep(PEER_LOST_TIMEOUT + 2)
-    os._exit(128 + signal_number)
+    message = f"rank {dist.get_rank()} was ended by SIGTERM"
+    _fail(_store(), 128 + signal_number, message, peer_lost=True)
 
 
 def _store() -> dist.Store:

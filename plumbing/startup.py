@@ -1,0 +1,111 @@
+"""What ends a process at any instant: Ctrl-C, and the death of the torchrun that started it.
+
+Every script imports this module before all others, since the import of PyTorch takes a second. It
+starts a thread that waits for SIGINT and looks once a second whether torchrun still runs. Unlike a
+signal handler of Python, a thread can act while the main thread waits in a collective. Imported by
+anything else than a script of this project, such as a notebook, the module does nothing.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+_ending = threading.RLock()
+
+
+def end(code: int, message: str, show: bool) -> None:
+    """End this process at once: Python's usual exit would wait for ranks that are stuck in a
+    collective. The message is printed if `show`, and torchrun repeats it in its own report."""
+    _ending.acquire()  # for good: the first thread to come here ends the process
+    if show:
+        with contextlib.suppress(OSError):
+            os.write(2, f"error: {message}\n".encode())
+    report(message)
+    os._exit(code)
+
+
+def report(message: str) -> None:
+    """Leave a message for torchrun, whose report of failed ranks is the last that is printed."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        import json  # not above: the handler of Ctrl-C is to be there soon
+
+        content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": content}, file)
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt within a `with` block that has files to remove."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is _leave_to_thread:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before is _leave_to_thread:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def signals_collected() -> Iterator[list[int]]:
+    """Yield a list to which SIGINT and SIGTERM are added, instead of ending the process, within a
+    `with` block. A second SIGINT ends it after all."""
+    received = []
+
+    def collect(number: int, frame) -> None:
+        if number == signal.SIGINT and number in received:
+            end_interrupted()
+        received.append(number)
+
+    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_interrupted() -> None:
+    """End this process because of Ctrl-C."""
+    first = not _is_child and os.environ.get("RANK", "0") == "0"
+    end(128 + signal.SIGINT, "interrupted", show=first)
+
+
+def end_if_orphaned() -> None:
+    """End this process if the one that started it, torchrun or one of our scripts, has died."""
+    if _parent and os.getppid() != _parent:
+        first_of_node = not _is_child and os.environ.get("LOCAL_RANK", "0") == "0"
+        end(1, "torchrun, which started this run, has died", show=first_of_node)
+
+
+def _leave_to_thread(number: int, frame) -> None:
+    """Handle SIGINT in the main thread: the other thread ends the process."""
+
+
+def _watch(signals: int) -> None:
+    while True:
+        if select.select([signals], [], [], 1)[0]:
+            interrupted = signal.SIGINT in os.read(signals, 64)
+            if interrupted and signal.getsignal(signal.SIGINT) is _leave_to_thread:
+                end_interrupted()
+        end_if_orphaned()
+
+
+_is_child, _parent = False, 0
+_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if os.path.dirname(os.path.realpath(sys.argv[0])) == _root:
+    _is_child = "multiprocessing.spawn" in sys.modules  # one of our scripts has started this one
+    if _is_child or "TORCHELASTIC_RUN_ID" in os.environ:  # else this run may outlive its shell
+        _parent = os.getppid()
+    _reader, _writer = os.pipe()
+    os.set_blocking(_writer, False)  # as set_wakeup_fd demands
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
+        signal.signal(signal.SIGINT, _leave_to_thread)
+        signal.set_wakeup_fd(_writer)
+    threading.Thread(target=_watch, args=(_reader,), daemon=True).start()

@@ -1,0 +1,202 @@
+"""Ctrl-C at any instant, the death of torchrun, and what torchrun's own report says."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Result, error_lines, finish, launch, start, wait_for_lines
+from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (a fixture)
+from test_train import flags
+
+# ----------------------------------------------------------------------------------------- Ctrl-C
+
+
+def has_begun(process: int) -> bool:
+    """Return whether the thread of plumbing/startup.py runs. Before, only Python itself does."""
+    return len(os.listdir(f"/proc/{process}/task")) > 1
+
+
+def interrupted(result: Result) -> None:
+    """Assert that a run ended as Ctrl-C should end it."""
+    assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]
+    assert "Traceback" not in result.err and result.code == 128 + signal.SIGINT
+
+
+def test_ctrl_c_during_imports():
+    scripts = "train data generate checkpoint bench finetune_lora".split()
+    runs = []
+    for i, script in enumerate(scripts):
+        run = start(f"{script}.py", "--help")
+        wait_until(lambda run=run: has_begun(run.pid), run)
+        time.sleep(i * 0.05)
+        run.send_signal(signal.SIGINT)
+        runs.append(run)
+    for run in runs:
+        interrupted(finish(run))
+
+
+def test_ctrl_c_leaves_no_half_written_data(tmp_path):
+    out = tmp_path / "tokens"
+    run = start("data.py", "tokenize", "python", "--tokenizer", "bytes", "--out", out)
+    wait_until(lambda: list(tmp_path.glob(".tokens-*")), run)
+    run.send_signal(signal.SIGINT)
+    interrupted(finish(run))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 5, 10])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "limit --compile --repeats=999",
+        "compare --repeats=999",
+        "loss --tokens=32768 --dim=8192 --vocab-size=8192",
+    ],
+    ids=lambda arguments: arguments.split()[0],
+)
+def test_ctrl_c_during_measurements(arguments, seconds):
+    run = start("bench.py", *arguments.split())
+    time.sleep(seconds)
+    children = descendants(run.pid)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    interrupted(finish(run))
+    assert all(map(gone_in_time, children))
+
+
+def descendants(process: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have started."""
+    pgrep = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True)
+    children = [int(line) for line in pgrep.stdout.split()]
+    return children + [p for child in children for p in descendants(child)]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_step(shards, tmp_path):
+    """The first step compiles for some seconds."""
+    out = tmp_path / "run"
+    run = start("train.py", *flags(shards, out, steps=9), "--compile")
+    wait_until((out / "config.json").exists, run)
+    time.sleep(1)
+    for _ in range(2):
+        assert run.poll() is None
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    interrupted(finish(run, timeout=5))
+    assert not list(out.glob("step-*"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun(tmp_path):
+    """While rank 1 waits for rank 0, which tokenizes the standard library."""
+    path = tmp_path / "library"
+    path.mkdir()
+    (path / "text.txt").write_text("one two three\n" * 10_000_000)
+    run = start("train.py", "--data", path, "--tokenizer=bytes", "--out", tmp_path / "o", nproc=2)
+    wait_until(lambda: len(processes(tmp_path)) == 3, run)
+    time.sleep(5)
+    sent = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)
+    result = finish(run)
+    assert error_lines(result) == ["error: interrupted"] and time.monotonic() - sent < 10
+
+
+# --------------------------------------------------------------------------- the death of torchrun
+
+
+def ranks(path: Path) -> list[int]:
+    """Return the ids of the two ranks whose command has this path, by rank, once they run."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = [(rank, p) for command, rank, p in processes(path) if "torch.dist" not in command]
+        if len(found) == 2 and all(has_begun(process) for _, process in found):
+            return [process for _, process in sorted(found)]
+        assert time.monotonic() < deadline, f"{found} are not two ranks"
+        time.sleep(0.01)
+
+
+def gone_in_time(process: int, seconds: float = 10) -> bool:
+    """Return whether a process ends soon."""
+    deadline = time.monotonic() + seconds
+    while _runs(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _runs(process)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(torchrun: subprocess.Popen) -> None:
+    torchrun.kill()
+    torchrun.wait()
+
+
+def test_ranks_do_not_outlive_torchrun(shards, tmp_path):
+    """Killed before the ranks have met."""
+    torchrun = start("train.py", *flags(shards, tmp_path / "run", steps=10**6), nproc=2)
+    both = ranks(tmp_path)
+    kill(torchrun)
+    assert all(map(gone_in_time, both))
+    assert error_lines(finish(torchrun)) == ["error: torchrun, which started this run, has died"]
+
+
+def two_nodes(shards: Path, out: Path) -> list[subprocess.Popen]:
+    """Start two launches of one rank each, which meet at a port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meet = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    arguments = flags(shards, out, steps=10**6)
+    return [
+        start("train.py", *arguments, nproc=1, torchrun=[*meet, f"--node-rank={rank}"])
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_does_not_outlive_torchrun(shards, tmp_path):
+    """It waits at the store of another node, which lives."""
+    nodes = two_nodes(shards, tmp_path / "run")
+    stopped, waiting = ranks(tmp_path)
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(10)
+    assert _runs(waiting)
+    kill(nodes[1])
+    assert gone_in_time(waiting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines, killed", [(0, 0), (5, 0), (5, 1)])
+def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(shards, tmp_path, lines, killed):
+    """Killed before the ranks have met, or while they train."""
+    out = tmp_path / "run"
+    nodes = two_nodes(shards, out)
+    both = ranks(tmp_path)
+    if lines:
+        wait_for_lines(out / "metrics.jsonl", lines)
+    kill(nodes[killed])
+    assert all(map(gone_in_time, both))
+    results = [finish(node) for node in nodes]
+    assert error_lines(results[killed]) == ["error: torchrun, which started this run, has died"]
+    (line,) = error_lines(results[1 - killed])
+    expected = "rank 1 on " if killed else "to the first node is lost" if lines else "cannot join"
+    assert expected in line
+    assert f"traceback : {line}" in results[1 - killed].err.splitlines()[-2]
+
+
+# ---------------------------------------------------------------------------- what is printed
+
+
+def test_an_exception_is_printed_once_and_ends_all():
+    result = launch("tests/workers/failing.py", nproc=2)
+    assert error_lines(result) == ["error: rank 1 failed: ValueError: a reason"]
+    assert result.err.count("Traceback") == 1 and "in two lines" in result.err
+    assert result.codes == [1, 1]
