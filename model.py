@@ -136,6 +136,7 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
 class KVCache:
     """Keys and values of the tokens seen so far, so that a new token is the only one to compute.
 
+    Only attention has a cache: another layer that mixes tokens would need one of its own.
     Concatenation keeps this simple and lets it grow, at the cost of a copy for each token."""
 
     def __init__(self):
@@ -177,7 +178,8 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
-        # The number of heads is inferred (-1): under tensor parallelism a rank has only its own.
+        # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them,
+        # and its head 0 is not the model's head 0.
         q = rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
         k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
@@ -244,6 +246,8 @@ class Llama(nn.Module):
     the last hidden states and the output matrix to the loss; tensor parallelism replaces it.
     """
 
+    writes_to_stream = ()
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
@@ -292,7 +296,8 @@ class Llama(nn.Module):
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)
-            # The loss multiplies by the weight itself, chunk by chunk, and not by calling output.
+            # Training never calls output: the loss multiplies by its weight itself, chunk by chunk.
+            # A change to logits, such as a soft cap, belongs in both places.
             return self.loss(x, self.output.weight, targets)
 
     @torch.no_grad()
@@ -313,7 +318,7 @@ class Llama(nn.Module):
             parent, layer = self.get_submodule(parent), self.get_submodule(path)
             value = torch.ones(parameter.shape, device=device or parameter.device)
             if kind == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
-                in_stream = layer_name in getattr(parent, "writes_to_stream", ())
+                in_stream = layer_name in parent.writes_to_stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if in_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))
             elif not isinstance(layer, nn.RMSNorm):

@@ -21,9 +21,9 @@ What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, 
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
 block computes, so that the block sees its tp shard. Norms are replicated over tp.
 
-Letters: P parameters (with tensor parallelism those of one tp rank), L layers, D model width, V
-vocabulary; B x T tokens in a microbatch; g bytes of a gradient (4, or 8 in float64); w bytes of a
-weight in matrix products (g, or 2 in bfloat16).
+Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
+in model.py; b sequences of a rank in a step, B x T tokens in a microbatch; g bytes of a gradient
+(4, or 8 in float64), w of a weight in matrix products (g, or 2 in bfloat16).
 Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
 or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
@@ -140,8 +140,11 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
 
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns the
     module that a training step calls: the model, whose modules now have the hooks of tensor
-    parallelism and FSDP, or DDP or ZeRO-1 around it. `model` itself serves everything else."""
+    parallelism and FSDP, or DDP or ZeRO-1 around it. For evaluation, generation and checkpoints use
+    `model` itself."""
     parallel = world.parallel
+    for name, _ in model.named_buffers():
+        raise UserError(f"{name} is a buffer, which would lose its values: compute it in forward")
     if parallel.dtype == torch.float64:
         model.double()
     if parallel.dtype == torch.bfloat16:
@@ -164,9 +167,9 @@ def mixed_precision(model: Llama, parallel: ParallelConfig) -> None:
 
     Trainable parameters, gradients and AdamW's moments stay float32: most updates are smaller than
     the spacing of bfloat16 numbers and would be rounded away. With plain tensors, autocast casts a
-    weight where it is used, and the residual stream is as wide as the embedding. FSDP casts its
-    shard before the all-gather, which halves the bytes; the residual stream is then bfloat16. RoPE,
-    and sums in norms and loss, are float32 in both. Frozen parameters are bfloat16 from the
+    weight where it is used, but not the embedding, whose dtype the residual stream has. FSDP casts
+    its shard before the all-gather, which halves the bytes; the residual stream is then bfloat16.
+    RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are bfloat16 from the
     start."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -396,7 +399,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
     if compile:
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
     for name, block in model.layers.items():
-        if type(block) is not Block or "forward" in vars(block):
+        if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
                 f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
                 f"attention three times; pass parallelize a model as it was built"
@@ -406,7 +409,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing == "selective":
             for module in block.modules():
                 for layer in getattr(module, "saved_products", ()):
-                    getattr(module, layer).register_forward_pre_hook(announce_product)
+                    getattr(module, layer).register_forward_pre_hook(mark_product)
         if checkpointing != "none":
             block.forward = recompute(block.forward, selective=checkpointing == "selective")
         if compile and checkpointing != "full":
@@ -431,26 +434,25 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     return partial(checkpoint, forward, use_reentrant=False, **context)
 
 
-def announce_product(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Tell selective checkpointing to save the next matrix product, by an operator that does
-    nothing: the policy sees operators, in compiled blocks too, but not the layers they are in."""
+def mark_product(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Mark the layer's matrix product, which runs next, by an operator that does nothing: the
+    policy below sees operators, in compiled blocks too, but not the layers they belong to."""
     return (torch.ops.aten.alias(inputs[0]),)
 
 
 def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`, with
     what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
-    announced = set()  # in forward (False), in recomputation (True)
+    products = ("mm.default", "addmm.default", "bmm.default", "lora_linear.default")
+    marked = {}  # whether this is a recomputation -> whether the next product is marked
 
     def policy(context, op, *args, **kwargs):
-        if "scaled_dot_product" in op.__name__ or "reduce_scatter" in op.__name__:
+        name = op.__name__
+        if name == "alias.default":
+            marked[context.is_recompute] = True
+        save = name in products and marked.pop(context.is_recompute, False)
+        if save or "scaled_dot_product" in name or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
-        if op.__name__ == "alias.default":
-            announced.add(context.is_recompute)
-        if op.__name__ in ("mm.default", "lora_linear.default"):
-            if context.is_recompute in announced:
-                announced.remove(context.is_recompute)
-                return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

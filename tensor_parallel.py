@@ -12,16 +12,17 @@ shard of the sequence (T/tp tokens):
         reduce-scatter       v                      x: T/tp tokens, summed over ranks
         residual             |
 
-Columns and rows are those of Wᵀ; torch's weight is W [out, in]. Column-parallel first, row-parallel
-second: so a pair of products needs one collective before it
-and one after it. The vocabulary is sharded too: the embedding yields partial sums, since each rank
-finds only the tokens of its shard, and in the loss logits never leave the rank that computes them.
+torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features, dimension 0
+of W; row-parallel the input features, dimension 1. In this order, a pair of products needs one
+collective before it and one after it. The vocabulary is sharded too: the embedding yields partial
+sums, since each rank finds only the tokens of its shard, and in the loss logits never leave the
+rank that computes them.
 
-Communication over tp, payload of a = B T D w bytes: forward and backward each run 2 L + 1
-all-gathers and 2 L + 1 reduce-scatters of a. Each chunk of the loss all-gathers tp float32 numbers
+Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers and
+2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers tp float32 numbers
 a token, and each microbatch all-reduces one number, its loss. A norm is replicated but sees only
 the tokens of its rank, so its gradient is a partial sum, which FSDP all-reduces over tp just before
-its reduce-scatter: D numbers a norm, once a step (with reshard = all, once a microbatch).
+its reduce-scatter: D elements per norm, once a step (with reshard = all, once a microbatch).
 
 Use when activations do not fit, or when there are more ranks than sequences, within a node: links
 are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in forward and
@@ -61,7 +62,8 @@ def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
 
 
 def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
-    """Turn the parameters of a layer into DTensors."""
+    """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
+    alike, but of LoRA's factors one is replicated."""
     for name, dim in dims_of(layer, weight_dim).items():
         old, placement = layer.get_parameter(name), REPLICATED if dim is None else Shard(dim)
         new = nn.Parameter(distribute(old, mesh, [placement]), requires_grad=old.requires_grad)
@@ -98,8 +100,8 @@ NORM = SequenceParallel(use_local_output=False)
 COLUMNS = ColumnParallel()
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
 
-# Each layer that has parameters needs a place here; * is any block. A place that no layer of the
-# model takes is ignored.
+# The parallel style of every layer that has parameters; * matches any block. An entry that matches
+# no layer is ignored.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
@@ -126,21 +128,21 @@ PLAN = {
 
 
 def style_of(path: str) -> ParallelStyle | None:
-    """Return the place in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
+    """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
     parts = path.split(".")
-    for place, style in PLAN.items():
-        wanted = place.split(".")
+    for entry, style in PLAN.items():
+        wanted = entry.split(".")
         if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts)):
             return style
     return None
 
 
-def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
+def planned_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     """Return the dimension on which each parameter of the layer at `path` is sharded, None for a
     replicated one.
 
-    Raises UserError for a parameter that PLAN does not place. Without a place a rank would keep its
-    own part of the gradient, which should be summed over tp, and train on without an error."""
+    Raises UserError for a parameter that PLAN does not cover. A rank would otherwise keep its own
+    part of the gradient, which should be summed over tp, and train on without an error."""
     style, dims = style_of(path), {}
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     if isinstance(style, SequenceParallel):
@@ -150,8 +152,8 @@ def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     for name in names:
         if name not in dims:
             raise UserError(
-                f"--tp cannot train {'.'.join(filter(None, (path, name)))}: give it a place in "
-                f"PLAN of tensor_parallel.py"
+                f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: add its layer to PLAN "
+                f"in tensor_parallel.py, as ColumnParallel, RowParallel or NORM, without bias"
             )
     return dims
 
@@ -159,9 +161,11 @@ def sharded_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Shard a model over a mesh of one dimension, in place: parameters become DTensors.
 
-    Raises UserError for a parameter that PLAN does not place."""
+    Raises UserError for a parameter or a loss that it does not know how to shard."""
+    if model.loss is not cross_entropy_sum:
+        raise UserError("--tp replaces model.loss by loss_parallel: shard your loss there")
     for path, layer in model.named_modules():
-        sharded_dims(path, layer)
+        planned_dims(path, layer)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     paths = [path for path, _ in model.named_modules()]
     parallelize_module(model, mesh, {path: s for path in paths if (s := style_of(path))})

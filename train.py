@@ -44,10 +44,11 @@ from parallel import (
     unsharded,
     with_mesh,
 )
-from perf.choose import choose_parallel, room_to_unshard, usable_memory
-from perf.cost import describe_traffic, predict_traffic, unlike_llama
+from perf.choose import choose_parallel, fits_unsharded, usable_memory
+from perf.cost import describe_traffic, predict_traffic, prediction_caveat
 from plumbing import records
 from plumbing.checks import (
+    check_equal_replicas,
     check_training_flags,
     choose_model_config,
     choose_tokenizer,
@@ -159,7 +160,12 @@ def update(
     divided once, by the number over all of them: a mean of means would weight tokens unequally.
     `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    gradients = []
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"]):
+            if parameter.grad is None:
+                raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
+            gradients.append(parameter.grad)
     rows = world.all_gather_scalars(
         [
             loss,
@@ -180,7 +186,7 @@ def update(
     shards = [to_local(gradient) for gradient in gradients]
     torch._foreach_mul_(shards, scale.to(shards[0]))
 
-    # The only time that a step waits for the device: nothing may be updated before this is checked.
+    # The only point where the host waits for the device: what is not finite must not be used.
     loss_sum, tokens, text_bytes, _, stops, norm = torch.cat([sums, norm[None]]).tolist()
     if not math.isfinite(loss_sum + norm):
         bad_ranks = [str(i) for i, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
@@ -230,7 +236,7 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what."""
+    """The model, how its parameters are initialized, its tokenizer and its data."""
 
     model: Llama  # on meta until `build`
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
@@ -263,6 +269,7 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
     train_set, val_set = process.local_rank_zero_first("data", windows)
+    # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if initial:
         checkpoint.check_tokenizer(initial, tokenizer)
@@ -296,10 +303,12 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     world = with_mesh(process, parallel)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
-        print_rank_zero(f"a step sends {describe_traffic(traffic, parallel)}")
-        if note := unlike_llama(job.model):
+        print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")
+        if note := prediction_caveat(job.model):
             print_rank_zero(note)
-    return world, parallelize(job.model, world, job.initialize)
+    runner = parallelize(job.model, world, job.initialize)
+    check_equal_replicas(job.model, world)
+    return world, runner
 
 
 def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: int) -> Batch:
@@ -333,13 +342,15 @@ def train(
         return True
     print_rank_zero(records.describe_run(args, model, world, len(job.train_set)))
 
-    gather_once = room_to_unshard(model, world)
+    gather_once = fits_unsharded(model, world)
 
     def evaluate_and_show(step: int) -> dict[str, float]:
+        model.eval()
         val = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-        eager = torch.compiler.set_stance("force_eager")  # each new token has a shape of its own
-        with eager, unsharded(model, world.parallel) if gather_once else contextlib.nullcontext():
+        gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+        with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
             text = sample_text(step)
+        model.train()
         print_rank_zero(
             f"step {step}: validation loss {val.mean_loss:.4f}, "
             f"{val.bits_per_byte:.4f} bits/byte\n{text}"
@@ -355,8 +366,8 @@ def train(
     steps = range(done + 1, args.steps + 1)
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, model, tokenizer, done)
-    # At the end, the saver waits for a save in the background.
-    with signals_collected() as stop, saver:  # the step that runs when a signal comes is the last
+    # A signal ends the run after this step or the next; the saver waits for a save under way.
+    with signals_collected() as stop, saver:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args.lr, args.warmup, args.steps)
             for group in optimizer.param_groups:

@@ -104,6 +104,10 @@ def choose_parallel(
         f"{copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a node has "
         f"{process.per_node} of {process.size} processes"
     )
+    if not fits(parallel):
+        reason += (
+            "; nothing is predicted to fit: try --checkpointing full or a smaller --microbatch"
+        )
     return parallel, reason
 
 
@@ -131,7 +135,7 @@ def usable_memory(device: torch.device, processes: int) -> int:
     return int(USABLE_FRACTION * total / processes)
 
 
-def room_to_unshard(model: Llama, world: World) -> bool:
+def fits_unsharded(model: Llama, world: World) -> bool:
     """Return whether every rank has room for all weights beside what it holds between steps; where
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel = world.parallel

@@ -3,8 +3,8 @@
 Everything here follows from shapes. So a laptop can plan a cluster (`python bench.py plan`),
 train.py announces what a step communicates, and `--dp auto` chooses. bench.py measures the same.
 
-Letters as in parallel.py, and F feed-forward width, KV key/value heads, E head width, N tokens of a
-microbatch. Sizes are those of rank 0, which has the largest shard where shards are uneven.
+Letters as in parallel.py. Sizes are those of rank 0, which has the largest shard where shards are
+uneven.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
-from tensor_parallel import sharded_dims
+from tensor_parallel import planned_dims
 
 # --------------------------------------------------------------------------------------- FLOPs
 
@@ -77,14 +77,14 @@ def peak_flops(device_name: str) -> float | None:
 # ------------------------------------------------------------------------------ a changed model
 
 
-def unlike_llama(model: Llama) -> str:
-    """Return in one line why the formulas below are not those of this model, "" if they are.
+def prediction_caveat(model: Llama) -> str:
+    """Return a one-line warning if the formulas below do not describe this model, else "".
 
-    They read parameters off the model, but what a block saves for backward, and what it sends under
-    tensor parallelism, they know of a Llama alone. So what a block saves is counted, too."""
+    They read the parameters off the model, but take for granted that a block saves for backward,
+    and sends under tensor parallelism, what a Llama's does. What it saves is counted here."""
     shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
     if any(other != shapes[0] for other in shapes):
-        return "note: predictions take all blocks for alike, and here they differ: measure instead"
+        return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
     counted = _counted_saved_elements(model.config)
     known, _ = saved_elements(model.config, ParallelConfig(), fused=False)
     if abs(counted / known - 1) < 0.01:
@@ -128,13 +128,13 @@ def predict_memory(
 ) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
-    `model` is the whole model, before it is parallelized; each microbatch has `tokens` tokens a
-    rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are unsharded weights, and
-    gradients that are not sharded yet; `activations` what forward saves and what is being computed,
-    logits included. They do not all peak together: `peak` is the largest of four moments of a step,
-    within a few percent. LoRA's dropout is not counted, and adapters in bfloat16 take less than
-    predicted. With --offload, parameters and optimizer are in CPU memory, but count here. `fused`:
-    norms run as one kernel, on a GPU or compiled."""
+    `model` counts with the full shapes of its parameters, parallelized or not; each microbatch has
+    `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
+    unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
+    what is being computed, logits included. They do not all peak together: `peak` is the largest of
+    four moments of a step, within a few percent. LoRA's dropout is not counted, and adapters in
+    bfloat16 take less than predicted. With --offload, parameters and optimizer are in CPU memory,
+    but count here. `fused`: norms run as one kernel, on a GPU or compiled."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = config.n_layers, config.dim, config.ffn_dim, parallel.tp
     state = _state(model, parallel)
@@ -409,7 +409,7 @@ def _sharded_dims(part: str, module: nn.Module) -> dict[str, int | None]:
     return {
         f"{path}.{name}".lstrip("."): dim
         for path, layer in module.named_modules()
-        for name, dim in sharded_dims(f"{prefix}{path}".rstrip("."), layer).items()
+        for name, dim in planned_dims(f"{prefix}{path}".rstrip("."), layer).items()
     }
 
 
@@ -453,7 +453,7 @@ def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
 
 
 def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
-    """Return what a rank sends and the payload of its collectives in words, the largest first."""
+    """Return in words what a rank sends, and the payload of its collectives, the largest first."""
     largest_first = sorted(traffic.items(), key=lambda item: -item[1][1])
     payload = ", ".join(
         f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"

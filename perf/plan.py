@@ -22,7 +22,13 @@ import torch
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import USABLE_FRACTION
-from perf.cost import flops_per_token, predict_memory, predict_traffic, sent_bytes, unlike_llama
+from perf.cost import (
+    flops_per_token,
+    predict_memory,
+    predict_traffic,
+    prediction_caveat,
+    sent_bytes,
+)
 from perf.measure import (
     build_on_meta,
     emulate,
@@ -89,7 +95,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
         describe_best(best, args),
-        *filter(None, [unlike_llama(model)]),
+        *filter(None, [prediction_caveat(model)]),
         "",
         *commands(best, args),
     ]

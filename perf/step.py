@@ -49,7 +49,7 @@ from perf.cost import (
     flops_per_token,
     peak_flops,
     predict_memory,
-    unlike_llama,
+    prediction_caveat,
 )
 from perf.measure import (
     Counted,
@@ -449,8 +449,8 @@ def report(
             ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
         ),
         "",
-        f"counted: a step sends {traffic}",
-        *filter(None, [unlike_llama(unsharded)]),
+        f"counted: per step, each rank sends {traffic}",
+        *filter(None, [prediction_caveat(unsharded)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         compiled,
         "",

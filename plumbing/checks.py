@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 import checkpoint
 from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
-from parallel import ParallelConfig
+from parallel import ParallelConfig, World, to_local
 from perf.choose import check_parallel
 from plumbing.flags import MODEL_SIZES, Given
 from plumbing.processes import Process, UserError
@@ -95,4 +96,21 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     if checkpoint.checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
+        )
+
+
+@torch.no_grad()
+def check_equal_replicas(model: nn.Module, world: World) -> None:
+    """Raise UserError where ranks that should have the same weights have different ones, as with
+    other files on a second node or weights drawn differently. Compares their norms."""
+    norm = torch.nn.utils.get_total_norm([to_local(p) for p in model.parameters()])
+    parallel = world.parallel
+    norms = world.all_gather_scalars([norm]).view(parallel.replicate, parallel.shard * parallel.tp)
+    different = ((norms - norms[0]).abs() > 1e-6 * norms[0]).nonzero().tolist()
+    if different:
+        replica, place = different[0]
+        rank = replica * parallel.shard * parallel.tp + place
+        raise UserError(
+            f"rank {rank} begins with other weights than rank {place}: give every node the same "
+            f"files, and draw weights from generator_for(name, seed) as Llama.init_weights does"
         )

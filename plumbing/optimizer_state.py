@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from parallel import to_local
 from plumbing.processes import UserError
 
 
@@ -45,13 +46,41 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make a new optimizer allocate its state, by a step with gradients and learning rate zero.
 
-    It changes no weight: AdamW multiplies weight decay by the learning rate."""
-    settings = [dict(group) for group in optimizer.param_groups]
+    AdamW changes no weight then, since it multiplies weight decay by the learning rate. Raises
+    UserError for an optimizer that does, or that counts steps outside of its state."""
+    kind, counters, weights = type(optimizer).__name__, _counters(optimizer), _checksum(optimizer)
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, before in zip(optimizer.param_groups, settings):
-        group.update(before)
+    for group, lr in zip(optimizer.param_groups, learning_rates):
+        group["lr"] = lr
+    if _counters(optimizer) != counters:
+        raise UserError(
+            f"{kind} cannot be saved: it counts in its attributes or param_groups; keep the count "
+            f"as a tensor in state[parameter]"
+        )
+    if _checksum(optimizer) != weights:
+        raise UserError(
+            f"{kind} cannot be saved: it changes weights at a learning rate of 0, which a resumed "
+            f"run uses to make its state; multiply all it subtracts by the learning rate"
+        )
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Return the plain numbers that an optimizer keeps outside of its state."""
+    return [
+        {key: value for key, value in values.items() if isinstance(value, (int, float, tuple))}
+        for values in (vars(optimizer), *optimizer.param_groups)
+    ]
+
+
+@torch.no_grad()
+def _checksum(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return a number for each parameter that changes if the parameter does."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norms = torch._foreach_norm([to_local(parameter) for parameter in parameters])
+    return torch.stack([norm.double() for norm in norms]).tolist()

@@ -8,7 +8,7 @@ What can go wrong, and what the user sees:
 
     a user error             one rank prints one line; every rank exits with code 2
     a rank fails             one line names the rank and its exception; every rank exits with code 1
-    a rank dies or freezes   its neighbour misses its heartbeat, names it in one line, and all exit
+    a rank dies or freezes   the rank before it misses its heartbeat and names it; all exit
     a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
     Ctrl-C, torchrun dies    one line, within seconds (plumbing/startup.py)
 
@@ -142,7 +142,9 @@ def init_distributed() -> Process:
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
     if size > 1:
-        watcher = threading.Thread(target=_watch, args=(_store().clone(), rank, size), daemon=True)
+        watcher = threading.Thread(
+            target=_watch_next_rank, args=(_store().clone(), rank, size), daemon=True
+        )
         watcher.start()
         atexit.register(_stop_watching, watcher)
         signal.signal(signal.SIGTERM, _exit_late)
@@ -235,11 +237,11 @@ def _fail(
 # ---------------------------------------------------------------------------------- heartbeats
 
 
-def _watch(store: dist.Store, rank: int, size: int) -> None:
+def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
     """Watch the next rank from a thread: send a heartbeat every second, expect the next rank's,
     and end this process when some rank has failed.
 
-    The store serves 7 small requests a second from each rank; training is not disturbed."""
+    The store serves a few small requests a second from each rank; training is not disturbed."""
     other, host = (rank + 1) % size, socket.gethostname()
     last_heartbeat, heard_at = b"", time.monotonic()
     for beat in itertools.count():
@@ -260,7 +262,7 @@ def _watch(store: dist.Store, rank: int, size: int) -> None:
         if heartbeat != last_heartbeat or other_done:
             last_heartbeat, heard_at = heartbeat, time.monotonic()
         elif silence > (PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT):
-            where = heartbeat.decode().split(",")[0]
+            where = heartbeat.decode().split(",")[0] or "on an unknown host"
             hint = "; --resume continues from the last checkpoint" if has_checkpoint else ""
             _fail(store, 1, f"rank {other} {where} has died or is frozen{hint}")
         if _script_ended.wait(1):

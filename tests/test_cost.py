@@ -10,8 +10,8 @@ from torch import nn
 from lora import LoRA, add_adapters
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.choose import check_parallel, choose_parallel, room_to_unshard
-from perf.cost import predict_memory, predict_traffic, sent_bytes, unlike_llama
+from perf.choose import check_parallel, choose_parallel, fits_unsharded
+from perf.cost import predict_memory, predict_traffic, prediction_caveat, sent_bytes
 from perf.measure import emulate
 from plumbing.processes import UserError
 
@@ -145,15 +145,15 @@ def meta_model(config: LlamaConfig) -> Llama:
 
 def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     for config in (CHUNKY, TIED, PRESETS["llama3.1-405b"]):
-        assert unlike_llama(meta_model(config)) == ""
+        assert prediction_caveat(meta_model(config)) == ""
     model = meta_model(CHUNKY)
     model.layers["1"].feed_forward.w4 = nn.Linear(64, 64, device="meta")
-    assert "take all blocks for alike" in unlike_llama(model)
+    assert "assume equal blocks" in prediction_caveat(model)
     # silu(gate) is saved too: 160 elements more than 8 D + 2 KV E + 3 F and a number for each head
     # and norm.
     monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)))
     llama = 8 * 64 + 2 * 32 + 3 * 160 + 4
-    note = unlike_llama(meta_model(CHUNKY))
+    note = prediction_caveat(meta_model(CHUNKY))
     assert (
         f"saves {llama + 160 + 2:,} elements a token" in note
         and f"one of a Llama {llama:,}" in note
@@ -268,6 +268,6 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
         world = SimpleNamespace(
             parallel=ParallelConfig(dp="fsdp", shard=4), device=None, per_node=4, minimum=int
         )
-        assert room_to_unshard(model, world) == fits
+        assert fits_unsharded(model, world) == fits
     gigabytes = 4 * parameters * 3 / 4 / 1e9
     assert f"for each token: a rank sends {gigabytes:.3g} GB" in capsys.readouterr().out

@@ -126,6 +126,10 @@ def test_initial_weights_follow_what_a_module_says():
     assert experts.first.weight.std().item() == pytest.approx(0.02, rel=0.05)
     small = 0.02 / math.sqrt(2 * SMALL.n_layers)
     assert experts.last.weight.std().item() == pytest.approx(small, rel=0.05)
+    model.norm.other = nn.Linear(3, 3, bias=False)
+    with pytest.raises(AttributeError, match="'RMSNorm' object has no attribute 'writes_to_stream"):
+        model.init_weights()  # a module says which of its layers do, also if none does
+    model.norm.other = None
     model.scale = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="scale has no initial value: give it one in"):
         model.init_weights()

@@ -3,7 +3,9 @@ communicates what perf/cost.py predicts."""
 
 import functools
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import BATCH, STEPS, batch_of, initialize
 
 from lora import LoRA, add_adapters
-from model import IGNORE, Attention, FeedForward, Llama, LlamaConfig, rope_angles
-from parallel import STRATEGIES, ParallelConfig, recompute_and_compile
+from model import IGNORE, Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
+from parallel import STRATEGIES, ParallelConfig, parallelize, recompute_and_compile
 from perf.cost import predict_memory
 from perf.measure import build_on_meta
+from plumbing.checks import check_equal_replicas
 from plumbing.processes import UserError
 from tensor_parallel import tensor_parallel
 
@@ -310,11 +313,9 @@ def test_samples_gather_weights_once(two, four):
 
 def test_tensor_parallelism_refuses_what_has_no_place():
     def refuses(name: str, model: Llama) -> None:
-        with pytest.raises(
-            UserError, match=f"--tp cannot train {name}: give it a place in PLAN of"
-        ):
+        with pytest.raises(UserError, match=f"--tp cannot shard {name}: add its layer to PLAN of"):
             tensor_parallel(model, mesh=None)
-        with pytest.raises(UserError, match=f"--tp cannot train {name}"):
+        with pytest.raises(UserError, match=f"--tp cannot shard {name}"):
             predict_memory(model, ParallelConfig(tp=2), 13, 1)  # before anything is built
 
     def attention(model: Llama) -> nn.Module:
@@ -334,6 +335,33 @@ def test_tensor_parallelism_refuses_what_has_no_place():
         refuses("positions.weight", model)
         (model := new_model()).scale = nn.Parameter(torch.ones(40))
         refuses("scale", model)
+
+
+def test_what_the_model_was_built_with_is_not_lost_or_replaced():
+    model, world = Llama(LlamaConfig(**GROUPED)), SimpleNamespace(parallel=ParallelConfig())
+    model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
+    with pytest.raises(
+        UserError, match=r"layers\.0\.attention\.slopes is a buffer, which would lose"
+    ):
+        parallelize(model, world, initialize)
+    smoothed = Llama(LlamaConfig(**GROUPED))
+    smoothed.loss = lambda hidden, weight, targets: hidden.sum()
+    with pytest.raises(UserError, match=r"--tp replaces model\.loss"):
+        tensor_parallel(smoothed, mesh=None)
+
+
+def test_replicas_that_begin_differently_are_refused():
+    model = Llama(LlamaConfig(**GROUPED))
+    for norms, message in (
+        ([1.0, 2.0, 1.0, 2.0], None),
+        ([1.0, 2.0, 1.0, 2.1], "rank 3 begins with other weights than rank 1"),
+    ):
+        world = SimpleNamespace(
+            parallel=ParallelConfig(dp="hsdp", replicate=2, shard=2),
+            all_gather_scalars=lambda _, norms=norms: torch.tensor(norms)[:, None],
+        )
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            check_equal_replicas(model, world)
 
 
 class Products(TorchDispatchMode):
@@ -442,6 +470,9 @@ def test_a_wrapped_block_is_not_wrapped_again():
         recompute_and_compile(model, "full", compiled)
         with pytest.raises(UserError, match="block 0 is wrapped already"):
             recompute_and_compile(model, "selective", False)
+    own = Llama(LlamaConfig(**ODD))
+    own.layers["0"] = type("OwnBlock", (Block,), {})(own.config, 0)
+    recompute_and_compile(own, "full", False)
     wrapped = Llama(LlamaConfig(**ODD))
     wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
     with pytest.raises(UserError, match="block 1 is wrapped already"):

@@ -44,8 +44,8 @@ def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches:
 def check_traffic(out: str) -> None:
     """Compare the counted collectives with those that train.py announces."""
     lines = out.splitlines()
-    (predicted,) = [line for line in lines if line.startswith("a step sends ")]
-    (counted,) = [line for line in lines if line.startswith("counted: a step sends ")]
+    (predicted,) = [line for line in lines if line.startswith("per step, each rank sends ")]
+    (counted,) = [line for line in lines if line.startswith("counted: per step, each rank sends ")]
     assert counted == f"counted: {predicted}"
 
 
@@ -65,7 +65,10 @@ def test_fully_sharded(shards, tmp_path):
 
 def test_one_process(shards):
     out, parts, _ = step(shards, "--checkpointing=selective", nproc=0)
-    assert "attention runs forward 1 time(s)" in out and "counted: a step sends nothing" in out
+    assert (
+        "attention runs forward 1 time(s)" in out
+        and "counted: per step, each rank sends nothing" in out
+    )
     assert parts["recompute"] > 0 and not any(part.startswith(EXPOSED) for part in parts)
 
 
