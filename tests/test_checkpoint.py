@@ -5,7 +5,6 @@ import json
 import pickle
 import shutil
 import threading
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import checkpoint
 from model import Llama, LlamaConfig
 from parallel import optimizer_parameters
 from plumbing.checkpoint_files import CHECKSUMS, checksums
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import warn_about_changed_flags
 from plumbing.tokenizer import load_tokenizer, train_tokenizer
@@ -37,7 +37,8 @@ def save(out, step, model, optimizer, tokenizer, keep=0):
 def trained(seed=0, steps=3, weight_decay=0.1):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=weight_decay))
+    args = Parser.defaults(add_optimizer_flags, lr=1e-2, weight_decay=weight_decay)
+    optimizer = make_optimizer(model, args)
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()

@@ -1,8 +1,6 @@
 """bench.py step: its parts add up, its counts are as predicted, and silenced passes leave no trace
 in the weights. How long anything takes is not tested."""
 
-from argparse import Namespace
-
 import pytest
 import torch.distributed as dist
 from conftest import launch, refused, succeed
@@ -14,6 +12,7 @@ from perf.cost import predict_memory
 from perf.measure import build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import init_distributed
 
 
@@ -131,6 +130,6 @@ def test_a_measured_step_uses_the_flags_of_the_optimizer():
     world = with_mesh(init_distributed())
     batch = random_batch(config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
-        step = make_step(config, Namespace(lr=lr, weight_decay=0.1), batch, 1, world)
+        step = make_step(config, Parser.defaults(add_optimizer_flags, lr=lr), batch, 1, world)
         assert (step().loss == step().loss) == unchanged
     dist.destroy_process_group()
