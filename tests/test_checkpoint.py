@@ -52,10 +52,7 @@ def test_weights_and_moments_come_back(tmp_path):
     saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
     assert saved == tmp_path / "step-00000003"
     again, its_optimizer = trained(seed=1, steps=1, weight_decay=0.2)
-    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == (
-        3,
-        {"lr": 0.1},
-    )
+    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == 3
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, value in optimizer.state[theirs].items():
@@ -140,7 +137,30 @@ def test_an_optimizer_without_state_is_saved_with_a_warning(tmp_path, capsys):
     optimizer = torch.optim.SGD(named(model), 0.1)
     saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
     assert capsys.readouterr().err == "warning: SGD has no state, so checkpoints hold none\n"
-    assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes"))[0] == 1
+    assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes")) == 1
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda model: torch.optim.RMSprop(named(model)), "it lacks layers.0.*.square_avg; use"),
+        (lambda model: torch.optim.SGD(named(model)), "this run lacks layers.0.*.exp_avg; use"),
+    ],
+    ids=["other state", "less state"],
+)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, make, message):
+    model, optimizer = trained()
+    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    with pytest.raises(UserError, match=f"cannot load {saved}/optimizer: {message}"):
+        checkpoint.resume(saved, model, make(model), load_tokenizer("bytes"))
+
+
+def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path):
+    model, optimizer = trained()
+    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    del model.layers["1"].ffn_norm
+    with pytest.raises(UserError, match=r"this run lacks layers.1.ffn_norm.weight"):
+        checkpoint.load_weights(saved, model)
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def main() -> None:
         optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
         if source:
             saved = directory / source / "step-00000003"
-            assert checkpoint.resume(saved, model, optimizer, tokenizer) == (3, {})
+            assert checkpoint.resume(saved, model, optimizer, tokenizer) == 3
         else:
             steps(1, 3, runner, optimizer, world)
             checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}).save(3)
