@@ -315,8 +315,8 @@ def complete(
 
 def resume(
     directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
-) -> tuple[int, dict]:
-    """Load a run's checkpoint into a model and its optimizer; return its step and flags.
+) -> int:
+    """Load a run's checkpoint into a model and its optimizer; return its step.
 
     All ranks call it together. Loads the adapter if the model has one, the weights otherwise.
     Raises UserError if the checkpoint belongs to another model, adapter or tokenizer."""
@@ -346,7 +346,7 @@ def resume(
     else:
         load_tensors(_weights(model), directory / "weights")
     load_tensors(optimizer_state(optimizer), directory / "optimizer")
-    return metadata["step"], metadata["flags"]
+    return metadata["step"]
 
 
 @torch.no_grad()

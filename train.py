@@ -334,9 +334,9 @@ def train(
     optimizer = make_optimizer(model, args)
     done = 0
     if newest:
-        done, flags = checkpoint.resume(newest, model, optimizer, tokenizer)
+        records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
+        done = checkpoint.resume(newest, model, optimizer, tokenizer)
         print_rank_zero(f"resumed from {newest}")
-        records.warn_about_changed_flags(flags, vars(args))
     if done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
         return True

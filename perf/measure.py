@@ -106,7 +106,7 @@ def megabytes(nbytes: int | None) -> str:
 
 # ----------------------------------------------------------------------- counting collectives
 
-# torch's operators -> the collective that each runs.
+# torch's operators -> the collective that each runs. Any other is counted under its own name.
 COLLECTIVES = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
@@ -140,27 +140,27 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         name = op._opname
-        if op.namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
-            ranks = tuple(dist.get_process_group_ranks(_group_of(op, args)))
+        if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
+            ranks = tuple(dist.get_process_group_ranks(group))
             if len(ranks) > 1:
                 # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
                 payload = max(
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
                     for operand in (*args, result)
                 )
-                key = self.group_names[ranks], COLLECTIVES[name]
+                key = self.group_names[ranks], COLLECTIVES.get(name, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
         self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
         return result
 
 
-def _group_of(op, args: tuple) -> dist.ProcessGroup:
-    """Return the process group in which a collective operator is called."""
+def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
+    """Return the process group in which an operator communicates, None if it does not."""
     named = {argument.name: value for argument, value in zip(op._schema.arguments, args)}
     if "group_name" in named:
         return dist.distributed_c10d._resolve_process_group(named["group_name"])
-    return dist.ProcessGroup.unbox(named["process_group"])
+    return dist.ProcessGroup.unbox(named["process_group"]) if "process_group" in named else None
 
 
 # ---------------------------------------------------------------------------- counting memory

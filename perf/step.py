@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import Batch, read_ahead
 from model import Llama
-from parallel import World, all_gather_updates
+from parallel import World
 from perf.choose import usable_memory
 from perf.cost import (
     describe_traffic,
@@ -341,12 +341,16 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
         loss = accumulate(training.runner, batch, args.microbatch, world)
         state = state_bytes(training.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
+    hooks = []
+    if counted:  # what the optimizer sends counts, but not the scalars that an update all-gathers
+        stack = contextlib.ExitStack()
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: stack.enter_context(counted) and None),
+            optimizer.register_step_post_hook(lambda *_: stack.close()),
+        ]
     update(optimizer, loss, batch, args.clip, world, step=1)
-    if counted:
-        # An update all-gathers scalars, which do not count, and ZeRO-1's weights, which do. That is
-        # repeated here, as it changes nothing.
-        with counted:
-            all_gather_updates(optimizer)
+    for hook in hooks:
+        hook.remove()
 
     *state_maxima, peak = world.all_gather_scalars([*state.values(), peak]).amax(0).tolist()
     memory = dict(zip(state, map(round, state_maxima)))

@@ -123,8 +123,16 @@ class _IndexUnpickler(pickle.Unpickler):
 def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = False) -> None:
     """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by name.
 
-    All ranks call it together, or one rank `alone`, without communication."""
-    read_index(directory)
+    All ranks call it together, or one rank `alone`, without communication.
+    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more."""
+    saved = read_index(directory).state_dict_metadata.keys()
+    left_out = set() if alone else saved - tensors.keys()
+    for which, names in {"it": tensors.keys() - saved, "this run": left_out}.items():
+        if names:
+            raise UserError(
+                f"cannot load {directory}: {which} lacks {min(names)}; use the flags and the code "
+                f"that it was saved with"
+            )
     try:
         dcp.load(tensors, checkpoint_id=directory, no_dist=alone)
     except CheckpointException as error:

@@ -21,10 +21,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     @classmethod
-    def defaults(cls, add_flags: Callable[["Parser"], None]) -> argparse.Namespace:
-        """Return the defaults of the flags that a function adds."""
+    def defaults(cls, add_flags: Callable[["Parser"], None], **given) -> argparse.Namespace:
+        """Return the defaults of the flags that a function adds, and the `given` values."""
         parser = cls()
         add_flags(parser)
+        parser.set_defaults(**given)
         return parser.parse_args([])
 
     def parse_known_args(self, args=None, namespace=None):

@@ -5,7 +5,6 @@ import json
 import pickle
 import shutil
 import threading
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import checkpoint
 from model import Llama, LlamaConfig
 from parallel import optimizer_parameters
 from plumbing.checkpoint_files import CHECKSUMS, checksums
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import warn_about_changed_flags
 from plumbing.tokenizer import load_tokenizer, train_tokenizer
@@ -37,7 +37,8 @@ def save(out, step, model, optimizer, tokenizer, keep=0):
 def trained(seed=0, steps=3, weight_decay=0.1):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=weight_decay))
+    args = Parser.defaults(add_optimizer_flags, lr=1e-2, weight_decay=weight_decay)
+    optimizer = make_optimizer(model, args)
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()
@@ -51,10 +52,7 @@ def test_weights_and_moments_come_back(tmp_path):
     saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
     assert saved == tmp_path / "step-00000003"
     again, its_optimizer = trained(seed=1, steps=1, weight_decay=0.2)
-    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == (
-        3,
-        {"lr": 0.1},
-    )
+    assert checkpoint.resume(saved, again, its_optimizer, load_tokenizer("bytes")) == 3
     for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         for key, value in optimizer.state[theirs].items():
@@ -139,7 +137,30 @@ def test_an_optimizer_without_state_is_saved_with_a_warning(tmp_path, capsys):
     optimizer = torch.optim.SGD(named(model), 0.1)
     saved = save(tmp_path, 1, model, optimizer, load_tokenizer("bytes"))
     assert capsys.readouterr().err == "warning: SGD has no state, so checkpoints hold none\n"
-    assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes"))[0] == 1
+    assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes")) == 1
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda model: torch.optim.RMSprop(named(model)), "it lacks layers.0.*.square_avg; use"),
+        (lambda model: torch.optim.SGD(named(model)), "this run lacks layers.0.*.exp_avg; use"),
+    ],
+    ids=["other state", "less state"],
+)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, make, message):
+    model, optimizer = trained()
+    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    with pytest.raises(UserError, match=f"cannot load {saved}/optimizer: {message}"):
+        checkpoint.resume(saved, model, make(model), load_tokenizer("bytes"))
+
+
+def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path):
+    model, optimizer = trained()
+    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
+    del model.layers["1"].ffn_norm
+    with pytest.raises(UserError, match=r"this run lacks layers.1.ffn_norm.weight"):
+        checkpoint.load_weights(saved, model)
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import warnings
-from argparse import Namespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lora import TARGETS, LoRA, LoRALinear, adapters, add_adapters, init_adapter
 from model import Llama, LlamaConfig
 from parallel import recompute_and_compile
 from plumbing import formats
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.formats import save_hf
 from plumbing.peft_files import (
     PEFT_FILES,
@@ -103,7 +103,8 @@ def test_only_adapters_are_trained():
     model = adapted(CONFIG, LoRA())
     tokens = tokens_of(CONFIG)
     model(tokens, targets=tokens).backward()
-    optimizer = make_optimizer(model, Namespace(lr=1e-3, weight_decay=0.0))
+    args = Parser.defaults(add_optimizer_flags, lr=1e-3, weight_decay=0.0)
+    optimizer = make_optimizer(model, args)
     optimizer.step()
     named = {id(p): name for name, p in model.named_parameters()}
     trained = {named[id(p)] for p in optimizer.state}

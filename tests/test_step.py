@@ -1,20 +1,22 @@
 """bench.py step: its parts add up, its counts are as predicted, and silenced passes leave no trace
 in the weights. How long anything takes is not tested."""
 
-from argparse import Namespace
-
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from conftest import launch, refused, succeed
 from test_train import CONFIG, SIZES
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import PRESETS
 from parallel import ParallelConfig, with_mesh
 from perf.cost import predict_memory
-from perf.measure import build_on_meta, make_step, megabytes, random_batch
+from perf.measure import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
-from plumbing.processes import init_distributed
+from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.processes import Process, init_distributed
 
 
 def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
@@ -134,6 +136,21 @@ def test_a_measured_step_uses_the_flags_of_the_optimizer():
     world = with_mesh(init_distributed())
     batch = random_batch(config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
-        step = make_step(config, Namespace(lr=lr, weight_decay=0.1), batch, 1, world)
+        step = make_step(config, Parser.defaults(add_optimizer_flags, lr=lr), batch, 1, world)
         assert (step().loss == step().loss) == unchanged
     dist.destroy_process_group()
+
+
+def test_a_collective_without_a_name_here_is_counted_too():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    process = Process(rank=0, size=2, local_rank=0, per_node=2, device=torch.device("cpu"))
+    x = torch.zeros(6)
+    world = with_mesh(process)
+    with Counted(world) as counted:
+        funcol.wait_tensor(funcol.all_to_all_single(x, None, None, world.mesh["replicate"]))
+        dist.all_reduce(x)
+    dist.destroy_process_group()
+    assert counted.sent == {
+        ("replicate", "all_to_all_single"): (1, 24),
+        ("replicate", "all-reduce"): (1, 24),
+    }

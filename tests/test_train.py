@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from conftest import by_torchrun, launch, metrics, slow, succeed
 from checkpoint import load_pretrained
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.tokenizer import load_tokenizer
 from train import learning_rate, make_optimizer
 
@@ -210,7 +210,8 @@ def test_schedule_and_decay_groups():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[3:] == sorted(rates[3:], reverse=True) and 0 < rates[-1] < 0.02
     assert learning_rate(1, 1.0, 0, 10) <= 1.0
-    decayed, free = make_optimizer(Llama(CONFIG), Namespace(lr=1e-3, weight_decay=0.1)).param_groups
+    args = Parser.defaults(add_optimizer_flags)
+    decayed, free = make_optimizer(Llama(CONFIG), args).param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
     assert free["weight_decay"] == 0 and all(p.ndim == 1 for p in free["params"])
 

@@ -5,7 +5,6 @@ LAYOUT and trains the other five. Losses and gradient norms of these five go to 
 
 import json
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import checkpoint
 from data import Batch
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, assign_shard, parallelize, with_mesh
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import init_distributed, run
 from plumbing.tokenizer import load_tokenizer
 from train import make_optimizer, train_step
@@ -60,10 +60,10 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(CONFIG)
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
-        optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=0.1))
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
         if source:
             saved = directory / source / "step-00000003"
-            assert checkpoint.resume(saved, model, optimizer, tokenizer) == (3, {})
+            assert checkpoint.resume(saved, model, optimizer, tokenizer) == 3
         else:
             steps(1, 3, runner, optimizer, world)
             checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}).save(3)

@@ -2,7 +2,6 @@
 whether its weights and moments stayed as they were."""
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from data import Batch
 from model import Llama, LlamaConfig
 from parallel import parallelize, with_mesh
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import UserError, init_distributed, run
 from train import make_optimizer, train_step
 
@@ -21,7 +21,7 @@ def main():
     with torch.device("meta"):
         model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, Llama.init_weights)
-    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=0.1))
+    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
     tokens = torch.arange(34).view(2, 17)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], None, 1)
     train_step(runner, optimizer, batch, 1, 1.0, world, step=1)

@@ -4,7 +4,6 @@ weights."""
 
 import argparse
 import sys
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
 from perf.measure import build_on_meta
 from perf.step import Training, plain_step, silenced, silenced_pass
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import init_distributed, run
 from train import make_optimizer
 
@@ -34,7 +34,7 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     """Return this rank's weights after three steps of two microbatches each."""
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
-    optimizer = make_optimizer(model, Namespace(lr=1e-2, weight_decay=0.1))
+    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
     args = argparse.Namespace(batch=2 * world.data_size, microbatch=1, clip=1.0)
     training = Training(args, world, model, runner, optimizer, batches=iter(()))
     for step in range(3):

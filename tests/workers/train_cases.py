@@ -1,13 +1,13 @@
 """Run on several ranks: train each case in the JSON file of the first argument for STEPS steps.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"dtype", and for adapters "lora" (fields of LoRA); those train with a tenth of the learning rate.
+"dtype", "flags" of the optimizer, and for adapters "lora" (fields of LoRA); those train with a
+tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
 import json
 import sys
-from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from parallel import (
 )
 from perf.cost import predict_traffic
 from perf.measure import Counted
+from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
 from plumbing.records import describe_mesh
@@ -85,9 +86,9 @@ def train(process, case: dict) -> dict:
     )
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
-    optimizer = make_optimizer(
-        model, Namespace(lr=1e-3 if "lora" in case else 1e-2, weight_decay=0.1)
-    )
+    lr = 1e-3 if "lora" in case else 1e-2
+    flags = Parser.defaults(add_optimizer_flags, lr=lr, **case.get("flags", {}))
+    optimizer = make_optimizer(model, flags)
     gradients = {}
 
     def keep(optimizer, args, kwargs):
