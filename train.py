@@ -85,12 +85,13 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
     return optimizer
 
 
-def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
-    """Return the learning rate of step 1..steps: linear warmup, then cosine decay, which reaches 0
-    one step after the last."""
-    if step <= warmup:
-        return peak * step / warmup
-    return peak * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup + 1))) / 2
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of step 1 to args.steps: linear warmup to args.lr, then cosine decay,
+    which reaches 0 one step after the last."""
+    if step <= args.warmup:
+        return args.lr * step / args.warmup
+    progress = (step - args.warmup) / (args.steps - args.warmup + 1)  # 0 to 1
+    return args.lr * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,8 @@ def train(
     signal stopped the run before its last step."""
     model, tokenizer = job.model, job.tokenizer
     optimizer = make_optimizer(model, args)
+    if world.size > 1 and type(optimizer) is not torch.optim.AdamW:
+        print_rank_zero("note: the predicted traffic is AdamW's; bench.py step counts this one's")
     done = 0
     if newest:
         records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
@@ -369,7 +372,7 @@ def train(
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected() as stop, saver:
         for step, batch in zip(steps, batches):
-            lr = learning_rate(step, args.lr, args.warmup, args.steps)
+            lr = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             # Dropout is a function of (seed, step, rank); ranks along tp drop different features.

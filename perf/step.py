@@ -113,7 +113,7 @@ def measure_step(args: argparse.Namespace) -> str:
     job = prepare(args, process)
     world, runner = build(args, job, process)
     # The learning rate of step 1 throughout, so that the loss stays finite.
-    lr = learning_rate(1, args.lr, args.warmup, args.steps)
+    lr = learning_rate(1, args)
     optimizer = make_optimizer(job.model, args)
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -18,10 +18,12 @@ from plumbing.checkpoint_files import lock_directory
 from plumbing.processes import print_rank_zero
 from plumbing.tokenizer import Tokenizer
 
-# Flags that define an experiment: resuming with other values deserves a warning.
-EXPERIMENT_FLAGS = (
-    "data seq_len document_mask batch steps lr warmup weight_decay clip seed dtype init long "
-    "train_on_prompt"
+# Flags that may change when a run is resumed: what they change is the same experiment, or refused.
+RESUMABLE_FLAGS = (
+    "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
+    "dp shard tp reshard offload microbatch checkpointing compile "
+    "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
+    "rank alpha dropout rslora targets data_checksum"
 ).split()
 
 
@@ -140,9 +142,9 @@ def describe_mesh(world: World) -> str:
 
 
 def warn_about_changed_flags(before: dict, now: dict) -> None:
-    """Print a warning for each flag of the experiment that differs from the run's first start, and
-    if the training data differ. Runs of earlier versions did not record a checksum of the data."""
-    for name in EXPERIMENT_FLAGS:
+    """Print a warning for each flag that differs from those of the checkpoint and so makes this
+    another experiment, and if the training data differ. Old checkpoints lack some flags."""
+    for name in sorted(now.keys() - set(RESUMABLE_FLAGS)):
         if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")
             print_rank_zero(
