@@ -86,7 +86,7 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of step 1 to args.steps: linear warmup to args.lr, then cosine decay,
+    """Return the learning rate of step 1..args.steps: linear warmup to args.lr, then cosine decay,
     which reaches 0 one step after the last."""
     if step <= args.warmup:
         return args.lr * step / args.warmup
