@@ -313,7 +313,7 @@ def test_samples_gather_weights_once(two, four):
 
 def test_tensor_parallelism_refuses_what_has_no_place():
     def refuses(name: str, model: Llama) -> None:
-        with pytest.raises(UserError, match=f"--tp cannot shard {name}: add its layer to PLAN of"):
+        with pytest.raises(UserError, match=f"--tp cannot shard {name}: add its layer to PLAN in"):
             tensor_parallel(model, mesh=None)
         with pytest.raises(UserError, match=f"--tp cannot shard {name}"):
             predict_memory(model, ParallelConfig(tp=2), 13, 1)  # before anything is built
