@@ -117,6 +117,20 @@ class Process:
         return value
 
 
+def _one_thread_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroupGloo:
+    """Return a gloo backend that runs the collectives of its group in one thread.
+
+    By default two threads do. After each collective, its thread assigns the collective's name to a
+    string of the group without a lock (as of torch 2.13). If both do so at once, they corrupt the
+    heap, and the process crashes sooner or later."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads, options._timeout = 1, timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 def init_distributed() -> Process:
     """Join the processes that torchrun started; without torchrun, form a world of size 1."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -137,7 +151,8 @@ def init_distributed() -> Process:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.Backend.register_backend("one_thread_gloo", _one_thread_gloo, devices=["cpu"])
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "one_thread_gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )

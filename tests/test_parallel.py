@@ -498,3 +498,9 @@ def test_traffic_in_bfloat16_is_as_predicted(tmp_path):
         lora, last = "lora" in name, result["last"]
         assert last["norm.weight"].dtype == (torch.bfloat16 if lora else torch.float32)
         assert not lora or last["layers.0.attention.wq.lora_A"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_many_collectives_at_once_do_not_crash():
+    """With gloo's own two threads for each group, most runs crash within seconds."""
+    succeed("tests/workers/many_collectives.py", 20)
