@@ -20,7 +20,6 @@ Every checkpoint is an adapter in PEFT's format; --merge also writes the model w
 import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
 import shlex
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +28,8 @@ import torch
 import checkpoint
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama, generate
-from parallel import STRATEGIES, assign_shard
-from perf.choose import choose_parallel, usable_memory
-from perf.cost import predict_traffic, sent_bytes
+from parallel import assign_shard
+from perf.choose import sent_by_strategy
 from plumbing.chat import open_samples
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
 from plumbing.flags import Parser, add_training_flags, nonnegative_float, positive_int
@@ -124,41 +122,14 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     return Job(model, initialize, tokenizer, train_set, val_set), examples
 
 
-def compare_traffic(args: argparse.Namespace, model: Llama, process: Process) -> str:
-    """Return the megabytes that a rank would send in a step under each strategy, in words."""
-    share = args.batch // (process.size // args.tp)
-    microbatch = args.microbatch or share
-    room = process.minimum(usable_memory(process.device, process.per_node))
-    choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
-    for reshard in ("none", "adapters"):
-        choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
-    parts = []
-    for flags, choice in choices.items():
-        strategy = STRATEGIES[choice["dp"]]
-        same_as_fsdp = strategy.copy_per == "node" and process.per_node == process.size
-        if same_as_fsdp or (args.tp > 1 and not strategy.with_tp):
-            continue
-        parallel, _ = choose_parallel(
-            replace(requested_parallel(args), **choice),
-            args.shard if args.dp == choice["dp"] else None,
-            model,
-            process,
-            tokens=microbatch * args.seq_len,
-            microbatches=share // microbatch,
-            room=room,
-        )
-        traffic = predict_traffic(model, parallel, share // microbatch, microbatch, args.seq_len)
-        parts.append(f"{flags} {sent_bytes(traffic, parallel) / 1e6:,.2f} MB")
-    return "; ".join(parts)
-
-
 def main() -> None:
     args = parse_args()
     process = setup(args)
     job, examples = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     if process.size > args.tp:
-        print_rank_zero(f"a rank would send in a step: {compare_traffic(args, job.model, process)}")
+        sent = sent_by_strategy(requested_parallel(args), args, job.model, process)
+        print_rank_zero(f"per step, each rank would send: {sent}")
     world, runner = build(args, job, process)
 
     def sample_text(step: int) -> str:

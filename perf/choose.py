@@ -1,5 +1,6 @@
 """Check a parallel configuration, and choose the one that fits in memory (`--dp auto`)."""
 
+import argparse
 import math
 import os
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import torch
 
 from model import Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy, World
-from perf.cost import predict_memory
+from perf.cost import predict_memory, predict_traffic, sent_bytes
 from plumbing.processes import Process, UserError, print_rank_zero
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
@@ -109,6 +110,36 @@ def choose_parallel(
             "; nothing is predicted to fit: try --checkpointing full or a smaller --microbatch"
         )
     return parallel, reason
+
+
+def sent_by_strategy(
+    requested: ParallelConfig, args: argparse.Namespace, model: Llama, process: Process
+) -> str:
+    """Return in words the megabytes that a rank would send in a step under each strategy."""
+    share = args.batch // (process.size // args.tp)
+    microbatch = args.microbatch or share
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
+    for reshard in ("none", "adapters"):
+        choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
+    parts = []
+    for flags, choice in choices.items():
+        strategy = STRATEGIES[choice["dp"]]
+        same_as_fsdp = strategy.copy_per == "node" and process.per_node == process.size
+        if same_as_fsdp or (args.tp > 1 and not strategy.with_tp):
+            continue
+        parallel, _ = choose_parallel(
+            replace(requested, **choice),
+            args.shard if args.dp == choice["dp"] else None,
+            model,
+            process,
+            tokens=microbatch * args.seq_len,
+            microbatches=share // microbatch,
+            room=room,
+        )
+        traffic = predict_traffic(model, parallel, share // microbatch, microbatch, args.seq_len)
+        parts.append(f"{flags} {sent_bytes(traffic, parallel) / 1e6:,.2f} MB")
+    return "; ".join(parts)
 
 
 def with_mesh_sizes(
