@@ -226,7 +226,8 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
         for group in groups:
             options = FakeProcessGroup.Options()
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
-            group._register_backend(device, backend_types.CUSTOM, fake)
+            # A type that no real backend has: a group keeps the first backend of each type.
+            group._register_backend(device, backend_types.UNDEFINED, fake)
         yield
     finally:
         for group, real in zip(groups, real_backends):
