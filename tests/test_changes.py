@@ -1,0 +1,207 @@
+"""Eight changes that people make in class: seven are patches in tests/changes, and ZeRO-1 is in the
+code. Applied to a copy of the project, each is exact in every parallel configuration or refused."""
+
+import math
+import re
+import shutil
+import subprocess
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    CHANGES,
+    ROOT,
+    changed_copy,
+    hugging_face_config,
+    launch,
+    metrics,
+    refused,
+    succeed,
+)
+from test_model import to_hugging_face
+from test_parallel import GROUPED, case, computes_once, same_training, sends_as_predicted, train
+from test_train import flags
+from torch.func import functional_call
+from workers.train_cases import batch_of
+
+from model import IGNORE, FeedForward, Llama, LlamaConfig
+
+NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
+CONFIG = LlamaConfig(**GROUPED)
+
+# How the changes differ: constants that are other ones in a short test, flags that a change adds,
+# the precision of what it computes, whether it remains a Llama, and whether
+# perf/cost.py's prediction of communication remains true.
+CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}
+FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"schedule": "wsd"}}
+TOLERANCE = {"muon": 1e-10}
+LLAMAS = ("z_loss", "muon", "wsd")
+UNPREDICTED = ("muon",)
+
+CASES = {
+    1: {
+        "accumulating": case(GROUPED, 1),
+        "selective": case(GROUPED, checkpointing="selective"),
+        "full": case(GROUPED, checkpointing="full"),
+    },
+    2: {
+        "ddp": case(GROUPED, dp="ddp", replicate=2),
+        "zero1": case(GROUPED, 1, dp="zero1", replicate=2),
+        "fsdp": case(GROUPED, 1, dp="fsdp", shard=2),
+        "tp": case(GROUPED, dp="ddp", tp=2),
+        "tp selective": case(GROUPED, 4, dp="ddp", tp=2, checkpointing="selective"),
+    },
+    4: {
+        "fsdp tp": case(GROUPED, dp="fsdp", shard=2, tp=2),
+        "fsdp tp full": case(GROUPED, 1, dp="fsdp", shard=2, tp=2, checkpointing="full"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_change_applies_and_is_as_long_as_docs_change_md_says(name):
+    patch = CHANGES / f"{name}.patch"
+    subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+    lines = re.findall(r"^([+-])(?!\1\1 )", patch.read_text(), re.MULTILINE)
+    length = f"+{lines.count('+')} -{lines.count('-')}"
+    assert f"[{name}](../tests/changes/{name}.patch), {length}" in (
+        ROOT / "docs/change.md"
+    ).read_text()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def changed(name, tmp_path_factory):
+    """The first arguments of `launch` for a script of the project with this change."""
+    return changed_copy(tmp_path_factory.mktemp(name), name, CONSTANTS.get(name))
+
+
+@pytest.mark.slow
+def test_every_configuration_computes_the_same(name, changed, tmp_path):
+    expected = None
+    for nproc, cases in CASES.items():
+        for options in cases.values():
+            options["flags"] = FLAGS.get(name, {})
+        for label, result in train(tmp_path, nproc, cases, within=changed).items():
+            print(label)
+            expected = expected or result
+            same_training(result, expected, TOLERANCE.get(name, 1e-12))
+            computes_once(result, cases[label])
+            if name not in UNPREDICTED:
+                sends_as_predicted(result, cases[label], nproc)
+
+
+@pytest.mark.slow
+def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
+    name, changed, shards, tmp_path
+):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    given = flags(shards, out, steps=4, save_every=2, eval_every=2, **FLAGS.get(name, {}))
+    succeed(*changed, "train.py", *given)
+    expected = metrics(out)
+    shutil.rmtree(out / "step-00000004")
+    succeed(*changed, "train.py", *given, "--resume", "--dp", "fsdp", nproc=2)
+    for ours, theirs in zip(metrics(out), expected, strict=True):
+        for key in {"loss", "grad_norm", "lr", "val_loss"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE.get(name, 1e-12)), key
+    succeed(*changed, "generate.py", out, "--prompt", "1 and", "--max-new-tokens", 20)
+    export = launch(*changed, "checkpoint.py", "export", out, exported, "--format", "hf")
+    if name in LLAMAS:
+        assert export.codes == [0], export.err
+    else:
+        refused(export, "Llama")
+
+
+def test_a_norm_without_a_place_in_the_plan_is_refused(shards, tmp_path):
+    changed = changed_copy(tmp_path / "copy", "qk_norm", exclude="tensor_parallel.py")
+    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    refused(result, "--tp cannot train layers.0.attention.q_norm.weight: give it a place in PLAN")
+
+
+# ---------------------------------------------------------------------------- what is computed
+
+# Each returns the logits [B, T, V] of the changed model, from another program or a formula.
+
+
+def unchanged(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    return functional_call(Llama(CONFIG).double(), weights, tokens)
+
+
+def gelu(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        x = self.w1(x)
+        return self.w2(x * (1 + torch.erf(x / math.sqrt(2))) / 2)
+
+    peer = Llama(CONFIG).double()
+    for block in peer.layers.values():
+        block.feed_forward.forward = partial(forward, block.feed_forward)
+    return functional_call(peer, weights, tokens)
+
+
+def qk_norm(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    norms = {n: w for n, w in weights.items() if "q_norm" in n or "k_norm" in n}
+    converted = to_hugging_face(CONFIG, {n: w for n, w in weights.items() if n not in norms})
+    for name, weight in norms.items():  # from pairs to halves, like the rows of wq and wk
+        name = f"model.{name.replace('attention', 'self_attn')}"
+        converted[name] = weight.view(-1, 2).T.flatten()
+    return hugging_face("Qwen3", converted, tokens, head_dim=CONFIG.head_dim)
+
+
+def sliding_window(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    return hugging_face("Mistral", to_hugging_face(CONFIG, weights), tokens, sliding_window=3)
+
+
+def hugging_face(kind: str, weights: dict, tokens: torch.Tensor, **options) -> torch.Tensor:
+    import transformers
+
+    config = hugging_face_config(CONFIG, kind, attn_implementation="sdpa", **options)
+    peer = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    for module in peer.modules():  # theirs computes in float32 whatever the model's dtype
+        if type(module).__name__ == f"{kind}RMSNorm":
+            module.forward = lambda x, norm=module: F.rms_norm(
+                x, norm.weight.shape, norm.weight, norm.variance_epsilon
+            )
+    return functional_call(peer, weights, kwargs={"input_ids": tokens}).logits
+
+
+def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What the change adds to the loss of training."""
+    return 1e-4 * (logits.logsumexp(-1) ** 2)[targets != IGNORE].sum()
+
+
+MODELS = {"gelu": gelu, "qk_norm": qk_norm, "sliding_window": sliding_window}
+LOSSES = {"z_loss": z_loss}
+
+
+@pytest.mark.slow
+def test_it_computes_what_others_compute(name, changed, tmp_path):
+    given, results = tmp_path / "given.pt", tmp_path / "results.pt"
+    batches = {packed: batch_of(packed) for packed in (False, True)}
+    rows = {packed: (b.tokens, b.targets, b.positions) for packed, b in batches.items()}
+    torch.save({"config": GROUPED, "batches": rows}, given)
+    succeed(*changed, "tests/workers/outputs.py", given, results)
+    result = torch.load(results)
+    weights = {name: weight.requires_grad_() for name, weight in result["weights"].items()}
+    torch.testing.assert_close(result["cached"], result["full"], rtol=1e-12, atol=1e-12)
+    for packed, ours in result["batches"].items():
+        loss = extra = 0
+        for document in (slice(0, 4), slice(4, 13)) if packed else (slice(0, 13),):
+            tokens, targets = (t[:, document] for t in rows[packed][:2])
+            logits = MODELS.get(name, unchanged)(weights, tokens)
+            loss = loss + F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+            if name in LOSSES:
+                extra = extra + LOSSES[name](logits, targets)
+        assert ours["validation"] == pytest.approx(loss.item(), rel=1e-12)
+        assert ours["loss"] == pytest.approx((loss + extra).item(), rel=1e-12)
+        gradients = torch.autograd.grad(loss + extra, list(weights.values()))
+        for (parameter, gradient), expected in zip(ours["gradients"].items(), gradients):
+            error = (gradient - expected).norm() / expected.norm()
+            assert error < 1e-12, (packed, parameter, error)
