@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from conftest import (
     launch,
     metrics,
     refused,
+    slow,
     succeed,
 )
 from test_model import to_hugging_face
 from test_parallel import GROUPED, case, computes_once, same_training, sends_as_predicted, train
 from test_train import flags
 from torch.func import functional_call
+from workers.muon_reference import plain_muon
 from workers.train_cases import batch_of
 
 from model import IGNORE, FeedForward, Llama, LlamaConfig
@@ -31,14 +34,12 @@ from model import IGNORE, FeedForward, Llama, LlamaConfig
 NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
 
-# How the changes differ: constants that are other ones in a short test, flags that a change adds,
-# the precision of what it computes, whether it remains a Llama, and whether
-# perf/cost.py's prediction of communication remains true.
-CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}
+CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
 FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"schedule": "wsd"}}
-TOLERANCE = {"muon": 1e-10}
-LLAMAS = ("z_loss", "muon", "wsd")
-UNPREDICTED = ("muon",)
+TOLERANCE = {"muon": 1e-10}  # 1e-12 for the others
+UNPREDICTED = ("experts", "muon")  # send more than perf/cost.py says
+STILL_A_LLAMA = ("z_loss", "muon", "wsd")
+WEIGHTS = {"muon": plain_muon}  # that training should end with
 
 CASES = {
     1: {
@@ -66,9 +67,8 @@ def test_a_change_applies_and_is_as_long_as_docs_change_md_says(name):
     subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
     lines = re.findall(r"^([+-])(?!\1\1 )", patch.read_text(), re.MULTILINE)
     length = f"+{lines.count('+')} -{lines.count('-')}"
-    assert f"[{name}](../tests/changes/{name}.patch), {length}" in (
-        ROOT / "docs/change.md"
-    ).read_text()
+    page = (ROOT / "docs/change.md").read_text()
+    assert f"[{name}](../tests/changes/{name}.patch), {length}" in page
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -90,9 +90,14 @@ def test_every_configuration_computes_the_same(name, changed, tmp_path):
             options["flags"] = FLAGS.get(name, {})
         for label, result in train(tmp_path, nproc, cases, within=changed).items():
             print(label)
+            if not expected and name in WEIGHTS:
+                for parameter, weight in WEIGHTS[name](GROUPED).items():
+                    error = (result["last"][parameter] - weight).norm() / weight.norm()
+                    assert error < TOLERANCE[name], (parameter, error)
             expected = expected or result
             same_training(result, expected, TOLERANCE.get(name, 1e-12))
             computes_once(result, cases[label])
+            assert result["tokens"] == expected["tokens"]
             if name not in UNPREDICTED:
                 sends_as_predicted(result, cases[label], nproc)
 
@@ -102,26 +107,66 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
     name, changed, shards, tmp_path
 ):
     out, exported = tmp_path / "run", tmp_path / "exported"
-    given = flags(shards, out, steps=4, save_every=2, eval_every=2, **FLAGS.get(name, {}))
+    given = flags(shards, out, steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
     succeed(*changed, "train.py", *given)
     expected = metrics(out)
-    shutil.rmtree(out / "step-00000004")
+    if name == "wsd":  # the last fifth of six steps is one step, and 0 would come after it
+        rates = [0.5, 1, 1, 1, 1, 0.5]
+        assert [row["lr"] for row in expected] == pytest.approx([0.01 * rate for rate in rates])
+    shutil.rmtree(out / "step-00000006")
     succeed(*changed, "train.py", *given, "--resume", "--dp", "fsdp", nproc=2)
     for ours, theirs in zip(metrics(out), expected, strict=True):
         for key in {"loss", "grad_norm", "lr", "val_loss"} & theirs.keys():
             assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE.get(name, 1e-12)), key
     succeed(*changed, "generate.py", out, "--prompt", "1 and", "--max-new-tokens", 20)
     export = launch(*changed, "checkpoint.py", "export", out, exported, "--format", "hf")
-    if name in LLAMAS:
+    if name in STILL_A_LLAMA:
         assert export.codes == [0], export.err
     else:
         refused(export, "Llama")
 
 
-def test_a_norm_without_a_place_in_the_plan_is_refused(shards, tmp_path):
-    changed = changed_copy(tmp_path / "copy", "qk_norm", exclude="tensor_parallel.py")
+@pytest.mark.parametrize(
+    "name, layer", [("qk_norm", "attention.q_norm"), ("experts", "feed_forward.router")]
+)
+def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp_path):
+    changed = changed_copy(tmp_path / "copy", name, exclude="tensor_parallel.py")
     result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
-    refused(result, "--tp cannot train layers.0.attention.q_norm.weight: give it a place in PLAN")
+    refused(result, f"--tp cannot train layers.0.{layer}.weight: give it a place in PLAN")
+
+
+# Places in model.py.
+FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
+FEATURES = "SwiGLU.apply(self.w1(x), self.w3(x))"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (FEATURES, f"F.normalize({FEATURES}, dim=-1)"),
+        slow("out.transpose(1, 2).r", "(out - out.mean(1, keepdim=True)).transpose(1, 2).r"),
+        slow(
+            "            loss -= ",
+            "            loss += logits.logsumexp(-1).sum()\n            loss -= ",
+        ),
+    ],
+    ids=["features", "heads", "loss"],
+)
+def test_what_sees_a_shard_for_the_whole_is_refused(old, new, shards, tmp_path):
+    changed = changed_copy(tmp_path / "copy", edits={old: new})
+    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    refused(result, "--tp computes another loss than one process, since model.py was changed")
+
+
+def test_dropout_is_for_training(shards, tmp_path):
+    """As seen after two steps without a learning rate."""
+    dropped = f"F.dropout({FEED_FORWARD}, 0.5, self.training)"
+    for out, edits in (("plain", {}), ("dropout", {FEED_FORWARD: dropped})):
+        given = flags(shards, tmp_path / out, steps=2, lr=0, eval_every=1)
+        succeed(*changed_copy(tmp_path / f"{out}-copy", edits=edits), "train.py", *given)
+    plain, changed = metrics(tmp_path / "plain"), metrics(tmp_path / "dropout")
+    assert [row["val_loss"] for row in plain] == [row["val_loss"] for row in changed]
+    assert all(row["loss"] != other["loss"] for row, other in zip(plain, changed))
 
 
 # ---------------------------------------------------------------------------- what is computed
@@ -157,16 +202,35 @@ def sliding_window(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
     return hugging_face("Mistral", to_hugging_face(CONFIG, weights), tokens, sliding_window=3)
 
 
+def experts(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    converted = {n: w for n, w in weights.items() if "feed_forward" not in n}
+    converted = to_hugging_face(CONFIG, converted)
+    for layer in range(CONFIG.n_layers):  # the matrices of all experts are one tensor there
+        ours, theirs = f"layers.{layer}.feed_forward", f"model.layers.{layer}.mlp"
+        w1, w2, w3 = (
+            torch.stack([weights[f"{ours}.experts.{i}.{name}.weight"] for i in range(4)])
+            for name in ("w1", "w2", "w3")
+        )
+        converted[f"{theirs}.gate.weight"] = weights[f"{ours}.router.weight"]
+        converted[f"{theirs}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
+        converted[f"{theirs}.experts.down_proj"] = w2
+    options = dict(num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+    return hugging_face("Mixtral", converted, tokens, **options)
+
+
 def hugging_face(kind: str, weights: dict, tokens: torch.Tensor, **options) -> torch.Tensor:
     import transformers
 
     config = hugging_face_config(CONFIG, kind, attn_implementation="sdpa", **options)
     peer = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    in_float64 = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
     for module in peer.modules():  # theirs computes in float32 whatever the model's dtype
         if type(module).__name__ == f"{kind}RMSNorm":
             module.forward = lambda x, norm=module: F.rms_norm(
                 x, norm.weight.shape, norm.weight, norm.variance_epsilon
             )
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.forward = in_float64(module.forward)
     return functional_call(peer, weights, kwargs={"input_ids": tokens}).logits
 
 
@@ -175,7 +239,7 @@ def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return 1e-4 * (logits.logsumexp(-1) ** 2)[targets != IGNORE].sum()
 
 
-MODELS = {"gelu": gelu, "qk_norm": qk_norm, "sliding_window": sliding_window}
+MODELS = {"experts": experts, "gelu": gelu, "qk_norm": qk_norm, "sliding_window": sliding_window}
 LOSSES = {"z_loss": z_loss}
 
 

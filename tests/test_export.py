@@ -37,9 +37,10 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
         ("qk_norm", {}, "it has unknown 8: layers.0.attention.k_norm.weight,"),
         ("", ON, "read back with window 0, not 64"),
         ("sliding_window", {}, "model.py has been changed and no longer computes"),
+        ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
         ("experts", {}, "layers.0.feed_forward.experts.0.w1.weight,"),
     ],
-    ids="gelu geglu qk-norm window constant-window experts".split(),
+    ids="gelu geglu qk-norm window constant-window long-window experts".split(),
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, shards, tmp_path):
     for result in exports(patch, edits, shards, tmp_path):

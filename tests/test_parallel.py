@@ -344,11 +344,16 @@ def test_tensor_parallelism_refuses_what_has_no_place():
 
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
-    model, world = Llama(LlamaConfig(**GROUPED)), SimpleNamespace(parallel=ParallelConfig())
+    world = SimpleNamespace(parallel=ParallelConfig(), device="cpu")
+    model = Llama(LlamaConfig(**GROUPED))
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
     with pytest.raises(
         UserError, match=r"layers\.0\.attention\.slopes is a buffer, which would lose"
     ):
+        parallelize(model, world, initialize)
+    model = Llama(LlamaConfig(**GROUPED))
+    model.layers["0"].attention.wv.weight = model.layers["0"].attention.wk.weight
+    with pytest.raises(UserError, match=r"layers\.0\.attention\.wv\.weight is shared"):
         parallelize(model, world, initialize)
     smoothed = Llama(LlamaConfig(**GROUPED))
     smoothed.loss = lambda hidden, weight, targets: hidden.sum()
