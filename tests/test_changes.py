@@ -132,7 +132,7 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
 def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp_path):
     changed = changed_copy(tmp_path / "copy", name, exclude="tensor_parallel.py")
     result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
-    refused(result, f"--tp cannot train layers.0.{layer}.weight: give it a place in PLAN")
+    refused(result, f"--tp cannot shard layers.0.{layer}.weight: add its layer to PLAN")
 
 
 # Places in model.py.

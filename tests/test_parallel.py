@@ -351,7 +351,7 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
         UserError, match=r"layers\.0\.attention\.slopes is a buffer, which would lose"
     ):
         parallelize(model, world, initialize)
-    model = Llama(LlamaConfig(**GROUPED))
+    model = build_on_meta(LlamaConfig(**GROUPED))
     model.layers["0"].attention.wv.weight = model.layers["0"].attention.wk.weight
     with pytest.raises(UserError, match=r"layers\.0\.attention\.wv\.weight is shared"):
         parallelize(model, world, initialize)
