@@ -44,6 +44,7 @@ from lora import LoRA, adapter_settings, adapters
 from model import Llama, LlamaConfig
 from parallel import assign_shard
 from plumbing import formats
+from plumbing.allocate import allocate
 from plumbing.checkpoint_files import (
     checksums,
     failure_reason,
@@ -374,10 +375,9 @@ def load_pretrained(
     directory = find_checkpoint(Path(directory))
     with torch.device("meta"):
         model = Llama(read_config(directory)["model"]).to(dtype)
-    model.to_empty(device=device)
-    model.tie_weights()
+    allocate(model, device)
     load_weights(directory, model)
-    return model
+    return model.eval()
 
 
 def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:

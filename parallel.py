@@ -54,6 +54,7 @@ from torch.utils.checkpoint import (
 )
 
 from model import Block, Llama
+from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
 from tensor_parallel import tensor_parallel
 
@@ -143,8 +144,6 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     parallelism and FSDP, or DDP or ZeRO-1 around it. For evaluation, generation and checkpoints use
     `model` itself."""
     parallel = world.parallel
-    for name, _ in model.named_buffers():
-        raise UserError(f"{name} is a buffer, which would lose its values: compute it in forward")
     if parallel.dtype == torch.float64:
         model.double()
     if parallel.dtype == torch.bfloat16:
@@ -154,8 +153,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         parallel.strategy.apply(model, world)
-    model.to_empty(device="cpu" if parallel.offload else world.device)
-    model.tie_weights()  # to_empty makes two parameters of a shared one
+    allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
     if parallel.uses_fsdp or world.size == 1:
         return model

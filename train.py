@@ -47,6 +47,7 @@ from parallel import (
 from perf.choose import choose_parallel, fits_unsharded, usable_memory
 from perf.cost import describe_traffic, predict_traffic, prediction_caveat
 from plumbing import records
+from plumbing.check_tp import check_tensor_parallel
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -302,6 +303,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
+    check_tensor_parallel(job.model.config, world.mesh["tp"])
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
         print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")

@@ -40,6 +40,7 @@ from parallel import (
     with_mesh,
 )
 from perf.cost import Traffic
+from plumbing.allocate import allocate
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import Process
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
@@ -249,8 +250,7 @@ def emulate(
     # Only memory is allocated under the mode: parallelize also makes meshes, which need contents.
     def allocate_fake(model: Llama) -> None:
         with fake_tensors:
-            model.to_empty(device=cpu)
-            model.tie_weights()  # to_empty makes two parameters of a shared one
+            allocate(model, cpu)
 
     if needs_real_tensors(parallel):
         runner = parallelize(model, world, Llama.init_weights)

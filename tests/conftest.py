@@ -1,6 +1,7 @@
 import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+CHANGES = ROOT / "tests/changes"
 SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
@@ -30,8 +32,8 @@ def shared(name: str) -> Path:
     return path
 
 
-def hugging_face_config(config, **more):
-    """transformers' description of a LlamaConfig."""
+def hugging_face_config(config, kind: str = "Llama", **more):
+    """transformers' description of a LlamaConfig, or of a relative of Llama with its sizes."""
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -43,7 +45,7 @@ def hugging_face_config(config, **more):
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-    return transformers.LlamaConfig(
+    return getattr(transformers, f"{kind}Config")(
         hidden_size=config.dim,
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
@@ -154,6 +156,27 @@ def refused(result, *parts: str) -> None:
     assert all(part in lines[0] for part in parts), lines[0]
     assert "Traceback" not in result.err and "[rank" not in result.err
     assert set(result.codes) == {2}  # on every rank
+
+
+def changed_copy(
+    copy: Path, patch: str = "", edits: dict[str, str] | None = None, exclude: str = ""
+) -> tuple[str, Path]:
+    """Copy the project's scripts; apply a patch of tests/changes, but not to the file `exclude`;
+    then replace strings of model.py. Returns the first arguments of `launch` for a changed script.
+    """
+    for folder in (".", "plumbing", "perf", "tests/workers"):
+        (copy / folder).mkdir(parents=True, exist_ok=True)
+        for path in (ROOT / folder).glob("*.py"):
+            shutil.copy(path, copy / folder)
+    if patch:
+        command = ["git", "apply", f"--exclude={exclude}", CHANGES / f"{patch}.patch"]
+        subprocess.run(command, cwd=copy, check=True)
+    source = (copy / "model.py").read_text()
+    for old, new in (edits or {}).items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (copy / "model.py").write_text(source)
+    return "tests/workers/in_copy.py", copy
 
 
 def error_lines(result: Result) -> list[str]:

@@ -118,6 +118,7 @@ def train(process, case: dict) -> dict:
         gathered = gather_adapters(model)
     return {
         "rows": rows,
+        "tokens": tokens,
         "sampling": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
         "saving": sum(nbytes for _, nbytes in saving.sent.values()),
         "adapters": gathered,

@@ -1,0 +1,271 @@
+"""Eight changes that people make in class: seven are patches in tests/changes, and ZeRO-1 is in the
+code. Applied to a copy of the project, each is exact in every parallel configuration or refused."""
+
+import math
+import re
+import shutil
+import subprocess
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    CHANGES,
+    ROOT,
+    changed_copy,
+    hugging_face_config,
+    launch,
+    metrics,
+    refused,
+    slow,
+    succeed,
+)
+from test_model import to_hugging_face
+from test_parallel import GROUPED, case, computes_once, same_training, sends_as_predicted, train
+from test_train import flags
+from torch.func import functional_call
+from workers.muon_reference import plain_muon
+from workers.train_cases import batch_of
+
+from model import IGNORE, FeedForward, Llama, LlamaConfig
+
+NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
+CONFIG = LlamaConfig(**GROUPED)
+
+CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
+FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"schedule": "wsd"}}
+TOLERANCE = {"muon": 1e-10}  # 1e-12 for the others
+UNPREDICTED = ("experts", "muon")  # send more than perf/cost.py says
+STILL_A_LLAMA = ("z_loss", "muon", "wsd")
+WEIGHTS = {"muon": plain_muon}  # that training should end with
+
+CASES = {
+    1: {
+        "accumulating": case(GROUPED, 1),
+        "selective": case(GROUPED, checkpointing="selective"),
+        "full": case(GROUPED, checkpointing="full"),
+    },
+    2: {
+        "ddp": case(GROUPED, dp="ddp", replicate=2),
+        "zero1": case(GROUPED, 1, dp="zero1", replicate=2),
+        "fsdp": case(GROUPED, 1, dp="fsdp", shard=2),
+        "tp": case(GROUPED, dp="ddp", tp=2),
+        "tp selective": case(GROUPED, 4, dp="ddp", tp=2, checkpointing="selective"),
+    },
+    4: {
+        "fsdp tp": case(GROUPED, dp="fsdp", shard=2, tp=2),
+        "fsdp tp full": case(GROUPED, 1, dp="fsdp", shard=2, tp=2, checkpointing="full"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_change_applies_and_is_as_long_as_docs_change_md_says(name):
+    patch = CHANGES / f"{name}.patch"
+    subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, check=True)
+    lines = re.findall(r"^([+-])(?!\1\1 )", patch.read_text(), re.MULTILINE)
+    length = f"+{lines.count('+')} -{lines.count('-')}"
+    page = (ROOT / "docs/change.md").read_text()
+    assert f"[{name}](../tests/changes/{name}.patch), {length}" in page
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def changed(name, tmp_path_factory):
+    """The first arguments of `launch` for a script of the project with this change."""
+    return changed_copy(tmp_path_factory.mktemp(name), name, CONSTANTS.get(name))
+
+
+@pytest.mark.slow
+def test_every_configuration_computes_the_same(name, changed, tmp_path):
+    expected = None
+    for nproc, cases in CASES.items():
+        for options in cases.values():
+            options["flags"] = FLAGS.get(name, {})
+        for label, result in train(tmp_path, nproc, cases, within=changed).items():
+            print(label)
+            if not expected and name in WEIGHTS:
+                for parameter, weight in WEIGHTS[name](GROUPED).items():
+                    error = (result["last"][parameter] - weight).norm() / weight.norm()
+                    assert error < TOLERANCE[name], (parameter, error)
+            expected = expected or result
+            same_training(result, expected, TOLERANCE.get(name, 1e-12))
+            computes_once(result, cases[label])
+            assert result["tokens"] == expected["tokens"]
+            if name not in UNPREDICTED:
+                sends_as_predicted(result, cases[label], nproc)
+
+
+@pytest.mark.slow
+def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
+    name, changed, shards, tmp_path
+):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    given = flags(shards, out, steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
+    succeed(*changed, "train.py", *given)
+    expected = metrics(out)
+    if name == "wsd":  # the last fifth of six steps is one step, and 0 would come after it
+        rates = [0.5, 1, 1, 1, 1, 0.5]
+        assert [row["lr"] for row in expected] == pytest.approx([0.01 * rate for rate in rates])
+    shutil.rmtree(out / "step-00000006")
+    succeed(*changed, "train.py", *given, "--resume", "--dp", "fsdp", nproc=2)
+    for ours, theirs in zip(metrics(out), expected, strict=True):
+        for key in {"loss", "grad_norm", "lr", "val_loss"} & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE.get(name, 1e-12)), key
+    succeed(*changed, "generate.py", out, "--prompt", "1 and", "--max-new-tokens", 20)
+    export = launch(*changed, "checkpoint.py", "export", out, exported, "--format", "hf")
+    if name in STILL_A_LLAMA:
+        assert export.codes == [0], export.err
+    else:
+        refused(export, "Llama")
+
+
+@pytest.mark.parametrize(
+    "name, layer", [("qk_norm", "attention.q_norm"), ("experts", "feed_forward.router")]
+)
+def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp_path):
+    changed = changed_copy(tmp_path / "copy", name, exclude="tensor_parallel.py")
+    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    refused(result, f"--tp cannot shard layers.0.{layer}.weight: add its layer to PLAN")
+
+
+# Places in model.py.
+FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
+FEATURES = "SwiGLU.apply(self.w1(x), self.w3(x))"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (FEATURES, f"F.normalize({FEATURES}, dim=-1)"),
+        slow("out.transpose(1, 2).r", "(out - out.mean(1, keepdim=True)).transpose(1, 2).r"),
+        slow(
+            "            loss -= ",
+            "            loss += logits.logsumexp(-1).sum()\n            loss -= ",
+        ),
+    ],
+    ids=["features", "heads", "loss"],
+)
+def test_what_sees_a_shard_for_the_whole_is_refused(old, new, shards, tmp_path):
+    changed = changed_copy(tmp_path / "copy", edits={old: new})
+    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    refused(result, "--tp computes another loss than one process, since model.py was changed")
+
+
+def test_dropout_is_for_training(shards, tmp_path):
+    """As seen after two steps without a learning rate."""
+    dropped = f"F.dropout({FEED_FORWARD}, 0.5, self.training)"
+    for out, edits in (("plain", {}), ("dropout", {FEED_FORWARD: dropped})):
+        given = flags(shards, tmp_path / out, steps=2, lr=0, eval_every=1)
+        succeed(*changed_copy(tmp_path / f"{out}-copy", edits=edits), "train.py", *given)
+    plain, changed = metrics(tmp_path / "plain"), metrics(tmp_path / "dropout")
+    assert [row["val_loss"] for row in plain] == [row["val_loss"] for row in changed]
+    assert all(row["loss"] != other["loss"] for row, other in zip(plain, changed))
+
+
+# ---------------------------------------------------------------------------- what is computed
+
+# Each returns the logits [B, T, V] of the changed model, from another program or a formula.
+
+
+def unchanged(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    return functional_call(Llama(CONFIG).double(), weights, tokens)
+
+
+def gelu(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+        x = self.w1(x)
+        return self.w2(x * (1 + torch.erf(x / math.sqrt(2))) / 2)
+
+    peer = Llama(CONFIG).double()
+    for block in peer.layers.values():
+        block.feed_forward.forward = partial(forward, block.feed_forward)
+    return functional_call(peer, weights, tokens)
+
+
+def qk_norm(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    norms = {n: w for n, w in weights.items() if "q_norm" in n or "k_norm" in n}
+    converted = to_hugging_face(CONFIG, {n: w for n, w in weights.items() if n not in norms})
+    for name, weight in norms.items():  # from pairs to halves, like the rows of wq and wk
+        name = f"model.{name.replace('attention', 'self_attn')}"
+        converted[name] = weight.view(-1, 2).T.flatten()
+    return hugging_face("Qwen3", converted, tokens, head_dim=CONFIG.head_dim)
+
+
+def sliding_window(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    return hugging_face("Mistral", to_hugging_face(CONFIG, weights), tokens, sliding_window=3)
+
+
+def experts(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
+    converted = {n: w for n, w in weights.items() if "feed_forward" not in n}
+    converted = to_hugging_face(CONFIG, converted)
+    for layer in range(CONFIG.n_layers):  # the matrices of all experts are one tensor there
+        ours, theirs = f"layers.{layer}.feed_forward", f"model.layers.{layer}.mlp"
+        w1, w2, w3 = (
+            torch.stack([weights[f"{ours}.experts.{i}.{name}.weight"] for i in range(4)])
+            for name in ("w1", "w2", "w3")
+        )
+        converted[f"{theirs}.gate.weight"] = weights[f"{ours}.router.weight"]
+        converted[f"{theirs}.experts.gate_up_proj"] = torch.cat([w1, w3], 1)
+        converted[f"{theirs}.experts.down_proj"] = w2
+    options = dict(num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+    return hugging_face("Mixtral", converted, tokens, **options)
+
+
+def hugging_face(kind: str, weights: dict, tokens: torch.Tensor, **options) -> torch.Tensor:
+    import transformers
+
+    config = hugging_face_config(CONFIG, kind, attn_implementation="sdpa", **options)
+    peer = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    in_float64 = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
+    for module in peer.modules():  # theirs computes in float32 whatever the model's dtype
+        if type(module).__name__ == f"{kind}RMSNorm":
+            module.forward = lambda x, norm=module: F.rms_norm(
+                x, norm.weight.shape, norm.weight, norm.variance_epsilon
+            )
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.forward = in_float64(module.forward)
+    return functional_call(peer, weights, kwargs={"input_ids": tokens}).logits
+
+
+def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What the change adds to the loss of training."""
+    return 1e-4 * (logits.logsumexp(-1) ** 2)[targets != IGNORE].sum()
+
+
+MODELS = {"experts": experts, "gelu": gelu, "qk_norm": qk_norm, "sliding_window": sliding_window}
+LOSSES = {"z_loss": z_loss}
+
+
+@pytest.mark.slow
+def test_it_computes_what_others_compute(name, changed, tmp_path):
+    given, results = tmp_path / "given.pt", tmp_path / "results.pt"
+    batches = {packed: batch_of(packed) for packed in (False, True)}
+    rows = {packed: (b.tokens, b.targets, b.positions) for packed, b in batches.items()}
+    torch.save({"config": GROUPED, "batches": rows}, given)
+    succeed(*changed, "tests/workers/outputs.py", given, results)
+    result = torch.load(results)
+    weights = {name: weight.requires_grad_() for name, weight in result["weights"].items()}
+    torch.testing.assert_close(result["cached"], result["full"], rtol=1e-12, atol=1e-12)
+    for packed, ours in result["batches"].items():
+        loss = extra = 0
+        for document in (slice(0, 4), slice(4, 13)) if packed else (slice(0, 13),):
+            tokens, targets = (t[:, document] for t in rows[packed][:2])
+            logits = MODELS.get(name, unchanged)(weights, tokens)
+            loss = loss + F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+            if name in LOSSES:
+                extra = extra + LOSSES[name](logits, targets)
+        assert ours["validation"] == pytest.approx(loss.item(), rel=1e-12)
+        assert ours["loss"] == pytest.approx((loss + extra).item(), rel=1e-12)
+        gradients = torch.autograd.grad(loss + extra, list(weights.values()))
+        for (parameter, gradient), expected in zip(ours["gradients"].items(), gradients):
+            error = (gradient - expected).norm() / expected.norm()
+            assert error < 1e-12, (packed, parameter, error)
