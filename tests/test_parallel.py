@@ -128,6 +128,8 @@ MORE = {
     "lora fsdp reshard none": case(ODD, 1, lora=RSLORA, dp="fsdp", shard=2, reshard="none"),
     "lora tp reshard all": case(GROUPED, 2, lora=RSLORA, dp="fsdp", tp=2, reshard="all"),
 }
+for cases, name in ((TWO, "ddp"), (TWO, "fsdp tied"), (FOURFOLD, "fsdp tp")):
+    cases[name]["generate"] = True
 # Every combination, of which the tests above are a choice; compiling makes them slow.
 DATA = {
     "ddp": lambda n: dict(dp="ddp", replicate=n),
