@@ -1,8 +1,8 @@
 """Run on several ranks: train each case in the JSON file of the first argument for STEPS steps.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"dtype", "flags" of the optimizer, "generate", and for adapters "lora" (fields of LoRA); those train with a
-tenth of the learning rate.
+"dtype", "flags" of the optimizer, "generate", and for adapters "lora" (fields of LoRA); those train
+with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
