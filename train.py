@@ -47,7 +47,7 @@ from parallel import (
 from perf.choose import choose_parallel, fits_unsharded, usable_memory
 from perf.cost import describe_traffic, predict_traffic, prediction_caveat
 from plumbing import records
-from plumbing.check_tp import check_tensor_parallel
+from plumbing.check_model import check_tensor_parallel, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -307,8 +307,9 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
         print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")
-        if note := prediction_caveat(job.model):
-            print_rank_zero(note)
+    traffic_caveat = prediction_caveat(job.model) if process.size > 1 else ""
+    for caveat in filter(None, (traffic_caveat, loss_caveat(job.model.config))):
+        print_rank_zero(caveat)
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner

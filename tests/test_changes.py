@@ -169,6 +169,18 @@ def test_dropout_is_for_training(shards, tmp_path):
     assert all(row["loss"] != other["loss"] for row, other in zip(plain, changed))
 
 
+def test_a_cap_of_the_logits_that_training_lacks_is_told(shards, tmp_path):
+    capped = {"return self.output(x)": "return self.output(x).tanh()"}
+    for out, edits in (("plain", {}), ("capped", capped)):
+        changed = changed_copy(tmp_path / f"{out}-copy", edits=edits)
+        result = succeed(*changed, "train.py", *flags(shards, tmp_path / out, steps=1))
+        told = (
+            "note: the loss is not the cross entropy of the logits that generation uses"
+            in result.out
+        )
+        assert told == bool(edits)
+
+
 # ---------------------------------------------------------------------------- what is computed
 
 # Each returns the logits [B, T, V] of the changed model, from another program or a formula.

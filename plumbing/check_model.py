@@ -1,0 +1,73 @@
+"""Check that model.py, as it may have been changed, computes one and the same everywhere.
+
+Each check runs a small model in float64, whose weights need no random numbers."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from model import Llama, LlamaConfig
+from plumbing.fingerprint import fixed_weight
+from plumbing.processes import UserError
+from tensor_parallel import tensor_parallel
+
+
+def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh) -> None:
+    """Raise UserError on all ranks if a small model has another loss or another gradient when it
+    is sharded over a mesh of one dimension.
+
+    PLAN covers all parameters, but cannot know what a change does between column-parallel and
+    row-parallel layers, where a rank has some of the features, nor in the loss, where it has some
+    of the vocabulary."""
+    if mesh.size() == 1:
+        return
+    expected, found = (_loss_and_gradients(config, mesh, split) for split in (False, True))
+    for name, value in expected.items():
+        if (found[name] - value).norm() > 1e-9 * value.norm():
+            raise UserError(
+                f"--tp computes another {name} than one process, since model.py was changed: from "
+                f"wq to wo a rank has some of the heads, from w1 to w2 some of the features, and "
+                f"in the loss some of the vocabulary"
+            )
+
+
+def _loss_and_gradients(config: LlamaConfig, mesh: DeviceMesh, split: bool) -> dict[str, Tensor]:
+    model, tokens = _small_model(config, mesh.size(), torch.device(mesh.device_type))
+    if split:
+        tensor_parallel(model, mesh)
+    loss = model(tokens, targets=tokens)
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        is_sharded = isinstance(gradient, DTensor)
+        found[f"gradient of {name}"] = gradient.full_tensor() if is_sharded else gradient
+    return found
+
+
+@torch.no_grad()
+def loss_caveat(config: LlamaConfig) -> str:
+    """Return a one-line warning if the loss in validation is not the cross entropy of the logits
+    that generation uses, else "". Both are computed from the output matrix, each in its own way."""
+    model, tokens = _small_model(config, 1, torch.device("cpu"))
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
+    if torch.isclose(model(tokens, targets=tokens), expected, rtol=1e-9):
+        return ""
+    return (
+        "note: the loss is not the cross entropy of the logits that generation uses: a change to "
+        "logits belongs in Llama.forward and in _ChunkedCrossEntropy"
+    )
+
+
+@torch.no_grad()
+def _small_model(config: LlamaConfig, tp: int, device: torch.device) -> tuple[Llama, Tensor]:
+    """Return a model of one block that tp divides, and tokens [1, 4 tp]."""
+    small = dict(dim=8 * tp, n_layers=1, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
+    model = Llama(replace(config, **small, vocab_size=5 * tp)).double().to(device).eval()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(fixed_weight(name, parameter))
+    return model, torch.arange(4 * tp, device=device)[None] ** 2 % (5 * tp)
