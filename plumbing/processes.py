@@ -125,10 +125,12 @@ def _one_thread_gloo(
     By default two threads do. After each collective, its thread assigns the collective's name to a
     string of the group without a lock (as of torch 2.13). If both do so at once, they corrupt the
     heap, and the process crashes sooner or later."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    devices = [gloo.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [gloo.create_default_device()]
     options._threads, options._timeout = 1, timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def init_distributed() -> Process:

@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from plumbing.processes import init_distributed, run
+
 sent = Path("/sys/class/net", sys.argv[1], "statistics/tx_bytes")
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    init_distributed()
     full = torch.ones(8 << 20)
     shard = torch.ones(len(full) // dist.get_world_size())
     collectives = {
@@ -22,16 +26,15 @@ def main() -> None:
         "reduce-scatter": lambda: dist.reduce_scatter_tensor(shard, full),
     }
     ratios = {}
-    for name, run in collectives.items():
-        run()  # opens the connections
+    for name, collective in collectives.items():
+        collective()  # opens the connections
         dist.barrier()
         before = int(sent.read_text())
-        run()
+        collective()
         ratios[name] = (int(sent.read_text()) - before) / full.nbytes
         dist.barrier()
     if dist.get_rank() == 0:
         print(json.dumps(ratios))
-    dist.destroy_process_group()
 
 
-main()
+run(main)
