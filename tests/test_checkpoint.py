@@ -95,6 +95,25 @@ class Stateful(torch.optim.SGD):
                 self.state[self.owner or parameter]["count"] = self.number
 
 
+class Counting(torch.optim.SGD):
+    """SGD that keeps its number of steps in its groups."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+class Shrinking(torch.optim.SGD):
+    """SGD whose weight decay does not depend on the learning rate."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+
 def zero_redundancy(model):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -116,8 +135,10 @@ def named(model):
             r"embeddings\.weight\.count is 0; keep it as a tensor",
         ),
         (lambda model: Stateful(named(model), torch.ones(1), "all"), r"state in state\[parameter"),
+        (lambda model: Counting(named(model), 0.1), "Counting .*counts in its attributes"),
+        (lambda model: Shrinking(named(model), 0.1), "Shrinking .*changes weights at a learning"),
     ],
-    ids=["no names", "wrapped", "no tensor", "no parameter"],
+    ids=["no names", "wrapped", "no tensor", "no parameter", "counter", "decay"],
 )
 def test_an_optimizer_that_cannot_be_saved_is_refused_at_the_start(tmp_path, make, message):
     model, _ = trained(steps=0)

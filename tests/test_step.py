@@ -9,14 +9,15 @@ from conftest import launch, refused, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from model import PRESETS
+from model import PRESETS, Llama
 from parallel import ParallelConfig, with_mesh
 from perf.cost import predict_memory
 from perf.measure import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.flags import Parser, add_optimizer_flags
-from plumbing.processes import Process, init_distributed
+from plumbing.processes import Process, UserError, init_distributed
+from train import make_optimizer, train_step
 
 
 def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
@@ -130,15 +131,28 @@ def test_parts():
                      EXPOSED + "shard": 15, "optimizer": 4, "data": 3, "other": 3}  # fmt: skip
 
 
-def test_a_measured_step_uses_the_flags_of_the_optimizer():
+@pytest.fixture
+def world():
+    yield with_mesh(init_distributed())
+    dist.destroy_process_group()
+
+
+def test_a_parameter_without_a_gradient_is_named(world):
+    model = Llama(CONFIG)
+    model.init_weights()
+    model.layers["1"].attention.unused = torch.nn.Linear(4, 4, bias=False)
+    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+    with pytest.raises(UserError, match=r"layers\.1\.attention\.unused\.weight got no gradient"):
+        train_step(model, optimizer, random_batch(CONFIG, 1, 8), 1, 1.0, world, step=1)
+
+
+def test_a_measured_step_uses_the_flags_of_the_optimizer(world):
     """With a learning rate of 0 a step changes nothing."""
     config = PRESETS["tiny"]
-    world = with_mesh(init_distributed())
     batch = random_batch(config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
         step = make_step(config, Parser.defaults(add_optimizer_flags, lr=lr), batch, 1, world)
         assert (step().loss == step().loss) == unchanged
-    dist.destroy_process_group()
 
 
 def test_a_collective_without_a_name_here_is_counted_too():
