@@ -217,6 +217,7 @@ def measure_compare(args: argparse.Namespace) -> str:
     batch, lora = random_batch(config, args.batch, args.seq_len), LoRA() if args.lora else None
     steps, costs = {}, {}
     for name in names:
+        print_rank_zero(f"counting {name}", file=sys.stderr)
         world = world_of(name, base)
         if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
             steps[name], costs[name] = lambda: None, Cost(world.parallel)

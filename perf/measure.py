@@ -12,9 +12,10 @@ process, and a result is the median, over all rounds, of the ratio of two times 
 import argparse
 import contextlib
 import statistics
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -51,11 +52,24 @@ from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
 
+def count_rounds(repeats: int) -> Iterator[int]:
+    """Yield 0, for the round that warms up, to `repeats`. Where rounds take more than a second,
+    rank 0 prints the time left."""
+    start = time.perf_counter()
+    for number in range(repeats + 1):
+        yield number
+        average = (time.perf_counter() - start) / (number + 1)
+        left = round(average * (repeats - number))
+        if average > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            progress = f"round {number} of {repeats}  {left // 60}:{left % 60:02d} left"
+            print(progress, file=sys.stderr, flush=True)
+
+
 def time_interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> Seconds:
     """Call every contestant once in each of `repeats` rounds, after a warm-up round that does not
     count."""
     seconds = {name: [] for name in contestants}
-    for round_number in range(repeats + 1):
+    for round_number in count_rounds(repeats):
         for name, step in contestants.items():
             if dist.is_initialized():
                 dist.barrier()  # a rank that still runs the previous contestant would disturb

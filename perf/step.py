@@ -55,6 +55,7 @@ from perf.measure import (
     Counted,
     Live,
     build_on_meta,
+    count_rounds,
     markdown_table,
     megabytes,
     quartiles,
@@ -280,8 +281,7 @@ def time_variants(training: Training) -> Rounds:
         dims = training.dims[:n]
         variants[f"without {' '.join(dims)}"] = partial(silenced_pass, training, dims)
     rounds = {name: [] for name in variants}
-    for round_number in range(training.args.repeats + 1):
-        print_rank_zero(f"round {round_number} of {training.args.repeats}", file=sys.stderr)
+    for round_number in count_rounds(training.args.repeats):
         for name, variant in variants.items():
             dist.barrier()  # a rank that still runs the previous variant would disturb
             start = time.perf_counter()

@@ -1,0 +1,248 @@
+"""Draw the pictures of README.md and docs from what was measured.
+
+    python docs/pictures.py                    docs/*.svg, from docs/measured; needs matplotlib
+    python docs/pictures.py --run out/tiny     the same, with the losses of a new run
+
+docs/measured.md has the commands that measured the rest. The pictures suit white and dark pages: a
+style sheet in each SVG exchanges the colours of text and background where the reader prefers a dark
+page.
+"""
+
+import argparse
+import io
+import json
+import statistics
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from matplotlib import rcParams  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
+
+from model import PRESETS  # noqa: E402
+from parallel import ParallelConfig  # noqa: E402
+from perf.compare import configure  # noqa: E402
+from perf.cost import predict_memory, predict_traffic, sent_bytes  # noqa: E402
+from perf.measure import build_on_meta  # noqa: E402
+
+MEASURED = ROOT / "docs/measured"
+INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
+ON_DARK_PAGES = {INK: "#e6edf3", GREY: "#9198a1", PAPER: "#0d1117"}
+BLUE, ORANGE, GREEN, RED = "#4c8dd6", "#dd8435", "#46a568", "#cf5b5b"
+
+
+def new_figure(width: float, height: float, columns: int = 1, **options) -> tuple[Figure, list]:
+    """Return a figure of this size in inches, and its axes."""
+    figure = Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    for ax in axes:
+        ax.set_facecolor("none")
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(length=0)
+    return figure, list(axes)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write an SVG with the colours of both kinds of pages."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    rules = "".join(
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }} '
+        for light, dark in ON_DARK_PAGES.items()
+        for kind in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {rules}}}</style>\n <defs>"
+    path.write_text(buffer.getvalue().replace("<defs>", style, 1))
+    print(path)
+
+
+# ------------------------------------------------------------------------------ the pictures
+
+
+def keep_losses(out: Path) -> None:
+    """Copy the losses of a run to docs/measured."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = ["step,bits_per_byte,val_bits_per_byte"]
+    for row in rows:
+        validation = f"{row['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in row else ""
+        lines.append(f"{row['step']},{row['bits_per_byte']:.4f},{validation}")
+    (MEASURED / "loss.csv").write_text("\n".join(lines) + "\n")
+
+
+def draw_loss(path: Path) -> None:
+    """Bits per byte of the default run: each step, the mean of 50, and validation."""
+    rows = [line.split(",") for line in (MEASURED / "loss.csv").read_text().splitlines()[1:]]
+    bits = [float(row[1]) for row in rows]
+    validation = [(int(row[0]), float(row[2])) for row in rows if row[2]]
+    figure, (ax,) = new_figure(7, 3)
+    steps = range(1, len(bits) + 1)
+    ax.plot(steps, bits, color=BLUE, alpha=0.3, linewidth=0.7)
+    means = [statistics.mean(bits[step - 25 : step + 25]) for step in steps[25:-25]]
+    ax.plot(steps[25:-25], means, color=BLUE, linewidth=1.8)
+    ax.plot(*zip(*validation), "o", color=ORANGE, markersize=5)
+    last, value = validation[-1]
+    ax.annotate("each step, and the mean of 50", (230, 2.65), color=BLUE)
+    ax.annotate(
+        f"validation: {value:.3f} at the end", (last, value), (0, 34), color=ORANGE,
+        textcoords="offset points", ha="right",
+    )  # fmt: skip
+    ax.set_ylim(1.3, 3.4)
+    ax.grid(axis="y", color=GREY, alpha=0.25)
+    ax.set_xlabel("step")
+    ax.set_title("torchrun train.py: bits per byte of text", loc="left")
+    save(figure, path)
+
+
+def draw_strategies(path: Path) -> None:
+    """Peak memory of a rank and the bytes that it sends, by strategy: measured and predicted."""
+    report = json.loads((MEASURED / "strategies.json").read_text())
+    model = build_on_meta(PRESETS[report["model"]])
+    names = list(report["strategies"])
+    base = SimpleNamespace(size=report["ranks"], per_node=report["per_node"])
+    counted = report["strategies"].values()
+    memory, traffic = [], []
+    for name in names:
+        parallel = configure(name, base)
+        local_batch = report["batch"] // (parallel.replicate * parallel.shard)
+        microbatches = local_batch // report["microbatch"]
+        shape = report["microbatch"], report["seq_len"]
+        held = predict_memory(model, parallel, shape[0] * shape[1], microbatches)
+        memory.append(held["peak"] / 1e9)
+        sent = predict_traffic(model, parallel, microbatches, *shape)
+        traffic.append(sent_bytes(sent, parallel) / 1e9)
+    figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)
+    bars(left, names, [row["peak_bytes"] / 1e9 for row in counted], memory, BLUE)
+    bars(right, names, [row["sends"] / 1e9 for row in counted], traffic, ORANGE)
+    left.set_title("peak memory of a rank, GB (line: predicted)", loc="left")
+    right.set_title("a rank sends in a step, GB (line: predicted)", loc="left")
+    left.invert_yaxis()
+    save(figure, path)
+
+
+def bars(ax: Axes, names: list[str], counted: list[float], predicted: list[float], color) -> None:
+    """Draw horizontal bars with their values, and a line across each where it was predicted."""
+    drawn = ax.barh(names, counted, color=color, height=0.62)
+    ax.bar_label(drawn, [f"{value:.2f}" for value in counted], padding=6, color=INK)
+    for row, value in enumerate(predicted):
+        ax.plot([value, value], [row - 0.42, row + 0.42], color=INK, linewidth=1.6)
+    ax.margins(x=0.16)
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+
+
+def draw_two_nodes(path: Path) -> None:
+    """Seconds a step of four strategies on two nodes, over links of three speeds."""
+    links = {"none": "no limit", "200mbit": "200 Mbit/s", "50mbit": "50 Mbit/s"}
+    reports = [json.loads((MEASURED / f"two_nodes_{link}.json").read_text()) for link in links]
+    labels = {
+        "ddp": ("DDP", BLUE),
+        "fsdp": ("FSDP over all ranks", ORANGE),
+        "hsdp": ("HSDP: shards within a node", GREEN),
+        "wrong": ("HSDP, the mesh the wrong way round", RED),
+    }
+    figure, (ax,) = new_figure(8, 3.4)
+    for place, (name, (label, color)) in enumerate(labels.items()):
+        medians = [statistics.median(r["strategies"][name]["seconds"]) for r in reports]
+        positions = [group + 0.2 * (place - 1.5) for group in range(len(links))]
+        drawn = ax.bar(positions, medians, 0.18, color=color, label=label)
+        ax.bar_label(drawn, [f"{median:.2f}" for median in medians], padding=2, color=INK)
+    ax.set_xticks(range(len(links)), [f"{text} between nodes" for text in links.values()])
+    ax.set_yticks([])
+    ax.legend(frameon=False, loc="upper left")
+    ax.set_title("seconds a step, two nodes of two ranks", loc="left")
+    save(figure, path)
+
+
+def draw_mesh(path: Path) -> None:
+    """Eight ranks on two nodes as 2 x 2 x 2: who communicates with whom, and how much."""
+    sizes = dict(replicate=2, shard=2, tp=2)
+    parallel = ParallelConfig(dp="hsdp", dtype=torch.bfloat16, **sizes)
+    model = build_on_meta(PRESETS["llama3.1-8b"])
+    traffic = predict_traffic(model, parallel, microbatches=4, batch=1, seq_len=8192)
+    sent = {
+        dim: sent_bytes({k: v for k, v in traffic.items() if k[0] == dim}, parallel) / 1e9
+        for dim in sizes
+    }
+    what = {
+        "tp": "tp: activations of every layer",
+        "shard": "shard: weights, and their gradients",
+        "replicate": "replicate: gradients, once a step",
+    }
+    colors = {"tp": RED, "shard": ORANGE, "replicate": BLUE}
+    figure, (ax,) = new_figure(8, 3.6)
+    ax.set_axis_off()
+    ax.set(xlim=(0, 16), ylim=(0, 7.2), aspect="equal")
+
+    def place(rank: int) -> tuple[float, float]:
+        node, shard, tp = rank // 4, rank // 2 % 2, rank % 2
+        return 2 + 6.2 * node + 2.4 * tp, 5 - 2.4 * shard
+
+    for node in range(2):
+        ax.add_patch(rounded(0.9 + 6.2 * node, 1.5, 4.6, 4.6, edgecolor=GREY, linestyle="--"))
+        ax.text(3.2 + 6.2 * node, 6.35, f"node {node}", color=GREY, ha="center")
+    for dim, stride in (("replicate", 4), ("shard", 2), ("tp", 1)):
+        for rank in range(8):
+            if rank // stride % 2 == 0:
+                ax.add_patch(link(place(rank), place(rank + stride), dim, colors[dim], sent[dim]))
+    for rank in range(8):
+        x, y = place(rank)
+        ax.add_patch(rounded(x - 0.55, y - 0.55, 1.1, 1.1, edgecolor=INK, facecolor=PAPER))
+        ax.text(x, y, f"{rank}", color=INK, ha="center", va="center", fontsize=13)
+    for row, dim in enumerate(what):
+        ax.text(12.2, 5 - 1.2 * row, what[dim], color=colors[dim], va="center", fontsize=10)
+        ax.text(12.2, 4.55 - 1.2 * row, f"{sent[dim]:.0f} GB", color=INK, va="center")
+    ax.text(
+        0.9, 0.7, "Llama 3.1 8B, a step of 4 microbatches of 8,192 tokens: what each rank sends. "
+        "What talks most stays in a node.", color=INK, fontsize=9,
+    )  # fmt: skip
+    save(figure, path)
+
+
+def rounded(x: float, y: float, width: float, height: float, facecolor="none", **options):
+    box = "round,pad=0,rounding_size=0.2"
+    return FancyBboxPatch((x, y), width, height, box, facecolor=facecolor, **options)
+
+
+def link(start: tuple, end: tuple, dim: str, color: str, gigabytes: float) -> FancyArrowPatch:
+    """Return a line between two ranks, as wide as what it carries; over replicate, an arc."""
+    bend = "arc3,rad=-0.22" if dim == "replicate" else "arc3"
+    return FancyArrowPatch(
+        start, end, arrowstyle="-", connectionstyle=bend, color=color, linewidth=gigabytes / 8
+    )
+
+
+PICTURES = {
+    "mesh": draw_mesh,
+    "loss": draw_loss,
+    "strategies": draw_strategies,
+    "two_nodes": draw_two_nodes,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the pictures of README.md and docs.")
+    parser.add_argument("--run", type=Path, metavar="OUT", help="take the losses of this run")
+    args = parser.parse_args()
+    if args.run:
+        keep_losses(args.run)
+    rcParams.update({
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "flatllama",  # the same data give the same file
+        "font.family": "sans-serif",
+        "font.size": 10,
+        **dict.fromkeys(["text.color", "axes.labelcolor", "axes.titlecolor"], INK),
+        **dict.fromkeys(["xtick.color", "ytick.color", "axes.edgecolor"], GREY),
+        **dict.fromkeys(["xtick.labelcolor", "ytick.labelcolor", "legend.labelcolor"], INK),
+    })  # fmt: skip
+    for name, draw in PICTURES.items():
+        draw(ROOT / "docs" / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

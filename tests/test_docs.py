@@ -1,0 +1,267 @@
+"""README.md and docs: every command is one that its script takes, and runs, in small; every link
+and picture exists."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, hugging_face_config, launch
+
+from data import train_tokenizer
+from model import LlamaConfig
+from plumbing.flags import Parser
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = "train.py finetune_lora.py generate.py bench.py data.py checkpoint.py".split()
+
+
+class Command(NamedTuple):
+    page: str
+    text: str
+    script: str
+    arguments: list[str]
+    nproc: int  # 0: without torchrun
+    torchrun: list[str]  # its other flags
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Return the commands of a page: the lines of its bash blocks, and code spans that look so."""
+    text, lines = page.read_text(), []
+    block = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    for found in block.findall(text):
+        if not found.startswith("#!"):
+            lines += found.replace("\\\n", " ").splitlines()
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    start = re.compile(rf"(torchrun|python|perf/two_nodes.sh|time) |({'|'.join(SCRIPTS)}) .*--")
+    return lines + [span for span in spans if start.match(span)]  # others are mere mentions
+
+
+def parse(page: Path, line: str) -> list[Command]:
+    """Return the project's commands in a line, without comments and ellipses. pip and pytest are
+    run by .ci/run, git apply by test_changes.py."""
+    commands = []
+    for part in line.split(" && "):
+        words = [word for word in shlex.split(part, comments=True) if word != "..."]
+        if not words or words[0] in ("pip", "pytest", "git"):
+            continue
+        if words[0] == "time":
+            words = words[1:]
+        torchrun, nproc = [], 0
+        if words[0] == "perf/two_nodes.sh":
+            torchrun, nproc, words = words[:2], int(words[2]), words[3:]
+        elif words[0] == "torchrun":
+            nproc, words = 1, words[1:]
+            while words and not words[0].endswith(".py"):
+                flag, value, *words = words
+                if flag == "--nproc-per-node":
+                    nproc = int(value)
+                else:
+                    torchrun += [flag, value]
+        elif words[0] == "python":
+            words = words[1:]
+        if words:
+            commands.append(Command(page.name, line, words[0], words[1:], nproc, torchrun))
+    return commands
+
+
+COMMANDS = [c for page in PAGES for line in shell_lines(page) for c in parse(page, line)]
+
+
+def test_commands_are_found():
+    assert {command.page for command in COMMANDS} == {page.name for page in PAGES}
+    assert {command.script for command in COMMANDS} >= set(SCRIPTS)
+    assert any(command.torchrun[:1] == ["perf/two_nodes.sh"] for command in COMMANDS)
+
+
+class Taken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page}: {c.text}")
+def test_a_script_takes_the_flags(command, monkeypatch):
+    assert (ROOT / command.script).exists()
+    if command.script not in SCRIPTS:
+        return
+    parse_args = Parser.parse_args
+
+    def parse_and_stop(parser, *given):
+        parse_args(parser, *given)
+        raise Taken
+
+    monkeypatch.setattr(Parser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [command.script, *command.arguments])
+    with pytest.raises(Taken):
+        importlib.import_module(command.script.removesuffix(".py")).main()
+
+
+def test_links_and_pictures_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+            path, _, heading = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), (page.name, target)
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
+                assert heading in anchors, (page.name, target, anchors)
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) <= 1200
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    copy = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs", copy)
+    drawn = {path.name for path in copy.glob("*.svg")}
+    for path in copy.glob("*.svg"):
+        path.unlink()
+    result = subprocess.run(
+        [sys.executable, copy / "pictures.py"],
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert {path.name for path in copy.glob("*.svg")} == drawn
+    for name in drawn:
+        assert "prefers-color-scheme: dark" in (copy / name).read_text()
+
+
+# -------------------------------------------------------------------------------- they run
+
+SMALL = {  # what is appended to the commands
+    "train.py": "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-windows 2",
+    "finetune_lora.py": "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64",
+    "generate.py": "--max-new-tokens 3",
+    "data.py train-tokenizer": "--vocab-size 600",
+    "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
+    "bench.py lora": "--model tiny --batch 1 --seq-len 32 --repeats 1",
+    "bench.py loss": "--tokens 64 --vocab-size 512",
+    "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
+    "bench.py comm": "--model tiny --seq-len 32 --repeats 1 --sizes 1024",
+    "bench.py step": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory) -> Path:
+    """A user's directory, with what the pages take for given."""
+    import transformers
+
+    directory = tmp_path_factory.mktemp("user")
+    notes = directory / "my_notes"
+    notes.mkdir()
+    for source in ("model.py", "train.py", "parallel.py", "data.py"):
+        (notes / f"{source}.md").write_text((ROOT / source).read_text())
+    tokenizer = directory / "notes.model"
+    train_tokenizer([notes], 600, tokenizer)
+    chat = {
+        "messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]
+    }
+    (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    for name in ("Llama-3.2-1B", "Llama-3.1-8B"):
+        config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
+        model = transformers.LlamaForCausalLM(hugging_face_config(config))
+        model.save_pretrained(directory / name)
+        shutil.copy(tokenizer, directory / name / "tokenizer.model")
+    (directory / "docs").symlink_to(ROOT / "docs")
+    torch.manual_seed(0)
+    return directory
+
+
+def in_small(command: Command, directory: Path) -> list[str]:
+    """Return the arguments of a command that takes seconds in place of minutes."""
+    arguments = [a.replace("~", str(directory), 1) for a in command.arguments]
+    if command.script == "train.py" and "--model" in arguments:
+        arguments += ["--model", "tiny"]
+    small = SMALL.get(command.script) or SMALL.get(f"{command.script} {arguments[0]}", "")
+    return arguments + small.split()
+
+
+@pytest.mark.slow
+def test_every_command_runs(sandbox):
+    """In the order of the pages; those for several nodes by the two tests below."""
+    failures = []
+    for command in COMMANDS:
+        if command.script not in SCRIPTS or command.torchrun:
+            continue
+        worker = "tests/workers/in_directory.py"
+        given = [worker, sandbox, command.script, *in_small(command, sandbox)]
+        result = launch(*given, nproc=min(command.nproc, 4), timeout=300)
+        print(command.page, command.text, result.codes, flush=True)
+        if set(result.codes) != {0}:
+            failures.append((command.page, command.text, result.err[-2000:]))
+    assert not failures, "\n".join(map(str, failures))
+
+
+@pytest.mark.slow
+def test_commands_for_two_emulated_nodes_run():
+    if os.getuid() or not shutil.which("tc"):
+        pytest.skip("needs root, ip and tc")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for command in COMMANDS:
+        if command.torchrun[:1] == ["perf/two_nodes.sh"]:
+            _, speed = command.torchrun
+            given = [speed, str(command.nproc), command.script, *in_small(command, ROOT)]
+            result = subprocess.run(
+                [ROOT / "perf/two_nodes.sh", *given], cwd=ROOT, timeout=300,
+                env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True,
+            )  # fmt: skip
+            assert result.returncode == 0, (command.text, result.stderr[-2000:])
+            assert int(re.search(r"node 0 sent (\d+) MB", result.stdout)[1]) >= 0
+
+
+@pytest.mark.slow
+def test_the_commands_for_two_nodes_meet(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    nodes = []
+    for command in COMMANDS:
+        if command.torchrun[:1] == ["--nnodes"]:
+            flags = [*command.torchrun, "--master-port", str(port), "--nproc-per-node", "1"]
+            flags[flags.index("HOST")] = "127.0.0.1"
+            words = [sys.executable, "-m", "torch.distributed.run", *flags, ROOT / command.script]
+            words += in_small(command, sandbox)
+            nodes.append(subprocess.Popen(words, cwd=sandbox, env=ENVIRONMENT))
+    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_slurm_script_runs_and_resumes(sandbox):
+    """With a stand-in for Slurm that starts both nodes on this machine."""
+    (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    script = script.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    small = " ".join(SMALL["train.py"].split()).replace("--steps 2", "--steps $STEPS")
+    script = script.replace("--resume", f"--resume --model tiny {small}")
+    script = script.replace(" train.py", f" {ROOT / 'train.py'}")
+    commands = sandbox / "slurm"
+    commands.mkdir()
+    for name, body in {
+        "scontrol": "echo 127.0.0.1; echo other",
+        "srun": '"$@" & first=$!; "$@" && wait $first',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    for steps in (2, 4):
+        environment |= {"SLURM_JOB_ID": str(os.getpid()), "STEPS": str(steps)}
+        options = dict(cwd=sandbox, env=environment, capture_output=True, text=True, timeout=180)
+        result = subprocess.run(["bash", "-eu", "-c", script], **options)
+        assert result.returncode == 0, result.stderr[-3000:]
+    assert "resumed from runs/notes/step-00000002" in result.stdout
