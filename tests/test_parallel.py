@@ -95,26 +95,26 @@ ONE = {
     "lora": case(ODD | TIED, 2, packed=True, lora=SEVEN, checkpointing="selective"),
 }
 FOURFOLD = {
-    "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
     "zero1": case(ODD | TIED, 1, dp="zero1", replicate=4, checkpointing="selective"),
     "fsdp": case(ODD, 1, dp="fsdp", shard=4),
     "hsdp tied": case(ODD | TIED, 1, packed=True, dp="hsdp", replicate=2, shard=2),
-    "hsdp reshard all": case(ODD, 1, dp="hsdp", replicate=2, shard=2, reshard="all"),
     "ddp tp": case(GROUPED, 1, dp="ddp", replicate=2, tp=2),
     "fsdp tp": case(GROUPED, packed=True, dp="fsdp", shard=2, tp=2),
     "fsdp tp tied": case(GROUPED | TIED, 1, dp="fsdp", shard=2, tp=2, checkpointing="selective"),
     "tp": case(FOUR | TIED, 2, packed=True, dp="fsdp", tp=4),
-    "lora zero1": case(ODD, lora=SEVEN, dp="zero1", replicate=4),
     "lora hsdp adapters": case(
         ODD, 1, lora=RSLORA, dp="hsdp", replicate=2, shard=2, reshard="adapters"
     ),
-    "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
     "lora fsdp tp adapters": case(
         GROUPED, packed=True, lora=RSLORA, dp="fsdp", shard=2, tp=2, reshard="adapters"
     ),
-    "lora tp": case(FOUR, 2, lora=RSLORA, dp="fsdp", tp=4),
 }
 MORE_FOURFOLD = {
+    "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
+    "hsdp reshard all": case(ODD, 1, dp="hsdp", replicate=2, shard=2, reshard="all"),
+    "lora zero1": case(ODD, lora=SEVEN, dp="zero1", replicate=4),
+    "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
+    "lora tp": case(FOUR, 2, lora=RSLORA, dp="fsdp", tp=4),
     "hsdp": case(ODD, dp="hsdp", replicate=2, shard=2),
     "hsdp full": case(ODD, dp="hsdp", replicate=2, shard=2, checkpointing="full"),
     "lora ddp": case(ODD | TIED, packed=True, lora=SEVEN, dp="ddp", replicate=4),
