@@ -130,10 +130,10 @@ class Saver:
         self.pending: Future | None = None  # the save in the background
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         self._check()
         if checkpoints(out):
-            note_checkpoint()
+            note_checkpoint(checkpoints(out)[-1].name)
 
     def __enter__(self) -> "Saver":
         return self
@@ -260,7 +260,7 @@ class Saver:
         complete(temporary, config, self.tokenizer, step, self.flags, digests)
         os.rename(temporary, final)
         sync(self.out)
-        note_checkpoint()
+        note_checkpoint(final.name)
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:

@@ -150,9 +150,9 @@ def main() -> None:
     if args.merge and finished and world.rank == 0:
         adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
         checkpoint.merge(args.init, adapter, merged, job.tokenizer)
-        print(f"merged:     {merged}", flush=True)
+        print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat --prompt Hi")
     arguments = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
-    print_rank_zero(f"generate:   python generate.py {arguments} --chat --prompt ...")
+    print_rank_zero(f"generate:   python generate.py {arguments} --chat --prompt Hi")
 
 
 if __name__ == "__main__":

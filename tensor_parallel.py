@@ -151,10 +151,12 @@ def planned_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
         dims = dims_of(layer, style.weight_dim)
     for name in names:
         if name not in dims:
-            raise UserError(
-                f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: add its layer to PLAN "
-                f"in tensor_parallel.py, as ColumnParallel, RowParallel or NORM, without bias"
-            )
+            remedy = "add its layer to PLAN in tensor_parallel.py, as COLUMNS, ROWS or NORM"
+            if style:
+                remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
+            elif any(layer.children()):
+                remedy = "move it into a module of its own, and add that to PLAN"
+            raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
     return dims
 
 

@@ -299,7 +299,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         microbatches=microbatches,
         room=process.minimum(usable_memory(process.device, process.per_node)),
     )
-    if args.dp == "auto" and process.size > 1:
+    if args.dp == "auto" and process.size > args.tp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)

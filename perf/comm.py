@@ -105,7 +105,8 @@ def time_collectives(
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
-        for name, seconds in time_interleaved(contestants, repeats).items():
+        timed = time_interleaved(contestants, repeats, f"{nbytes:,} bytes, ")
+        for name, seconds in timed.items():
             median = statistics.median(slowest(seconds, world))
             times.setdefault(name, []).append((nbytes, median))
     return times
@@ -170,7 +171,7 @@ def time_computation(args: argparse.Namespace, world: World) -> dict:
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
     optimizer = make_optimizer(model, args)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
-    seconds = time_interleaved(contestants, args.repeats)
+    seconds = time_interleaved(contestants, args.repeats, "a microbatch, ")
     medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}
     return {
         "model": args.model,
@@ -217,7 +218,7 @@ def time_pairs(
     seconds = []
     for i, j in pairs:
         round_trip = partial(send_there_and_back, message, world.rank, i, j)
-        fastest = min(time_interleaved({"pair": round_trip}, repeats)["pair"])
+        fastest = min(time_interleaved({"pair": round_trip}, repeats, "a pair, ")["pair"])
         seconds.append(fastest if world.rank == i else 0.0)  # rank i sees the whole round trip
     return [
         (i, j, 2 * message.nbytes / pair_seconds)

@@ -52,24 +52,26 @@ from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
 
-def count_rounds(repeats: int) -> Iterator[int]:
+def count_rounds(repeats: int, what: str = "") -> Iterator[int]:
     """Yield 0, for the round that warms up, to `repeats`. Where rounds take more than a second,
-    rank 0 prints the time left."""
+    rank 0 prints the time left, after `what` is measured."""
     start = time.perf_counter()
     for number in range(repeats + 1):
         yield number
         average = (time.perf_counter() - start) / (number + 1)
         left = round(average * (repeats - number))
         if average > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
-            progress = f"round {number} of {repeats}  {left // 60}:{left % 60:02d} left"
+            progress = f"{what}round {number} of {repeats}  {left // 60}:{left % 60:02d} left"
             print(progress, file=sys.stderr, flush=True)
 
 
-def time_interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> Seconds:
+def time_interleaved(
+    contestants: dict[str, Callable[[], object]], repeats: int, what: str = ""
+) -> Seconds:
     """Call every contestant once in each of `repeats` rounds, after a warm-up round that does not
-    count."""
+    count. `what` is for the lines of progress."""
     seconds = {name: [] for name in contestants}
-    for round_number in count_rounds(repeats):
+    for round_number in count_rounds(repeats, what):
         for name, step in contestants.items():
             if dist.is_initialized():
                 dist.barrier()  # a rank that still runs the previous contestant would disturb

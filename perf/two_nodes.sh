@@ -20,8 +20,8 @@ if [ -z "${IN_NAMESPACE-}" ]; then
   IN_NAMESPACE=1 exec unshare "${user[@]}" --mount --net --pid --fork --kill-child --mount-proc "$0" "$@"
 fi
 mount -t tmpfs none /run
-printf '127.0.0.1 localhost\n10.0.0.1 node0\n10.0.0.2 node1\n' >/run/hosts
-mount --bind /run/hosts /etc/hosts # torchrun warns of addresses without a name
+printf '127.0.0.1 localhost\n127.0.1.1 %s\n10.0.0.1 node0\n10.0.0.2 node1\n' "$(hostname)" >/run/hosts
+mount --bind /run/hosts /etc/hosts
 
 speed=$1 ranks=$2
 shift 2
@@ -35,7 +35,7 @@ for node in 0 1; do
     tc -n $node qdisc add dev veth root tbf rate "$speed" burst 64kbit latency 50ms
 done
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} GLOO_SOCKET_IFNAME=veth
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 node() {
   ip netns exec "$1" torchrun --nnodes 2 --node-rank "$1" --nproc-per-node "$ranks" \
     --master-addr 10.0.0.1 --master-port 29500 "${@:2}"

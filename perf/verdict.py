@@ -78,10 +78,12 @@ def verdict(facts: Facts) -> list[str]:
             sentences.append(
                 f"{percent(share)} of the step {rule.what}{where}: {'; or '.join(levers)}"
             )
-    if facts.attentions > 2:
+    needed = 2 if facts.parallel.checkpointing == "full" else 1
+    if facts.attentions > needed:
         sentences.append(
-            f"attention runs forward {facts.attentions:g} times a layer and microbatch: full "
-            f"checkpointing needs 2, so there is a checkpoint within a checkpoint"
+            f"attention runs forward {facts.attentions:g} times a layer and microbatch, and "
+            f"--checkpointing {facts.parallel.checkpointing} needs {needed}: the model has one "
+            f"more checkpoint"
         )
     if facts.graph_breaks:
         sentences.append(
@@ -122,7 +124,8 @@ def shard_levers(facts: Facts) -> list[str]:
         has_shard_flag = STRATEGIES[parallel.dp].copy_per == "node"
         flag = f"--shard {in_node}" if has_shard_flag else "--dp hsdp"
         levers.append(f"{flag} keeps them within nodes, and {facts.fit_note('hsdp')}")
-    if facts.fits("ddp") and not parallel.offload:
+    only_replicate_crosses = facts.crosses_nodes("replicate") and not facts.crosses_nodes("shard")
+    if facts.fits("ddp") and not parallel.offload and not only_replicate_crosses:
         levers.append(f"--dp ddp sends only gradients, and a whole copy {facts.fit_note('ddp')}")
     if facts.microbatches > 1:
         if parallel.reshard in ("weights", "all") and facts.fits("reshard none"):
@@ -187,5 +190,5 @@ RULES = {
         lambda facts: ["tokenize it with data.py tokenize, and keep the shards on a local disk"],
     ),
     "optimizer": Rule("updates weights", 0.15, optimizer_levers),
-    "other": Rule("clips gradients and waits for other ranks", 0.10, other_levers),
+    "other": Rule("clips gradients, or waits for other ranks", 0.10, other_levers),
 }

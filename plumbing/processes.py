@@ -20,6 +20,7 @@ rank also leaves the line for torchrun, which repeats it at the end of its own r
 import atexit
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import os
@@ -118,16 +119,21 @@ class Process:
 
 
 def _one_thread_gloo(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
+    address: str | None, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroupGloo:
     """Return a gloo backend that runs the collectives of its group in one thread.
 
     By default two threads do. After each collective, its thread assigns the collective's name to a
     string of the group without a lock (as of torch 2.13). If both do so at once, they corrupt the
-    heap, and the process crashes sooner or later."""
+    heap, and the process crashes sooner or later.
+
+    `address`: where other ranks reach this node. By default it is what the host's name resolves to,
+    which on some systems is 127.0.1.1."""
     gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
     interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     devices = [gloo.create_device(interface=name) for name in interfaces]
+    if not devices and address:
+        devices = [gloo.create_device(hostname=address)]
     options._devices = devices or [gloo.create_default_device()]
     options._threads, options._timeout = 1, timeout
     return gloo(store, rank, size, options)
@@ -144,17 +150,19 @@ def init_distributed() -> Process:
             raise UserError(f"--nproc-per-node {per_node} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    address = None
     if "RANK" in os.environ:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _check_first_node(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            address = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
         # After a restart by torchrun, the store still holds the keys of the previous attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    dist.Backend.register_backend("one_thread_gloo", _one_thread_gloo, devices=["cpu"])
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "one_thread_gloo"
+    gloo = functools.partial(_one_thread_gloo, address)
+    dist.Backend.register_backend("one_thread_gloo", gloo, devices=["cpu"])
+    backend = "cpu:one_thread_gloo,cuda:nccl" if device.type == "cuda" else "one_thread_gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -168,18 +176,21 @@ def init_distributed() -> Process:
     return Process(rank, size, local_rank, per_node, device)
 
 
-def _check_first_node(host: str, port: int) -> None:
-    """Raise DistNetworkError if torchrun on the first node, whose store is there before any rank
-    starts, has died. The store's own client would try again for half an hour."""
+def _connect(host: str, port: int) -> str:
+    """Return this node's address on its way to the first node, to torchrun's store.
+
+    Raise DistNetworkError if torchrun there, whose store exists before any rank starts, has died:
+    the store's own client would try again for half an hour."""
     try:
-        socket.create_connection((host, port), timeout=30).close()
+        with socket.create_connection((host, port), timeout=30) as connection:
+            return connection.getsockname()[0]
     except OSError as error:
         raise dist.DistNetworkError(f"{error} ({host}, port {port})")
 
 
-def note_checkpoint() -> None:
-    """Let the ranks know that there is a checkpoint to continue from, should one of them die."""
-    _store().set("has checkpoint", "")
+def note_checkpoint(name: str) -> None:
+    """Let the ranks know from which checkpoint to continue, should one of them die."""
+    _store().set("newest checkpoint", name)
 
 
 def print_rank_zero(text: str, **where) -> None:
@@ -240,7 +251,10 @@ def _fail(
         if store:
             first = store.compare_set("failed", "", mine).decode()
             code, message, first_rank = json.loads(first)
-            show, details = first_rank == rank, details if first == mine else ""
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            elsewhere = int(first_rank or 0) // per_node != int(rank or 0) // per_node
+            show = first_rank == rank or (show and elsewhere)  # once on each node
+            details = details if first == mine else ""
         elif not show:
             time.sleep(2)  # torchrun ends all ranks when the first has ended: another one prints
     except dist.DistError:  # torchrun on the first node, which kept the store, has gone
@@ -268,7 +282,8 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
             other_done = store.check([f"rank {other} is done"])
             key = f"heartbeat of rank {other}"
             heartbeat = store.get(key) if store.check([key]) else b""  # get alone would wait
-            has_checkpoint = store.check(["has checkpoint"])
+            key = "newest checkpoint"
+            checkpoint = store.get(key).decode() if store.check([key]) else ""
         except dist.DistError:
             failed = True
         if failed:
@@ -280,7 +295,7 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
             last_heartbeat, heard_at = heartbeat, time.monotonic()
         elif silence > (PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT):
             where = heartbeat.decode().split(",")[0] or "on an unknown host"
-            hint = "; --resume continues from the last checkpoint" if has_checkpoint else ""
+            hint = f"; --resume continues from {checkpoint}" if checkpoint else ""
             _fail(store, 1, f"rank {other} {where} has died or is frozen{hint}")
         if _script_ended.wait(1):
             return

@@ -148,7 +148,7 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
         if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")
             print_rank_zero(
-                f"warning: --{flag} was {before[name]}, is {now[name]}", file=sys.stderr
+                f"warning: --{flag} was {before[name]}, is now {now[name]}", file=sys.stderr
             )
     if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
         print_rank_zero(

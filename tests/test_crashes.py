@@ -143,7 +143,7 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
         assert newest(out) >= before and min(2, before) <= len(complete) <= 3
         assert len(hidden(out)) <= 1
         if len(victims) < len(ranks):
-            one_line(result, "error: rank ", "--resume continues from the last checkpoint")
+            one_line(result, "error: rank ", "--resume continues from step-0000")
 
     arguments = [*large(shards, out, steps=steps, save_every=steps // 2, keep=2), "--resume"]
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out

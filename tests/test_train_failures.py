@@ -157,7 +157,7 @@ def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
     other = flags(shards, tmp_path / "other", init=out, dim=64)
     refused(launch("train.py", *other), f"{out} has dim 32, not 64")
     changed = succeed("train.py", *flags(shards, out, steps=2, seed=1), "--resume")
-    assert "warning: --seed was 0, is 1" in changed.err and "sequences that" not in changed.err
+    assert "warning: --seed was 0, is now 1" in changed.err and "sequences that" not in changed.err
 
 
 def test_resuming_with_other_data_is_said(shards, tmp_path):

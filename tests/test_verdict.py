@@ -53,6 +53,9 @@ def test_waiting_for_shard():
     hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=8)
     (too_large,) = verdict(facts(hsdp, shares=shares, size=16, per_node=4, peak=1))
     assert "--shard 4 keeps them within nodes" in too_large and "--dp ddp sends only" in too_large
+    hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=4)
+    (apart,) = verdict(facts(hsdp, shares=shares, per_node=4, peak=1))
+    assert "--dp ddp" not in apart  # which would send whole gradients across nodes
     (small,) = verdict(facts(FSDP, shares=shares, microbatches=2, peak=1))
     assert "--dp ddp sends only gradients, and a whole copy fits: 1 of 10 GB; or --reshard" in small
     assert "--reshard none all-gathers once a step" in small
@@ -98,8 +101,17 @@ def test_updating():
 def test_other_sentences():
     full = replace(DDP, checkpointing="full")
     sentences = verdict(facts(full, shares={}, attentions=3, graph_breaks=2, on_gpu=True))
-    assert len(sentences) == 3 and "a checkpoint within a checkpoint" in sentences[0]
+    assert len(sentences) == 3 and "full needs 2: the model has one more" in sentences[0]
     assert "2 graph break(s)" in sentences[1] and "--compile" in sentences[2]
+
+
+def test_a_checkpoint_that_no_flag_asks_for():
+    for checkpointing, expected in (("none", 1), ("selective", 1), ("full", 2)):
+        parallel = replace(DDP, checkpointing=checkpointing)
+        (usual,) = verdict(facts(parallel, shares={"forward": 1.0, "data": 0}, attentions=expected))
+        assert "attention" not in usual
+        (more,) = verdict(facts(parallel, shares={}, attentions=expected + 1))
+        assert f"{checkpointing} needs {expected}: the model has one more" in more
 
 
 def test_alternatives_are_what_flags_give():
