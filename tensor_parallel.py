@@ -152,10 +152,10 @@ def planned_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     for name in names:
         if name not in dims:
             remedy = "add its layer to PLAN in tensor_parallel.py, as COLUMNS, ROWS or NORM"
-            if style:
-                remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
-            elif any(layer.children()):
+            if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"
+            elif style:
+                remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
             raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
     return dims
 

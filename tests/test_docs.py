@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, hugging_face_config, launch
+from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_config, launch, succeed
 
 from data import train_tokenizer
 from model import LlamaConfig
@@ -55,7 +55,7 @@ def parse(page: Path, line: str) -> list[Command]:
     commands = []
     for part in line.split(" && "):
         words = [word for word in shlex.split(part, comments=True) if word != "..."]
-        if not words or words[0] in ("pip", "pytest", "git"):
+        if not words or words[0] in ("pip", "pytest", "git", "cut"):
             continue
         if words[0] == "time":
             words = words[1:]
@@ -213,6 +213,21 @@ def test_every_command_runs(sandbox):
         if set(result.codes) != {0}:
             failures.append((command.page, command.text, result.err[-2000:]))
     assert not failures, "\n".join(map(str, failures))
+
+
+@pytest.mark.slow
+def test_the_checkpoint_within_a_checkpoint_is_found(tmp_path):
+    page = (ROOT / "docs/cases.md").read_text()
+    ((old, new),) = re.findall(r"^```diff\n- +(.*)\n\+ +(.*)\n```", page, re.MULTILINE)
+    changed = changed_copy(tmp_path / "copy", edits={old: new})
+    (twice,) = [c for c in COMMANDS if c.page == "cases.md" and "full" in c.arguments]
+    flags = in_small(twice, tmp_path)
+    out = succeed(*changed, "bench.py", *flags).out
+    assert "runs forward 3 times a layer and microbatch, and --checkpointing full needs 2" in out
+    (sentence,) = re.findall(r"^- attention runs forward 3 times .*$", page, re.MULTILINE)
+    assert sentence in out
+    out = succeed(*changed, "bench.py", *flags, "--checkpointing", "none").out
+    assert "runs forward 2 times a layer and microbatch, and --checkpointing none needs 1" in out
 
 
 @pytest.mark.slow

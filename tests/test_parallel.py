@@ -105,15 +105,15 @@ FOURFOLD = {
     "lora hsdp adapters": case(
         ODD, 1, lora=RSLORA, dp="hsdp", replicate=2, shard=2, reshard="adapters"
     ),
+    "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
+}
+MORE_FOURFOLD = {
     "lora fsdp tp adapters": case(
         GROUPED, packed=True, lora=RSLORA, dp="fsdp", shard=2, tp=2, reshard="adapters"
     ),
-}
-MORE_FOURFOLD = {
     "ddp": case(ODD | TIED, packed=True, dp="ddp", replicate=4),
     "hsdp reshard all": case(ODD, 1, dp="hsdp", replicate=2, shard=2, reshard="all"),
     "lora zero1": case(ODD, lora=SEVEN, dp="zero1", replicate=4),
-    "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
     "lora tp": case(FOUR, 2, lora=RSLORA, dp="fsdp", tp=4),
     "hsdp": case(ODD, dp="hsdp", replicate=2, shard=2),
     "hsdp full": case(ODD, dp="hsdp", replicate=2, shard=2, checkpointing="full"),
@@ -320,8 +320,8 @@ def test_samples_gather_weights_once(two, four):
 
 
 def test_tensor_parallelism_refuses_what_has_no_place():
-    def refuses(name: str, model: Llama) -> None:
-        with pytest.raises(UserError, match=f"--tp cannot shard {name}: add its layer to PLAN in"):
+    def refuses(name: str, model: Llama, remedy: str = "add its layer to PLAN in") -> None:
+        with pytest.raises(UserError, match=f"--tp cannot shard {name}: {remedy}"):
             tensor_parallel(model, mesh=None)
         with pytest.raises(UserError, match=f"--tp cannot shard {name}"):
             predict_memory(model, ParallelConfig(tp=2), 13, 1)  # before anything is built
@@ -336,13 +336,13 @@ def test_tensor_parallelism_refuses_what_has_no_place():
         attention(model := new_model()).q_norm = nn.RMSNorm(10)
         refuses("layers.0.attention.q_norm.weight", model)
         attention(model := new_model()).wq = nn.Linear(40, 40, bias=True)
-        refuses("layers.0.attention.wq.bias", model)
+        refuses("layers.0.attention.wq.bias", model, "PLAN shards the weight of its layer alone")
         attention(model := new_model()).gate = nn.Parameter(torch.ones(4))
-        refuses("layers.0.attention.gate", model)
+        refuses("layers.0.attention.gate", model, "move it into a module of its own")
         (model := new_model()).positions = nn.Embedding(13, 40)
         refuses("positions.weight", model)
         (model := new_model()).scale = nn.Parameter(torch.ones(40))
-        refuses("scale", model)
+        refuses("scale", model, "move it into a module of its own")
 
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
