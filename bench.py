@@ -76,6 +76,8 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="dtype of computation (default: %(default)s)")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 8")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
@@ -124,6 +126,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="tokens per sequence (default: 8192)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"],
                         help="dtype of computation (default: bfloat16)")
+    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
+                        help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
     for name in ("shard", "tp", "microbatch"):

@@ -72,6 +72,7 @@ class ParallelConfig:
     compile: bool = False
     offload: bool = False
     dtype: torch.dtype = torch.float32  # of computation
+    moments: torch.dtype | None = None  # of AdamW; None: the parameters' dtype
 
     @property
     def strategy(self) -> "Strategy":
@@ -290,8 +291,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     Without adapters or none, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it: that makes it slower than one process in many frameworks.
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
-    all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits,
-    and an HSDP mesh laid out the wrong way round, which all-gathers across nodes.
+    all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits
+    (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
     """
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16

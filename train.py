@@ -47,6 +47,7 @@ from parallel import (
 from perf.choose import choose_parallel, fits_unsharded, usable_memory
 from perf.cost import describe_traffic, predict_traffic, prediction_caveat
 from plumbing import records
+from plumbing.adamw import BFloat16AdamW
 from plumbing.check_model import check_tensor_parallel, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
@@ -72,7 +73,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return a fused AdamW; weight decay applies to matrices and not to norms."""
+    """Return an AdamW; weight decay applies to matrices and not to norms."""
     named = optimizer_parameters(model).items()  # names identify AdamW's state in checkpoints
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     norms = [(name, p) for name, p in named if p.ndim < 2]
@@ -81,7 +82,11 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
         for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
         if parameters  # an adapter has no norms
     ]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    options = dict(lr=args.lr, betas=(0.9, 0.95))
+    if args.moments == "bfloat16":
+        optimizer = BFloat16AdamW(groups, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
     optimizer.register_step_post_hook(all_gather_updates)
     return optimizer
 

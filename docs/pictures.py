@@ -104,7 +104,8 @@ def draw_strategies(path: Path) -> None:
     report = json.loads((MEASURED / "strategies.json").read_text())
     model = build_on_meta(PRESETS[report["model"]])
     names = list(report["strategies"])
-    base = SimpleNamespace(size=report["ranks"], per_node=report["per_node"])
+    sizes = dict(size=report["ranks"], per_node=report["per_node"])
+    base = SimpleNamespace(parallel=ParallelConfig(), **sizes)
     counted = report["strategies"].values()
     memory, traffic = [], []
     for name in names:

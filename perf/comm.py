@@ -177,6 +177,7 @@ def time_computation(args: argparse.Namespace, world: World) -> dict:
         "model": args.model,
         "config": asdict(config),
         "dtype": str(dtype).removeprefix("torch."),
+        "moments": args.moments,
         "tokens": args.microbatch * args.seq_len,
         "seq_len": args.seq_len,
         "forward_backward": medians["ddp"],

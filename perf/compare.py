@@ -39,11 +39,13 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
+from plumbing.checks import moments_dtype
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
 from train import Totals
 
-LOSS_TOLERANCE = 1e-4  # relative; sums in a different order differ by less
+# Relative; sums in a different order differ by less.
+LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 # ------------------------------------------------------------------------------- contestants
 
@@ -62,12 +64,15 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
 
 
 def configure(name: str, base: World) -> ParallelConfig:
-    """Return a contestant's configuration. `base` is the world of all processes, in any mesh."""
+    """Return a contestant's configuration. `base` is the world of all processes, in any mesh, with
+    the dtypes of the flags."""
+    dtypes = dict(dtype=base.parallel.dtype, moments=base.parallel.moments)
+    parallel = replace(CONTESTANTS[name], **dtypes)
     if name == "one":
-        return CONTESTANTS[name]
+        return parallel
     if name == "tp":
-        return replace(CONTESTANTS[name], tp=base.size)
-    return with_mesh_sizes(CONTESTANTS[name], base.size, base.per_node)
+        return replace(parallel, tp=base.size)
+    return with_mesh_sizes(parallel, base.size, base.per_node)
 
 
 def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
@@ -210,7 +215,9 @@ class Cost:
 
 def measure_compare(args: argparse.Namespace) -> str:
     """Run the contestants; return the results as text, and write them to --json and --plot."""
-    base, config = with_mesh(init_distributed()), PRESETS[args.model]
+    process, config = init_distributed(), PRESETS[args.model]
+    dtypes = dict(dtype=getattr(torch, args.dtype), moments=moments_dtype(args))
+    base = with_mesh(process, ParallelConfig(replicate=process.size, **dtypes))
     if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
         raise UserError(problem)
     names = choose_contestants(args, config, base)
@@ -300,8 +307,9 @@ def sent_text(cost: Cost) -> str:
 def compare_losses(costs: dict[str, Cost]) -> str:
     """Say whether all contestants computed the same loss in the first step, as they must."""
     (first, reference), *_ = costs.items()
+    tolerance = LOSS_TOLERANCE[reference.parallel.dtype]
     errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
-    if different := [name for name, error in errors.items() if error > LOSS_TOLERANCE]:
+    if different := [name for name, error in errors.items() if error > tolerance]:
         losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)
         return f"losses of the first step DO NOT AGREE: {losses}, but {first} {reference.loss:.5f}"
     return f"losses of the first step agree to {max(errors.values()):.0e}"
@@ -323,9 +331,8 @@ def json_report(
             "payload": {" ".join(key): list(value) for key, value in traffic.items()},
             "loss": cost.loss,
         }
-    flags = {
-        name: getattr(args, name) for name in ("model", "batch", "microbatch", "seq_len", "lora")
-    }
+    names = ("model", "batch", "microbatch", "seq_len", "lora", "dtype", "moments")
+    flags = {name: getattr(args, name) for name in names}
     return flags | describe_machine(base) | {"strategies": results}
 
 

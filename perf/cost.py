@@ -192,6 +192,7 @@ def _shards(parallel: ParallelConfig, kind: str) -> int:
 def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
+    moment = parallel.moments.itemsize if parallel.moments else g
 
     def elements(kind: str, trainable: bool) -> int:
         shards = _shards(parallel, kind)
@@ -208,7 +209,7 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     return {
         "parameters": elements("parameters", True) * g + elements("parameters", False) * w,
         "gradients": elements("gradients", True) * g,
-        "optimizer": elements("optimizer", True) * 2 * g + tensors * 4,  # moments, step counts
+        "optimizer": elements("optimizer", True) * 2 * moment + tensors * 4,  # and step counts
     }
 
 

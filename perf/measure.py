@@ -276,7 +276,8 @@ def emulate(
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
         mode = fake_tensors
     with mode:
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+        moments = "bfloat16" if parallel.moments else "float32"
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, moments=moments))
         tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
         batch = Batch(tokens, tokens, None, text_bytes=1)
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets

@@ -46,6 +46,7 @@ from perf.roofline import (
     read_measurement,
     step_time,
 )
+from plumbing.checks import moments_dtype
 from plumbing.processes import UserError
 from plumbing.records import write_atomically
 
@@ -175,6 +176,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     checkpointing=checkpointing,
                     compile=args.compile,
                     dtype=dtype,
+                    moments=moments_dtype(args),
                 )
                 if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
                     yield predict(model, parallel, microbatch, microbatches, args.seq_len, machine)
@@ -433,6 +435,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "reshard": parallel.reshard if parallel.shard > 1 else None,
         "checkpointing": parallel.checkpointing,
         "dtype": args.dtype,
+        "moments": args.moments if args.moments != "float32" else None,
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train = f"train.py {train} --{'' if args.compile else 'no-'}compile"

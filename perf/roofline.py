@@ -50,9 +50,12 @@ EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compile
 COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
 
-# Bytes per parameter in an update: the norm reads 4; clipping reads 4, writes 4; AdamW reads
-# weight, gradient and two moments (16), writes weight and moments (12).
-UPDATE_BYTES = 40
+
+def update_bytes(moment: int) -> int:
+    """Return the bytes per parameter of an update with moments of `moment` bytes: the norm reads 4;
+    clipping reads 4, writes 4; AdamW reads weight, gradient and moments, writes weight and moments.
+    """
+    return 4 + 8 + 12 + 4 * moment
 
 
 # ------------------------------------------------------------------------------------- the machine
@@ -163,13 +166,14 @@ def measured_machine(report: dict) -> Machine:
     computed = report["compute"]
     config = LlamaConfig(**computed["config"])
     parallel = ParallelConfig(dtype=getattr(torch, computed["dtype"]))
+    moment = getattr(torch, computed.get("moments", "float32")).itemsize
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(config).parameters())
     machine = Machine(
         report["device"],
         peak=1.0,
         memory=report["memory"],
-        bandwidth=UPDATE_BYTES * parameters / computed["update"],
+        bandwidth=update_bytes(moment) * parameters / computed["update"],
         node_link=math.inf,
         per_node=report["per_node"],
         matmul_fraction=1.0,
@@ -245,7 +249,8 @@ def step_time(
     parts = {name: seconds * microbatches for name, seconds in parts.items()}
     memory = predict_memory(model, parallel, tokens, microbatches)
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
-    parts["optimizer"] = UPDATE_BYTES * updated / machine.bandwidth
+    moment = parallel.moments.itemsize if parallel.moments else 4
+    parts["optimizer"] = update_bytes(moment) * updated / machine.bandwidth
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.uses_fsdp
     traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
     if parallel.shard > 1:  # FSDP copies each payload between parameters and buffers

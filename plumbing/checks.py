@@ -59,7 +59,13 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         compile=args.compile,
         offload=args.offload,
         dtype=getattr(torch, args.dtype),
+        moments=moments_dtype(args),
     )
+
+
+def moments_dtype(args: argparse.Namespace) -> torch.dtype | None:
+    """Return ParallelConfig.moments for --moments."""
+    return torch.bfloat16 if args.moments == "bfloat16" else None
 
 
 def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process: Process) -> None:

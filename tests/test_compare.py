@@ -116,8 +116,29 @@ def compare_args(**given) -> SimpleNamespace:
     return SimpleNamespace(**defaults | dict(json=None, plot=None) | given)
 
 
+@pytest.mark.slow
+def test_compare_in_bfloat16(tmp_path):
+    file = tmp_path / "low.json"
+    given = ["--batch=2", "--seq-len=16", "--repeats=1", "--json", file]
+    low = ["--dtype=bfloat16", "--moments=bfloat16"]
+    out = succeed("bench.py", "compare", "ddp", "fsdp", *given, *low, nproc=2).out
+    results = json.loads(file.read_text())
+    assert results["dtype"] == results["moments"] == "bfloat16"
+    whole = succeed("bench.py", "compare", "ddp", "fsdp", *given, nproc=2).out
+    assert "losses of the first step agree" in out and "losses of the first step agree" in whole
+    plain = json.loads(file.read_text())
+    for name, result in results["strategies"].items():
+        other = plain["strategies"][name]
+        assert result["peak_bytes"] < other["peak_bytes"] and result["loss"] != other["loss"]
+        assert result["loss"] == pytest.approx(other["loss"], rel=1e-2)
+    fsdp, in_float32 = (r["strategies"]["fsdp"]["payload"] for r in (results, plain))
+    scalars = 2 * 40  # bytes of all_gather_scalars, in float64
+    halved = fsdp["shard all-gather"][1] - scalars
+    assert 2 * halved == in_float32["shard all-gather"][1] - scalars
+
+
 def test_every_strategy_is_a_contestant():
-    base = SimpleNamespace(size=8, per_node=4)
+    base = SimpleNamespace(size=8, per_node=4, parallel=ParallelConfig())
     for name in STRATEGIES:
         assert configure(name, base).dp == name
     shards = {name: configure(name, base).shard for name in STRATEGIES}
@@ -131,7 +152,8 @@ def test_what_is_compared_by_default(monkeypatch):
     tiny, cpu, gpu = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda")
 
     def chosen(nodes: int, per_node: int, device=cpu, **given) -> str:
-        base = SimpleNamespace(size=nodes * per_node, per_node=per_node, device=device)
+        sizes = dict(size=nodes * per_node, per_node=per_node)
+        base = SimpleNamespace(device=device, parallel=ParallelConfig(), **sizes)
         return " ".join(choose_contestants(compare_args(**given), tiny, base))
 
     assert chosen(1, 1) == "one selective full"

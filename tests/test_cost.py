@@ -45,6 +45,8 @@ STEPS = {
     "fsdp bfloat16 full": (
         CHUNKY, dict(dp="fsdp", shard=4, dtype=LOW, checkpointing="full"), 4, 1,
     ),
+    "fsdp bfloat16 moments": (CHUNKY, dict(dp="fsdp", shard=4, moments=LOW), 2, 2),
+    "zero1 bfloat16 moments": (TIED, dict(dp="zero1", replicate=2, moments=LOW), 2, 2),
     "autocast": (CHUNKY, dict(dtype=LOW), 4, 4),
 }  # fmt: skip
 
@@ -57,6 +59,7 @@ QUICK = (
     "fsdp reshard none",
     "tp",
     "fsdp bfloat16",
+    "fsdp bfloat16 moments",
 )  # a choice of them
 
 

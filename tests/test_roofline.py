@@ -11,7 +11,6 @@ from parallel import ParallelConfig
 from perf.cost import predict_traffic
 from perf.measure import build_on_meta
 from perf.roofline import (
-    UPDATE_BYTES,
     Machine,
     assumed_machine,
     collective_time,
@@ -22,6 +21,7 @@ from perf.roofline import (
     measured_machine,
     read_measurement,
     step_time,
+    update_bytes,
 )
 from plumbing.processes import UserError
 
@@ -177,6 +177,6 @@ def test_zero1_hides_its_gradients_and_never_its_weights():
     parts = step_time(model, zero1, 8, 1, 8192, H100)
     assert parts["replicate"] == pytest.approx(exposed)
     parameters = sum(p.numel() for p in model.parameters())
-    assert parts["optimizer"] == pytest.approx(UPDATE_BYTES * parameters / 8 / H100.bandwidth)
+    assert parts["optimizer"] == pytest.approx(update_bytes(4) * parameters / 8 / H100.bandwidth)
     replicated = step_time(model, ddp, 8, 1, 8192, H100)
     assert replicated["optimizer"] == pytest.approx(8 * parts["optimizer"])

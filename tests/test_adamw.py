@@ -1,0 +1,139 @@
+"""plumbing/adamw.py: AdamW with moments in bfloat16."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import metrics, succeed
+from test_checkpoint import CONFIG, save
+from test_parallel import GROUPED, SEVEN, case, same_training, train
+from test_train import flags
+
+import checkpoint
+from model import Llama
+from plumbing import adamw
+from plumbing.adamw import BFloat16AdamW
+from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.processes import init_distributed
+from plumbing.tokenizer import load_tokenizer
+from train import make_optimizer
+
+BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1
+SHAPES = [(7, 5), (11,), (1,), (0, 3)]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    torch.manual_seed(step)
+    return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+
+
+def steps(make, n: int = 6) -> list[torch.Tensor]:
+    """Return the parameters after n steps of an optimizer that `make` returns for them."""
+    parameters = [torch.nn.Parameter(values) for values in gradients(0)]
+    optimizer = make(parameters)
+    for step in range(1, n + 1):
+        for parameter, gradient in zip(parameters, gradients(step)):
+            parameter.grad = gradient
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def with_bfloat16_moments(parameters) -> BFloat16AdamW:
+    group = {"params": parameters, "weight_decay": DECAY}
+    return BFloat16AdamW([group], lr=LR, betas=BETAS, eps=EPS)
+
+
+@pytest.mark.parametrize("elements", [1, 10, 1 << 24])
+def test_it_is_adamw_with_rounded_moments(monkeypatch, elements):
+    monkeypatch.setattr(adamw, "ELEMENTS_AT_A_TIME", elements)
+    for i, weight in enumerate(steps(with_bfloat16_moments)):
+        expected, mean, square = gradients(0)[i], 0.0, 0.0
+        for step in range(1, 7):
+            gradient = gradients(step)[i]
+            mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
+            square = BETAS[1] * square + (1 - BETAS[1]) * gradient**2
+            update = mean / (1 - BETAS[0] ** step)
+            update = update / ((square / (1 - BETAS[1] ** step)).sqrt() + EPS)
+            expected = expected - LR * (update + DECAY * expected)
+            mean, square = mean.bfloat16().double(), square.bfloat16().double()
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_rounding_it_is_torchs():
+    def unrounded(parameters):
+        optimizer = with_bfloat16_moments(parameters)
+        for p in parameters:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+        return optimizer
+
+    theirs = steps(lambda p: torch.optim.AdamW(p, LR, BETAS, EPS, DECAY))
+    for weight, expected in zip(steps(unrounded), theirs, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+    rounded = steps(with_bfloat16_moments)
+    assert all(not torch.equal(a, b) for a, b in zip(rounded[:3], theirs))
+
+
+def test_moments_that_rounding_would_stop_are_refused():
+    with pytest.raises(ValueError, match=r"need betas of at most 0.99"):
+        BFloat16AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.999))
+
+
+def test_every_strategy_computes_the_same(tmp_path):
+    """As on one process, in float64; roundings to bfloat16 do not flip by differences of 1e-16."""
+    cases = {
+        0: {"one": case(GROUPED), "lora": case(GROUPED, lora=SEVEN)},
+        2: {
+            "ddp": case(GROUPED, 1, dp="ddp", replicate=2),
+            "zero1": case(GROUPED, dp="zero1", replicate=2),
+            "fsdp": case(GROUPED, 1, dp="fsdp", shard=2),
+            "tp": case(GROUPED, dp="ddp", tp=2),
+            "lora fsdp": case(GROUPED, lora=SEVEN, dp="fsdp", shard=2),
+        },
+    }
+    results = {}
+    for nproc, options in cases.items():
+        for given in options.values():
+            given["flags"] = {"moments": "bfloat16"}
+        results |= train(tmp_path, nproc, options)
+    for name, result in results.items():
+        same_training(result, results["lora" if "lora" in name else "one"])
+
+
+@pytest.mark.parametrize("saved, resumed", [("bfloat16", "bfloat16"), ("bfloat16", "float32"),
+                                            ("float32", "bfloat16")])  # fmt: skip
+def test_moments_come_back_in_the_dtype_of_the_flag(tmp_path, saved, resumed):
+    init_distributed()
+    tokenizer = load_tokenizer("bytes")
+
+    def trained(seed: int, moments: str):
+        (model := Llama(CONFIG)).init_weights(seed)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, moments=moments))
+        tokens = torch.arange(24).view(2, 12)
+        model(tokens, targets=tokens + 1).backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(0, saved)
+    directory = save(tmp_path, 1, model, optimizer, tokenizer)
+    again, its_optimizer = trained(1, resumed)
+    checkpoint.resume(directory, again, its_optimizer, tokenizer)
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for key, value in optimizer.state[theirs].items():
+            loaded = its_optimizer.state[ours][key]
+            assert loaded.dtype == (torch.float32 if key == "step" else getattr(torch, resumed))
+            assert torch.equal(loaded, value.to(loaded.dtype)) and value.any()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_run_resumes_exactly_and_is_told_of_another_dtype(shards, tmp_path):
+    given = dict(steps=6, save_every=3, dtype="float32", moments="bfloat16")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    succeed("train.py", *flags(shards, whole, **given))
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "step-00000006")
+    succeed("train.py", *flags(shards, parts, **given), "--resume")
+    assert [row["loss"] for row in metrics(whole)] == [row["loss"] for row in metrics(parts)]
+    other = flags(shards, whole, **given | dict(steps=7, moments="float32"))
+    assert "--moments was bfloat16, is now float32" in succeed("train.py", *other, "--resume").err
