@@ -341,7 +341,7 @@ def train(
     signal stopped the run before its last step."""
     model, tokenizer = job.model, job.tokenizer
     optimizer = make_optimizer(model, args)
-    if world.size > 1 and type(optimizer) is not torch.optim.AdamW:
+    if world.size > 1 and type(optimizer) not in (torch.optim.AdamW, BFloat16AdamW):
         print_rank_zero("note: the predicted traffic is AdamW's; bench.py step counts this one's")
     done = 0
     if newest:

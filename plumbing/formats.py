@@ -117,17 +117,18 @@ def check_weights(
     """Raise UserError unless the weights have exactly the expected names and shapes."""
     common = found.keys() & expected.keys()
     problems = {
-        "lacks": expected.keys() - found.keys(),
-        "has unknown": found.keys() - expected.keys(),
-        "has other shapes": {
+        "lacks {} tensor(s)": expected.keys() - found.keys(),
+        "has {} unknown tensor(s)": found.keys() - expected.keys(),
+        "has {} tensor(s) of other shapes": {
             f"{name} {list(found[name].shape)}, not {list(expected[name])}"
             for name in common
             if tuple(found[name].shape) != expected[name]
         },
-        "has integer weights": {n for n in common if not found[n].dtype.is_floating_point},
+        "has {} tensor(s) of integers": {n for n in common if not found[n].dtype.is_floating_point},
     }
     messages = [
-        f"{problem} {len(names)}: {', '.join(sorted(names)[:5])}{', ...' if len(names) > 5 else ''}"
+        f"{problem.format(len(names))}: {', '.join(sorted(names)[:5])}"
+        f"{', ...' if len(names) > 5 else ''}"
         for problem, names in problems.items()
         if names
     ]

@@ -32,9 +32,13 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
 @pytest.mark.parametrize(
     "patch, edits, message",
     [
-        ("gelu", {}, "not a published Llama's: it lacks 4: layers.0.feed_forward.w3.weight,"),
+        (
+            "gelu",
+            {},
+            "not a published Llama's: it lacks 4 tensor(s): layers.0.feed_forward.w3.weight,",
+        ),
         ("", GEGLU, "model.py has been changed and no longer computes"),
-        ("qk_norm", {}, "it has unknown 8: layers.0.attention.k_norm.weight,"),
+        ("qk_norm", {}, "it has 8 unknown tensor(s): layers.0.attention.k_norm.weight,"),
         ("", ON, "read back with window 0, not 64"),
         ("sliding_window", {}, "model.py has been changed and no longer computes"),
         ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),

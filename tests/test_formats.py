@@ -299,8 +299,11 @@ def refused_with(path: Path, changes: dict, message: str) -> None:
         (dict(num_hidden_layers=-1), "n_layers cannot be -1"),
         (dict(rope_scaling=3), "its RoPE is 3"),
         (dict(hidden_size=50), "dim 50 over n_heads 6"),
-        (dict(num_hidden_layers=2), "has unknown 9: model.layers.2.input_layernorm.weight"),
-        (dict(num_hidden_layers=4), "lacks 9: model.layers.3.input_layernorm.weight"),
+        (
+            dict(num_hidden_layers=2),
+            "has 9 unknown tensor(s): model.layers.2.input_layernorm.weight",
+        ),
+        (dict(num_hidden_layers=4), "lacks 9 tensor(s): model.layers.3.input_layernorm.weight"),
         (dict(vocab_size=102), "lm_head.weight [101, 48], not [102, 48]"),
         (dict(tie_word_embeddings=True), "ties embeddings, but has another lm_head"),
     ],
@@ -315,7 +318,7 @@ def test_unsupported_configs_are_refused(changes, message, tmp_path):
     "changes, message",
     [
         (dict(dim=...), "has no 'dim'"),
-        (dict(n_layers=2), "has unknown 9: layers.2.attention.wk.weight"),
+        (dict(n_layers=2), "has 9 unknown tensor(s): layers.2.attention.wk.weight"),
         (dict(n_kv_heads=3), "layers.0.attention.wk.weight [16, 48], not [24, 48]"),
         (dict(rope_theta=None), "rope_theta cannot be None"),
         (dict(n_layers=10**6), "n_layers cannot be 1000000"),
@@ -381,7 +384,7 @@ def test_weights_of_several_dtypes(tmp_path):
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
     weights["norm.weight"] = StoredTensor(torch.int8, (48,), lambda: norm.char())
     formats.save_hf(tmp_path / "hf", PLAIN, weights)
-    with pytest.raises(UserError, match=r"has integer weights 1: model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"has 1 tensor\(s\) of integers: model\.norm\.weight"):
         load_pretrained(tmp_path / "hf")
 
 
