@@ -292,7 +292,7 @@ def explain_nothing_fits(
     args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine
 ) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
-    which larger cluster, shorter sequence or larger GPU would do."""
+    which smaller moments, larger cluster, shorter sequence or larger GPU would do."""
 
     def fits(**changes) -> bool:
         changed = argparse.Namespace(**vars(args) | changes)
@@ -303,7 +303,7 @@ def explain_nothing_fits(
     if not machine.measured:
         clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
         gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
-    remedies = []
+    remedies = ["--moments bfloat16"] if fits(moments="bfloat16") else []
     for size in clusters:
         full_nodes = size <= machine.per_node or size % machine.per_node == 0
         batch = max(args.batch, size)

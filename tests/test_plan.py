@@ -115,6 +115,7 @@ def test_check_counts_what_was_predicted(dp, shard):
         (["--gpus", 4, "--tp", 8], ["no plan for --batch 8 on 4 GPUs has --tp 8"]),
         (["--seq-len", 999999], ["--seq-len 999999", "131072"]),
         (["--model", "llama3.1-405b", "--gpus", 8], ["nothing fits", "GB of 72", "--gpus 128"]),
+        (["--gpus", 1, "--per-node", 1, "--gpu", "h200"], ["would fit: --moments bfloat16, or"]),
         (["--measured", "nowhere.json"], ["nowhere.json", "bench.py comm"]),
     ],
 )
