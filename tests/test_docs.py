@@ -184,11 +184,24 @@ def sandbox(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture
+def notes_tokens(sandbox) -> Path:
+    """The token shards that a command of the README has made, if the tests of commands ran."""
+    tokens = sandbox / "notes_tokens"
+    if not tokens.exists():
+        sources = (sandbox / "my_notes", "--tokenizer", sandbox / "notes.model")
+        succeed("data.py", "tokenize", *sources, "--out", tokens)
+    return tokens
+
+
 def in_small(command: Command, directory: Path) -> list[str]:
     """Return the arguments of a command that takes seconds in place of minutes."""
     arguments = [a.replace("~", str(directory), 1) for a in command.arguments]
     if command.script == "train.py" and "--model" in arguments:
+        model = arguments[arguments.index("--model") + 1]
         arguments += ["--model", "tiny"]
+        if "--out" not in arguments:  # which by default has the name of the model
+            arguments += ["--out", f"out/{model}"]
     small = SMALL.get(command.script) or SMALL.get(f"{command.script} {arguments[0]}", "")
     return arguments + small.split()
 
@@ -248,7 +261,7 @@ def test_commands_for_two_emulated_nodes_run(sandbox):
 
 
 @pytest.mark.slow
-def test_the_commands_for_two_nodes_meet(sandbox):
+def test_the_commands_for_two_nodes_meet(sandbox, notes_tokens):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     nodes = []
@@ -263,7 +276,7 @@ def test_the_commands_for_two_nodes_meet(sandbox):
 
 
 @pytest.mark.slow
-def test_the_slurm_script_runs_and_resumes(sandbox):
+def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     """With a stand-in for Slurm that starts both nodes on this machine."""
     (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     script = script.replace("--nproc-per-node 8", "--nproc-per-node 1")
