@@ -2,6 +2,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
+# A script's background jobs ignore Ctrl-C, which the processes of the tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:
