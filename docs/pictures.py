@@ -120,9 +120,10 @@ def draw_strategies(path: Path) -> None:
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)
     bars(left, names, [row["peak_bytes"] / 1e9 for row in counted], memory, BLUE)
     bars(right, names, [row["sends"] / 1e9 for row in counted], traffic, ORANGE)
-    left.set_title("peak memory of a rank, GB (line: predicted)", loc="left")
-    right.set_title("a rank sends in a step, GB (line: predicted)", loc="left")
+    left.set_title("peak memory of a rank, GB", loc="left")
+    right.set_title("a rank sends in a step, GB", loc="left")
     left.invert_yaxis()
+    figure.supxlabel("bars: counted; lines: predicted", color=GREY, fontsize=9)
     save(figure, path)
 
 
