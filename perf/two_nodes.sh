@@ -21,7 +21,7 @@ if [ -z "${IN_NAMESPACE-}" ]; then
 fi
 mount -t tmpfs none /run
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n10.0.0.1 node0\n10.0.0.2 node1\n' "$(hostname)" >/run/hosts
-mount --bind /run/hosts /etc/hosts
+mount --bind /run/hosts /etc/hosts # as on Debian, the host's own name leads to no other node
 
 speed=$1 ranks=$2
 shift 2

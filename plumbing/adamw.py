@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel import to_local
 
-ELEMENTS_AT_A_TIME = 1 << 24  # whose moments are in float32 for a moment, 128 MB
+ELEMENTS_AT_A_TIME = 1 << 24  # converted to float32; their two moments take 128 MB
 
 
 class BFloat16AdamW(torch.optim.Optimizer):

@@ -100,7 +100,7 @@ def read_pieces(files: list[Path], val_fraction: float = VAL_FRACTION) -> Iterat
                 text = record.get("text")
                 if not isinstance(text, str):
                     problem = f'"text" is {text!r:.60}: give it as a string'
-                    if text is None:
+                    if "text" not in record:
                         problem = f'there is no "text" but {", ".join(record) or "nothing"}'
                     raise UserError(f"{path}, line {number}: {problem}")
                 split = split_of(f"{name}:{number}", val_fraction)

@@ -153,7 +153,7 @@ def init_distributed() -> Process:
     address = None
     if "RANK" in os.environ:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            address = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
         # After a restart by torchrun, the store still holds the keys of the previous attempt.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -176,7 +176,7 @@ def init_distributed() -> Process:
     return Process(rank, size, local_rank, per_node, device)
 
 
-def _connect(host: str, port: int) -> str:
+def _own_address(host: str, port: int) -> str:
     """Return this node's address on its way to the first node, to torchrun's store.
 
     Raise DistNetworkError if torchrun there, whose store exists before any rank starts, has died:
@@ -207,8 +207,9 @@ def run(main: Callable[[], None]) -> None:
     rank; so does a full or read-only disk.
 
     The first rank to fail prints its message and leaves it in the store; the other ranks find it
-    there and exit silently, even if the failure interrupted a collective. A dead rank is noticed
-    after HEARTBEAT_TIMEOUT; with gloo, which sees lost connections, after PEER_LOST_TIMEOUT."""
+    there and exit, even if the failure interrupted a collective; of these, the first on each other
+    node prints it too. A dead rank is noticed after HEARTBEAT_TIMEOUT; with gloo, which sees lost
+    connections, after PEER_LOST_TIMEOUT."""
     try:
         main()
     except KeyboardInterrupt:
@@ -237,12 +238,14 @@ def _fail(
     store: dist.Store | None, code: int, message: str, details: str = "", peer_lost: bool = False
 ) -> None:
     """End this process with the code and message of the first rank to fail, which prints the
-    message, after its `details`. Without a store, before ranks have met, all fail alike.
+    message, after its `details`; on every other node the first rank does. Without a store, before
+    ranks have met, all fail alike.
 
     If a peer is lost, the watching threads get some time to find out which rank has failed."""
     startup.end_if_orphaned()
     show, rank = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK")
-    mine = json.dumps([code, message, rank])
+    node = os.environ.get("GROUP_RANK")
+    mine = json.dumps([code, message, rank, node])
     try:
         if peer_lost:
             store.set("peer lost", "")
@@ -250,10 +253,8 @@ def _fail(
                 store.wait(["failed"], timedelta(seconds=3 * PEER_LOST_TIMEOUT))
         if store:
             first = store.compare_set("failed", "", mine).decode()
-            code, message, first_rank = json.loads(first)
-            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            elsewhere = int(first_rank or 0) // per_node != int(rank or 0) // per_node
-            show = first_rank == rank or (show and elsewhere)  # once on each node
+            code, message, first_rank, first_node = json.loads(first)
+            show = first_rank == rank or (show and first_node != node)
             details = details if first == mine else ""
         elif not show:
             time.sleep(2)  # torchrun ends all ranks when the first has ended: another one prints

@@ -172,7 +172,8 @@ def test_damaged_shards_are_refused(tmp_path, make, message):
         ),
         ("a.txt", b"some\0thing", "zero byte"),
         ("a.txt", b"caf\xe9 " * 99, "byte 0xe9"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'line 2: there is no "text" but txt'),
+        ("a.jsonl", b'{"text": null}\n', 'line 1: "text" is None: give it as a string'),
         ("a.jsonl", b"{", "line 1"),
     ],
 )

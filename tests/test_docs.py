@@ -257,7 +257,7 @@ def test_commands_for_two_emulated_nodes_run(sandbox):
                 env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True,
             )  # fmt: skip
             assert result.returncode == 0, (command.text, result.stderr[-2000:])
-            assert int(re.search(r"node 0 sent (\d+) MB", result.stdout)[1]) >= 0
+            assert "node 0 sent" in result.stdout
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     """With a stand-in for Slurm that starts both nodes on this machine."""
     (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     script = script.replace("--nproc-per-node 8", "--nproc-per-node 1")
-    small = " ".join(SMALL["train.py"].split()).replace("--steps 2", "--steps $STEPS")
+    small = SMALL["train.py"].replace("--steps 2", "--steps $STEPS")
     script = script.replace("--resume", f"--resume --model tiny {small}")
     script = script.replace(" train.py", f" {ROOT / 'train.py'}")
     commands = sandbox / "slurm"
