@@ -71,8 +71,9 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
                              "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
                              "tp: tensor parallelism over all processes; selective, full, "
-                             "compiled: ddp with checkpointing or compiled blocks (default: those "
-                             "that differ on these processes and fit in memory together)")
+                             "offloaded, compiled: ddp with checkpointing, with full and offloaded "
+                             "activations, or with compiled blocks (default: those that differ on "
+                             "these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
@@ -137,6 +138,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                           "reshard": ["none", "weights", "all"]}.items():
         parser.add_argument(f"--{name}", choices=choices,
                             help=f"only plans with this --{name} of train.py")
+    parser.add_argument("--offload-activations", action="store_true", default=None,
+                        help="only plans with --offload-activations of train.py")
     parser.add_argument("--top", type=positive_int, default=12,
                         help="rows of the table (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all plans as JSON")

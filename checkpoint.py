@@ -42,7 +42,6 @@ from torch.distributed.tensor import DTensor
 
 from lora import LoRA, adapter_settings, adapters
 from model import Llama, LlamaConfig
-from parallel import assign_shard
 from plumbing import formats
 from plumbing.allocate import allocate
 from plumbing.checkpoint_files import (
@@ -79,6 +78,7 @@ from plumbing.peft_files import (
 )
 from plumbing.processes import UserError, note_checkpoint, run
 from plumbing.safetensors import StoredTensor
+from plumbing.shards import assign_shard
 from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run

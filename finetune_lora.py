@@ -28,13 +28,13 @@ import torch
 import checkpoint
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama, generate
-from parallel import assign_shard
 from perf.choose import sent_by_strategy
 from plumbing.chat import open_samples
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
 from plumbing.flags import Parser, add_training_flags, nonnegative_float, positive_int
 from plumbing.peft_files import load_adapter as load_adapter  # re-exported for users' scripts
 from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.shards import assign_shard
 from plumbing.tokenizer import load_tokenizer
 from train import Job, build, setup, train
 

@@ -54,8 +54,10 @@ from torch.utils.checkpoint import (
 )
 
 from model import Block, Llama
+from offload import offload_activations
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
+from plumbing.shards import chunk_of, to_local
 from tensor_parallel import tensor_parallel
 
 
@@ -70,7 +72,8 @@ class ParallelConfig:
     reshard: str = "weights"  # what FSDP shards again after use: none, adapters, weights or all
     checkpointing: str = "none"  # what backward recomputes: none, selective or full
     compile: bool = False
-    offload: bool = False
+    offload: bool = False  # parameters and optimizer state to CPU memory
+    offload_activations: bool = False
     dtype: torch.dtype = torch.float32  # of computation
     moments: torch.dtype | None = None  # of AdamW; None: the parameters' dtype
 
@@ -152,6 +155,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"])
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
+    if parallel.offload_activations:
+        offload_activations(model, world.device)
     if parallel.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         parallel.strategy.apply(model, world)
     allocate(model, "cpu" if parallel.offload else world.device)
@@ -457,32 +462,7 @@ def _selective_context():
     return create_selective_checkpoint_contexts(policy)
 
 
-# ----------------------------------------------------------------------------- sharded tensors
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, sharing its memory; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def assign_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy into a parameter this rank's shard of its full value, which every rank has.
-
-    tp shards a tensor first, and shard then shards what tp left: so from the last mesh dimension
-    to the first."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, placement in reversed(list(enumerate(parameter.placements))):
-            if not placement.is_replicate():
-                full = chunk_of(full, mesh, dim, placement.dim)
-    to_local(parameter).copy_(full)
-
-
-def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:
-    """Return this rank's chunk of a tensor that is sharded along `dim` over a mesh dimension. It is
-    empty on the last ranks if there are too few rows."""
-    chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
-    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+# ------------------------------------------------------------------------------- gradient norm
 
 
 def local_squared_norm(gradients: list[Tensor], world: World) -> Tensor:

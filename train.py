@@ -35,12 +35,10 @@ from model import IGNORE, Llama, generate
 from parallel import (
     World,
     all_gather_updates,
-    assign_shard,
     gradient_sync,
     local_squared_norm,
     optimizer_parameters,
     parallelize,
-    to_local,
     unsharded,
     with_mesh,
 )
@@ -58,6 +56,7 @@ from plumbing.checks import (
 )
 from plumbing.flags import Parser, add_pretraining_flags
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.shards import assign_shard, to_local
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -39,6 +39,11 @@ def check_parallel(
         raise UserError(f"--offload is for {fsdp_flags}")
     if requested.offload and reshard == "adapters":
         raise UserError("--offload and --reshard adapters exclude each other: give one of them")
+    if requested.offload_activations and requested.checkpointing == "selective":
+        raise UserError(
+            "--offload-activations finds nothing of what --checkpointing selective saves: use "
+            "--checkpointing full or none"
+        )
     if reshard in ("none", "adapters", "all") and strategy and not requested.uses_fsdp:
         raise UserError(f"--reshard {reshard} is for {fsdp_flags}: {dp} shards no weights")
     if shard and not (strategy and strategy.copy_per == "node"):

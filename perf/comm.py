@@ -28,7 +28,7 @@ from torch import Tensor
 
 from data import Batch
 from model import PRESETS, Llama
-from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
+from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.choose import USABLE_FRACTION, usable_memory
 from perf.measure import (
     build_on_meta,
@@ -40,6 +40,7 @@ from perf.measure import (
 )
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
+from plumbing.shards import assign_shard, to_local
 from train import accumulate, make_optimizer
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth

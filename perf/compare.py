@@ -59,6 +59,7 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "tp": ParallelConfig(),  # over all processes
     "selective": ParallelConfig(checkpointing="selective"),
     "full": ParallelConfig(checkpointing="full"),
+    "offloaded": ParallelConfig(checkpointing="full", offload_activations=True),
     "compiled": ParallelConfig(compile=True),
 }
 
@@ -81,7 +82,7 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return base.size == 1
     if name in ("selective", "full"):
         return True
-    if name == "compiled":
+    if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
     if name == "wrong" or (name == "fsdp-adapters" and not args.lora):
         return False

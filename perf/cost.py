@@ -147,11 +147,13 @@ def predict_memory(
     # gradient.
     output = math.ceil(config.vocab_size / tp) * D if model.output.weight.requires_grad else 0
     stream = tokens * D * w
+    # With offloaded activations, those of one block stay, and backward has those of two.
+    blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
     saved, recomputed = (n * tokens * w for n in saved_elements(config, parallel, fused))
     block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
-    last_block_backward = L * saved + block_backward
+    last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (norm_saves(parallel, fused) + 2) * stream
-    loss = L * saved + last_norm + loss_bytes(config, parallel, tokens, fused, output > 0)
+    loss = blocks * saved + last_norm + loss_bytes(config, parallel, tokens, fused, output > 0)
 
     # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
     # through the block, and those of output, last norm and embedding together at the very end.
@@ -171,7 +173,9 @@ def predict_memory(
     # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
     #    yet; activations of this block alone.
     in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
-    in_block_0 += saved + block_backward
+    # Offloaded, block 1's is the larger: it has fetched the block before, with one gradient less.
+    fetched = (blocks_in_backward - 1) * saved - block_0 * g // shards
+    in_block_0 += saved + max(0, fetched * parallel.offload_activations) + block_backward
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w

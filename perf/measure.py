@@ -31,19 +31,12 @@ from torch.utils._pytree import tree_leaves
 from data import Batch
 from lora import LoRA, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from parallel import (
-    ParallelConfig,
-    World,
-    assign_shard,
-    optimizer_parameters,
-    parallelize,
-    to_local,
-    with_mesh,
-)
+from parallel import ParallelConfig, World, optimizer_parameters, parallelize, with_mesh
 from perf.cost import Traffic
 from plumbing.allocate import allocate
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import Process
+from plumbing.shards import assign_shard, to_local
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
 # ---------------------------------------------------------------------------------------- timing
@@ -207,7 +200,7 @@ class Live(TorchDispatchMode):
 
     def _count_tensors(self, values: Iterable) -> None:
         for value in values:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device.type != "meta":  # that has no memory
                 tensor = to_local(value)
                 tensor = getattr(tensor, "elem", tensor)  # what an AsyncCollectiveTensor wraps
                 storage = tensor.untyped_storage()

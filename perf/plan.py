@@ -3,8 +3,8 @@
     python bench.py plan --model llama3.1-8b --gpus 16     a cluster known from data sheets
     python bench.py plan --measured comm.json              the cluster that bench.py comm measured
 
-A plan is a data-parallel strategy on a mesh of replicate x shard x tp ranks, a kind of activation
-checkpointing, a microbatch size and a value of --reshard. perf/cost.py predicts the memory and the
+A plan is a data-parallel strategy on a mesh of replicate x shard x tp ranks, a treatment of
+activations, a microbatch size and a value of --reshard. perf/cost.py predicts the memory and the
 traffic of each plan, perf/roofline.py its time. The output is a table with the best plan of each
 mesh and the reason why it loses against the best of all, then the command that starts the best.
 """
@@ -51,9 +51,11 @@ from plumbing.processes import UserError
 from plumbing.records import write_atomically
 
 MESH_DIMS = ("replicate", "shard", "tp")
-CHECKPOINTING = ("none", "selective", "full")
+# Treatments of activations: --checkpointing, --offload-activations.
+ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
 RESHARD = ("weights", "none", "all")
-FILTERS = ("shard", "tp", "reshard", "checkpointing", "microbatch")  # flags that fix part of a plan
+# Flags that fix part of a plan.
+FILTERS = ("shard", "tp", "reshard", "checkpointing", "offload_activations", "microbatch")
 
 
 def plan_cluster(args: argparse.Namespace) -> str:
@@ -166,7 +168,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
             microbatches = sequences // microbatch
             # The values of --reshard differ in how several microbatches share all-gathers.
             reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
-            for checkpointing, reshard in itertools.product(CHECKPOINTING, reshards):
+            for (checkpointing, offload), reshard in itertools.product(ACTIVATIONS, reshards):
                 parallel = ParallelConfig(
                     dp=dp,
                     replicate=data_ranks // shard,
@@ -174,6 +176,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     tp=tp,
                     reshard=reshard,
                     checkpointing=checkpointing,
+                    offload_activations=offload,
                     compile=args.compile,
                     dtype=dtype,
                     moments=moments_dtype(args),
@@ -245,6 +248,7 @@ PART_NAMES = {
     "passes": "memory-bound operations",
     "optimizer": "the optimizer",
     "handling": "FSDP overhead",
+    "to the CPU": "waiting for the CPU's memory",
     "tp": "waiting for tp",
     "shard": "waiting for shard",
     "replicate": "waiting for replicate",
@@ -281,7 +285,9 @@ def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
             f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it with "
             f"--tp {tp}: use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
         )
-    fixed = " ".join(f"--{name} {getattr(args, name)}" for name in FILTERS if getattr(args, name))
+    given = {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
+    fixed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    fixed = fixed.replace(" True", "")
     return (
         f"no plan for --batch {args.batch} on {args.gpus} GPUs has {fixed}: leave out some of "
         f"these flags"
@@ -366,7 +372,7 @@ def table(
             [
                 plan.mesh,
                 parallel.dp,
-                parallel.checkpointing,
+                activations(parallel),
                 plan.microbatch,
                 parallel.reshard if parallel.shard > 1 else "-",
                 f"{state:,.3g}",
@@ -388,7 +394,7 @@ def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
 
 def json_row(plan: Plan, args: argparse.Namespace) -> dict:
     """Return a plan as --json writes it, in bytes and seconds."""
-    names = ("dp", *MESH_DIMS, "reshard", "checkpointing")
+    names = ("dp", *MESH_DIMS, "reshard", "checkpointing", "offload_activations")
     return {name: getattr(plan.parallel, name) for name in names} | {
         "microbatch": plan.microbatch,
         "fits": plan.fits,
@@ -402,9 +408,13 @@ def json_row(plan: Plan, args: argparse.Namespace) -> dict:
 
 def short_name(plan: Plan) -> str:
     return (
-        f"{plan.mesh} with --dp {plan.parallel.dp}, checkpointing "
-        f"{plan.parallel.checkpointing}, microbatches of {plan.microbatch}"
+        f"{plan.mesh} with --dp {plan.parallel.dp}, checkpointing {activations(plan.parallel)}, "
+        f"microbatches of {plan.microbatch}"
     )
+
+
+def activations(parallel: ParallelConfig) -> str:
+    return parallel.checkpointing + " and offloaded" * parallel.offload_activations
 
 
 def describe_best(plan: Plan, args: argparse.Namespace) -> str:
@@ -438,6 +448,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "moments": args.moments if args.moments != "float32" else None,
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    train += " --offload-activations" * parallel.offload_activations
     train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
     if nodes == 1:
         return [f"torchrun --nproc-per-node {args.per_node} {train}"]

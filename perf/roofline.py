@@ -9,6 +9,8 @@ The estimate is a sum of parts:
                  and FSDP's copies read and write, recomputation included / memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth
+    to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
+                 forward, and copies back longer than backward
     tp, shard,   for each mesh dimension, the exposed time of its collectives: the time that is not
     replicate    hidden behind computation
 
@@ -41,7 +43,7 @@ import torch
 
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import PEAK_FLOPS, predict_memory, predict_traffic
+from perf.cost import PEAK_FLOPS, predict_memory, predict_traffic, saved_elements
 from plumbing.processes import UserError
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
@@ -49,6 +51,7 @@ ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
 COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
+CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
 
 
 def update_bytes(moment: int) -> int:
@@ -258,7 +261,12 @@ def step_time(
         parts["passes"] += 2 * copied / machine.bandwidth
 
     # Backward is two thirds of products and passes.
-    backward = 2 / 3 * parts["products"] + parts["recompute"] + 2 / 3 * parts["passes"]
+    forward = (parts["products"] + parts["passes"]) / 3
+    backward = 2 * forward + parts["recompute"]
+    saved, _ = saved_elements(model.config, parallel, fused=True)
+    moved = saved * tokens * parallel.weight_bytes * model.config.n_layers * microbatches / CPU_LINK
+    parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)
+    parts["to the CPU"] *= parallel.offload_activations
     computation = {  # seconds behind which collectives over a dimension can hide
         "tp": 0.0,
         "shard": parts["products"] + parts["recompute"] + parts["passes"],

@@ -8,7 +8,7 @@ with beta 0.95 the changes are larger than the rounding, with 0.999 they would b
 import torch
 from torch import Tensor
 
-from parallel import to_local
+from plumbing.shards import to_local
 
 ELEMENTS_AT_A_TIME = 1 << 24  # converted to float32; their two moments take 128 MB
 

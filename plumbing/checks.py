@@ -10,10 +10,11 @@ from torch import nn
 import checkpoint
 from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
-from parallel import ParallelConfig, World, to_local
+from parallel import ParallelConfig, World
 from perf.choose import check_parallel
 from plumbing.flags import MODEL_SIZES, Given
 from plumbing.processes import Process, UserError
+from plumbing.shards import to_local
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
 
@@ -58,6 +59,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         checkpointing=args.checkpointing,
         compile=args.compile,
         offload=args.offload,
+        offload_activations=args.offload_activations,
         dtype=getattr(torch, args.dtype),
         moments=moments_dtype(args),
     )

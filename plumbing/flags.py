@@ -147,6 +147,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                                "base unsharded (default: weights, or all where memory is short)")
     parallel.add_argument("--offload", action="store_true",
                           help="keep parameters and optimizer state of fsdp and hsdp in CPU memory")
+    parallel.add_argument("--offload-activations", action="store_true",
+                          help="keep what blocks save for backward in CPU memory")
     parallel.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
                           help="activations that backward recomputes (default: %(default)s)")
 

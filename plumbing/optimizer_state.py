@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from parallel import to_local
 from plumbing.processes import UserError
+from plumbing.shards import to_local
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -48,6 +48,11 @@ STEPS = {
     "fsdp bfloat16 moments": (CHUNKY, dict(dp="fsdp", shard=4, moments=LOW), 2, 2),
     "zero1 bfloat16 moments": (TIED, dict(dp="zero1", replicate=2, moments=LOW), 2, 2),
     "autocast": (CHUNKY, dict(dtype=LOW), 4, 4),
+    "one offloading": (TIED, dict(offload_activations=True), 4, 4),
+    "one full offloading": (TIED, dict(offload_activations=True, checkpointing="full"), 8, 4),
+    "autocast offloading": (CHUNKY, dict(offload_activations=True, dtype=LOW), 4, 4),
+    "fsdp offloading": (WIDE, dict(offload_activations=True, dp="fsdp", shard=4), 4, 1),
+    "tp offloading": (CHUNKY, dict(offload_activations=True, tp=2), 4, 4),
 }  # fmt: skip
 
 
@@ -60,6 +65,7 @@ QUICK = (
     "tp",
     "fsdp bfloat16",
     "fsdp bfloat16 moments",
+    "one offloading",
 )  # a choice of them
 
 

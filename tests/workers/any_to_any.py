@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import checkpoint
 from data import Batch
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, assign_shard, parallelize, with_mesh
+from parallel import ParallelConfig, parallelize, with_mesh
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import init_distributed, run
+from plumbing.shards import assign_shard
 from plumbing.tokenizer import load_tokenizer
 from train import make_optimizer, train_step
 

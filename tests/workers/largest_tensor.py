@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import model
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, assign_shard, parallelize, with_mesh
+from parallel import ParallelConfig, parallelize, with_mesh
 from plumbing.processes import init_distributed, run
+from plumbing.shards import assign_shard
 
 
 class LargestTensor(TorchDispatchMode):

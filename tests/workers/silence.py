@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from data import Batch
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, assign_shard, parallelize, to_local, with_mesh
+from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.measure import build_on_meta
 from perf.step import Training, plain_step, silenced, silenced_pass
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import init_distributed, run
+from plumbing.shards import assign_shard, to_local
 from train import make_optimizer
 
 CONFIGS = {

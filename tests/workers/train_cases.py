@@ -16,27 +16,23 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+import offload
 from data import Batch
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig, generate
-from parallel import (
-    ParallelConfig,
-    assign_shard,
-    optimizer_parameters,
-    parallelize,
-    unsharded,
-    with_mesh,
-)
+from parallel import ParallelConfig, optimizer_parameters, parallelize, unsharded, with_mesh
 from perf.cost import predict_traffic
 from perf.measure import Counted
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
 from plumbing.records import describe_mesh
+from plumbing.shards import assign_shard
 from train import make_optimizer, train_step
 
 STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
+offload.SMALLEST = 0  # the tensors here are small
 
 
 def batch_of(packed: bool) -> Batch:

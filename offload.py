@@ -1,0 +1,184 @@
+"""Keep activations in CPU memory between forward and backward: --offload-activations.
+
+    forward     block 0 │ block 1 │ block 2          what a GPU computes
+                        │ 0 > CPU │ 1 > CPU          copies beside it: to the CPU
+    backward              block 2 │ block 1 │ block 0
+                          1 < CPU │ 0 < CPU          and back, one block ahead
+
+For each tensor that an operator saves for backward, PyTorch calls a hook, `pack`, and keeps what it
+returns; before backward uses it, another hook, `unpack`, turns that into the tensor again. Between
+the two a tensor is copied to the CPU when its block has computed, and freed on the GPU when the
+next block has. Copies run on a CUDA stream of their own, to and from pinned memory, which a GPU can
+read and write without the CPU's help.
+
+Between forward and backward, the GPU holds what one block saves instead of all L; in backward, of
+two blocks. What is saved outside of blocks stays: inputs and outputs of the last norm, the loss.
+Copies, a microbatch: what all blocks save, once to the CPU and once back. They hide beside
+computation if the link to the CPU is fast enough: with --checkpointing full a block saves D w bytes
+a token and computes about 100 D^2 FLOPs for it, so that wide models hide them easily; without
+checkpointing it saves 20 times as much. On a CPU it copies, too, but saves no memory.
+Use with --checkpointing full when sequences are so long that even the inputs of blocks do not fit.
+Avoid when they fit.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from model import Llama
+from plumbing.shards import to_local
+
+SMALLEST = 1 << 16  # bytes; copying a smaller tensor takes longer than it is worth
+
+
+@dataclass
+class Saved:
+    """The memory of a saved tensor and of its views: on the GPU, on the CPU, or on both."""
+
+    on_gpu: Tensor | None  # [n]
+    version: int  # counts changes in place
+    device: torch.device  # the GPU
+    on_cpu: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeError if it was changed since then, as PyTorch does without hooks."""
+        if self.on_gpu is not None and self.on_gpu._version != self.version:
+            raise RuntimeError("a block changed in place a tensor that it had saved for backward")
+
+
+@dataclass
+class SavedByBlock:
+    """What one forward of a block has saved, until backward fetches it."""
+
+    memory: str  # where to: cpu; or meta, for a model without contents
+    stream: torch.cuda.Stream | None  # of the copies; None on a CPU
+    previous: "SavedByBlock | None"  # of the block before, in the same forward of the model
+    tensors: list[Saved] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None  # comes after the copies that were started last
+
+    def to_cpu(self) -> None:
+        """Start to copy everything to the CPU."""
+        with self._copying():
+            for saved in self.tensors:
+                pin = self.stream is not None
+                saved.on_cpu = torch.empty_like(saved.on_gpu, device=self.memory, pin_memory=pin)
+                saved.on_cpu.copy_(saved.on_gpu, non_blocking=True)
+
+    def free(self) -> None:
+        """Free on the GPU what has been copied to the CPU."""
+        self._wait()
+        for saved in self.tensors:
+            saved.check()
+            saved.on_gpu = None
+
+    def fetch(self) -> None:
+        """Start to copy back what is no longer on the GPU. From here on only operators of backward
+        refer to it, and free it as they end."""
+        for saved in self.tensors:
+            saved.check()
+        missing = [saved for saved in self.tensors if saved.on_gpu is None]
+        self.tensors = []
+        for saved in missing:  # before the copies, which wait until this memory is free
+            saved.on_gpu = torch.empty_like(saved.on_cpu, device=saved.device)
+        if missing:
+            with self._copying():
+                for saved in missing:
+                    saved.on_gpu.copy_(saved.on_cpu, non_blocking=True)
+
+    def use(self, saved: Saved) -> Tensor:
+        """Return to an operator of backward what it has saved. The block's first one also fetches
+        what the block before has saved, which is needed next."""
+        self.fetch()
+        if self.previous:
+            self.previous.fetch()
+            self.previous = None
+        self._wait()
+        return saved.on_gpu
+
+    @contextlib.contextmanager
+    def _copying(self):
+        """Within this context copies run on their own stream, after what the GPU computes now."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        self.copied = self.stream.record_event()
+
+    def _wait(self) -> None:
+        """Let what the GPU computes next wait for the copies that were started last."""
+        if self.copied:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+def offload_activations(model: Llama, device: torch.device) -> None:
+    """Let each block offload what it saves for backward, by hooks around its forward."""
+    memory = "meta" if device.type == "meta" else "cpu"
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    latest: SavedByBlock | None = None  # of the block that has computed last
+    recording = contextlib.ExitStack()
+
+    def before(block: nn.Module, inputs: tuple) -> None:
+        nonlocal latest
+        if torch.is_grad_enabled():
+            previous = None if block is model.layers["0"] else latest
+            current = SavedByBlock(memory, stream, previous)
+            recording.enter_context(recorded(block, inputs, current))
+            if latest:
+                recording.callback(latest.free)
+            latest = current
+
+    def after(*_) -> None:
+        recording.close()
+
+    for block in model.layers.values():
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after, always_call=True)
+
+
+@contextlib.contextmanager
+def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator[None]:
+    """Within this context record what a block saves for backward, and at its end start to copy it.
+    `inputs` are the block's: x, cos, sin, mask, cache."""
+    parameters = [to_local(parameter) for parameter in block.parameters()]
+    # These stay. FSDP frees parameters itself; cos, sin and mask are the same for all blocks.
+    staying = [*parameters, *(value for value in inputs[1:] if isinstance(value, Tensor))]
+    storages = {tensor.untyped_storage()._cdata for tensor in staying}
+    transposed_shapes = {p.shape[::-1] for p in parameters if p.ndim == 2}
+    known: dict[tuple, Saved] = {}  # so that memory that several operators save is copied once
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        local = to_local(tensor.detach())
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        storage = local.untyped_storage()
+        # A weight that autocast has cast is saved transposed, and belongs to all microbatches.
+        is_weight = local.shape in transposed_shapes and local.stride(0) == 1
+        if storage._cdata in storages or is_weight or local.nbytes < SMALLEST:
+            return tensor
+        key = storage._cdata, local.dtype
+        if key not in known:
+            all_of_it = local.as_strided((storage.nbytes() // local.itemsize,), (1,), 0)
+            known[key] = Saved(all_of_it, local._version, local.device)
+            current.tensors.append(known[key])
+        saved, view = known[key], (local.shape, local.stride(), local.storage_offset())
+        if not isinstance(tensor, DTensor):
+            return lambda: current.use(saved).as_strided(*view)
+        spec = dict(run_check=False, shape=tensor.shape, stride=tensor.stride())
+        mesh, placements = tensor.device_mesh, tensor.placements
+        return lambda: DTensor.from_local(
+            current.use(saved).as_strided(*view), mesh, placements, **spec
+        )
+
+    def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    current.to_cpu()

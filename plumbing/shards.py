@@ -1,0 +1,30 @@
+"""The part of a tensor that this rank holds."""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, sharing its memory; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assign_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copy into a parameter this rank's shard of its full value, which every rank has.
+
+    tp shards a tensor first, and shard then shards what tp left: so from the last mesh dimension
+    to the first."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for dim, placement in reversed(list(enumerate(parameter.placements))):
+            if not placement.is_replicate():
+                full = chunk_of(full, mesh, dim, placement.dim)
+    to_local(parameter).copy_(full)
+
+
+def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:
+    """Return this rank's chunk of a tensor that is sharded along `dim` over a mesh dimension. It is
+    empty on the last ranks if there are too few rows."""
+    chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
+    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)

@@ -1,0 +1,121 @@
+"""offload.py: activations in CPU memory change no bit, and leave the GPU."""
+
+import pytest
+import torch
+from conftest import launch, refused
+from test_parallel import GROUPED, ODD, SEVEN, case, train
+from test_train import flags
+
+import offload
+from model import Block, Llama, LlamaConfig
+from offload import offload_activations
+
+CASES = {
+    "ddp": case(ODD, 1, packed=True, dp="ddp", replicate=2),
+    "fsdp": case(ODD, 2, dp="fsdp", shard=2),
+    "fsdp full": case(GROUPED, 2, dp="fsdp", shard=2, checkpointing="full"),
+    "fsdp bfloat16": case(ODD, dp="fsdp", shard=2, checkpointing="full") | {"dtype": "bfloat16"},
+    "autocast": case(ODD, dp="ddp", replicate=2) | {"dtype": "bfloat16"},
+    "tp": case(GROUPED, 2, dp="ddp", tp=2),
+    "tp full": case(GROUPED, packed=True, dp="fsdp", tp=2, checkpointing="full"),
+    "lora": case(GROUPED, 2, lora=SEVEN, dp="fsdp", shard=2, checkpointing="full"),
+}
+COMPILED = {
+    f"{name} compiled": CASES[name] | {"parallel": CASES[name]["parallel"] | {"compile": True}}
+    for name in ("ddp", "fsdp full", "tp", "autocast")
+}
+
+
+def same_bits(directory, cases: dict) -> None:
+    offloading = {
+        f"{name} offloading": given
+        | {"parallel": given["parallel"] | {"offload_activations": True}}
+        for name, given in cases.items()
+    }
+    results = train(directory, 2, cases | offloading)
+    for name in cases:
+        result, expected = results[f"{name} offloading"], results[name]
+        assert result["rows"] == expected["rows"], name
+        assert result["sent"] == expected["sent"], name
+        for what in ("gradients", "last"):
+            for parameter, value in expected[what].items():
+                assert torch.equal(result[what][parameter], value), (name, parameter)
+
+
+def test_offloading_changes_no_bit(tmp_path):
+    same_bits(tmp_path, CASES)
+
+
+@pytest.mark.slow
+def test_offloading_compiled_blocks_changes_no_bit(tmp_path):
+    same_bits(tmp_path, COMPILED)
+
+
+def small_model() -> Llama:
+    torch.manual_seed(0)
+    (model := Llama(LlamaConfig(32, 3, 4, 2, 48, vocab_size=50)).double()).init_weights()
+    return model
+
+
+def test_blocks_take_turns_on_the_gpu(monkeypatch):
+    """After forward the GPU has what the last block saved; in backward also what comes next."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    blocks = []
+
+    class Watched(offload.SavedByBlock):
+        def __init__(self, *args):
+            super().__init__(*args)
+            blocks.append(self)
+            self.everything = self.tensors
+
+        def use(self, saved):
+            result = super().use(saved)
+            used.append([any(t.on_gpu is not None for t in b.everything) for b in blocks])
+            return result
+
+    monkeypatch.setattr(offload, "SavedByBlock", Watched)
+    model, used = small_model(), []
+    offload_activations(model, torch.device("cpu"))
+    tokens = torch.arange(24).view(2, 12)
+    loss = model(tokens, targets=tokens)
+    assert [all(t.on_gpu is None for t in b.everything) for b in blocks] == [True, True, False]
+    assert all(len(b.everything) > 5 for b in blocks)
+    sizes = [sum(t.on_cpu.nbytes for t in b.everything) for b in blocks]
+    # q, attention's output, two norms' inputs, normalized inputs and outputs; k, v; gate, up and
+    # their product; lse in float32 or float64
+    numbers = 24 * (8 * 32 + 2 * 16 + 3 * 48)
+    assert all(numbers * 8 < size < 1.1 * numbers * 8 for size in sizes), (sizes, numbers * 8)
+    loss.backward()
+    in_order = [turns for turns, before in zip(used, [None, *used]) if turns != before]
+    assert in_order[0] == [False, True, True] and in_order[-1][0]
+
+
+def test_evaluation_offloads_nothing(monkeypatch):
+    monkeypatch.setattr(offload, "recorded", None)
+    model = small_model()
+    offload_activations(model, torch.device("cpu"))
+    with torch.no_grad():
+        model(torch.arange(12).view(1, 12))
+
+
+def test_a_change_in_place_is_refused_as_without(monkeypatch):
+    """Hooks switch off PyTorch's own check: without another, gradients would be wrong."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+
+    def forward(self, x, *rest):
+        h = (x * 2).exp()
+        return x + h.mul_(3)  # exp has saved h
+
+    monkeypatch.setattr(Block, "forward", forward)
+    tokens = torch.arange(12).view(1, 12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        small_model()(tokens, targets=tokens).backward()
+    offload_activations(model := small_model(), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="changed in place a tensor"):
+        model(tokens, targets=tokens).backward()
+
+
+def test_selective_checkpointing_is_refused(shards, tmp_path):
+    given = flags(shards, tmp_path / "out", checkpointing="selective")
+    result = launch("train.py", *given, "--offload-activations")
+    refused(result, "--offload-activations", "use --checkpointing full or none")
