@@ -26,15 +26,16 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model import IGNORE
+from model import IGNORE, Documents
 from plumbing.corpora import VAL_FRACTION, find_files, read_pieces
 from plumbing.flags import Parser, nonnegative_float, positive_int
 from plumbing.processes import UserError, run
@@ -225,27 +226,62 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
+    # With positions, what document_starts returns for them.
+    starts: Tensor | None = None  # [B, R] int32
+    longest: int = 0
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return tokens, targets and positions, the arguments of a model's forward."""
-        return [self.tokens, self.targets, self.positions]
+    def __post_init__(self):
+        if self.positions is not None and self.starts is None:
+            self.starts, self.longest = document_starts(self.positions)
 
-    def microbatches(self, size: int) -> list[tuple[Tensor | None, ...]]:
-        """Return (tokens, targets, positions) of microbatches of `size` sequences; the last one
-        may have fewer."""
-        return [
-            tuple(None if t is None else t[i : i + size] for t in self.tensors())
-            for i in range(0, len(self.tokens), size)
-        ]
+    @property
+    def documents(self) -> Documents | None:
+        """Return where the documents are, as a model's forward takes it; None without positions."""
+        if self.positions is None:
+            return None
+        B, T = self.tokens.shape
+        first_of_row = torch.arange(0, B * T, T, dtype=torch.int32, device=self.starts.device)
+        starts = (self.starts + first_of_row[:, None]).flatten()
+        return Documents(F.pad(starts, (0, 1), value=B * T), self.longest)
+
+    def microbatches(self, size: int) -> list["Batch"]:
+        """Return microbatches of `size` sequences, the last of which may have fewer. Their
+        `text_bytes` are those of the whole batch."""
+        starts = range(0, len(self.tokens), size)
+        return [self._with_tensors(lambda tensor, i=i: tensor[i : i + size]) for i in starts]
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
-        moved = [t if t is None else t.to(device, non_blocking=True) for t in self.tensors()]
-        return Batch(*moved, self.text_bytes)
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
         """Copy to pinned memory, which a GPU can read directly."""
-        return Batch(*(t if t is None else t.pin_memory() for t in self.tensors()), self.text_bytes)
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+
+def document_starts(positions: Tensor) -> tuple[Tensor, int]:
+    """Return where the documents of each row start, [B, R] with T after the last, and a length that
+    none of them exceeds. R and that length are powers of 2 (or T), since a compiled model compiles
+    again for each value.
+
+    positions [B, T]: 0 starts a document, and so does a row."""
+    T = positions.shape[1]
+    is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
+    number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
+    starts = positions.new_full((len(positions), _power_of_2(int(number.max()))), T)
+    rows, columns = is_start.nonzero(as_tuple=True)
+    starts[rows, number[rows, columns] - 1] = columns
+    lengths = F.pad(starts, (0, 1), value=T).diff(dim=1)
+    return starts.int(), min(T, _power_of_2(int(lengths.max())))
+
+
+def _power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 class Windows:

@@ -31,7 +31,7 @@ from model import Llama, generate
 from perf.choose import sent_by_strategy
 from plumbing.chat import open_samples
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
-from plumbing.flags import Parser, add_training_flags, nonnegative_float, positive_int
+from plumbing.flags import Parser, add_finetuning_flags
 from plumbing.peft_files import load_adapter as load_adapter  # re-exported for users' scripts
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
@@ -41,41 +41,7 @@ from train import Job, build, setup, train
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Fine-tune a Llama with LoRA.")
-    # fmt: off
-    base = parser.add_argument_group("base model")
-    base.add_argument("--init", type=Path, metavar="DIR", required=True,
-                      help="the base model: a checkpoint, a run, or a model directory in Meta's or "
-                           "Hugging Face's format")
-    base.add_argument("--tokenizer",
-                      help="name or tokenizer.model file (default: the base model's)")
-
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", default=["python"],
-                      help="JSON lines, files or directories of them (default: python, docstrings "
-                           "to write for functions of the standard library)")
-    data.add_argument("--seq-len", type=positive_int, default=512,
-                      help="tokens per row of samples (default: %(default)s)")
-    data.add_argument("--long", choices=["truncate", "drop"], default="truncate",
-                      help="treatment of samples longer than a row (default: %(default)s)")
-    data.add_argument("--train-on-prompt", action="store_true",
-                      help="count the loss of prompts too, not of answers alone")
-
-    lora = parser.add_argument_group("LoRA")
-    lora.add_argument("--rank", type=positive_int, default=8,
-                      help="rank of the adapters (default: %(default)s)")
-    lora.add_argument("--alpha", type=nonnegative_float, default=16.0,
-                      help="the adapters' scale is alpha / rank (default: %(default)s)")
-    lora.add_argument("--rslora", action="store_true", help="the scale is alpha / sqrt(rank)")
-    lora.add_argument("--dropout", type=nonnegative_float, default=0.0,
-                      help="dropout probability of the adapters' input (default: %(default)s)")
-    lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS),
-                      metavar="MATRIX",
-                      help=f"matrices with an adapter, of {' '.join(TARGETS)} (default: all)")
-    lora.add_argument("--merge", action="store_true",
-                      help="write OUT/merged at the end: the model with the adapter added")
-    # fmt: on
-    add_training_flags(parser)
-    parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
+    add_finetuning_flags(parser)
     args = parser.parse_args()
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:

@@ -17,16 +17,21 @@ N = B * T.
 
 import contextlib
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16)}  # where attention_in_documents runs
+ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 # ------------------------------------------------------------------------------- configuration
@@ -133,6 +138,21 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     return (same & causal)[:, None]
 
 
+class Documents(NamedTuple):
+    """Where the documents of a microbatch are, for attention that computes nothing between them."""
+
+    starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
+    longest: int  # no document has more tokens
+
+
+def attention_in_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Return causal attention within documents. q [B, T, H, E], k and v [B, T, KV, E] -> as q."""
+    rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
+    gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
+    of_queries_and_keys = (documents.starts,) * 2 + (documents.longest,) * 2
+    return varlen_attn(*rows, *of_queries_and_keys, window_size=(-1, 0), **gqa).view_as(q)
+
+
 class KVCache:
     """Keys and values of the tokens seen so far, so that a new token is the only one to compute.
 
@@ -183,12 +203,14 @@ class Attention(nn.Module):
         q = rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
         k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
+        if isinstance(mask, Documents):
+            return self.wo(attention_in_documents(q, k, v, mask).flatten(2))  # [B, T, D]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, KV, S, E]
         if mask is not None:  # with a mask, kernels need a key/value head for each query head
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        # Without a mask the fastest kernels apply: they skip the upper half and never store T x T.
+        # Without one, the fastest kernels apply: they skip the upper half and never store T x T.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -270,6 +292,7 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the logits of the next token or, given targets, the sum of their cross entropy.
 
@@ -278,17 +301,20 @@ class Llama(nn.Module):
         model). A sum, so that microbatches and ranks can be added up before the one division.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache."""
+        cache. `documents` says the same; on a GPU in 16 bits, attention then needs no mask."""
         if cache is not None and positions is None:
             raise ValueError("a cache needs positions: without them new tokens start a document")
+        device, dtype = tokens.device.type, self.compute_dtype
+        has_kernel = (device, dtype or self.tok_embeddings.weight.dtype) in DOCUMENT_KERNELS
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+        elif documents and cache is None and has_kernel:
+            mask = documents
         else:
             seen = positions if cache is None else cache.add_positions(positions)
             mask = document_mask(seen, queries=tokens.shape[1])
         cos, sin = rope_angles(self.config, positions)
 
-        device, dtype = tokens.device.type, self.compute_dtype
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
             x = self.tok_embeddings(tokens)  # [B, T, D]
             for block in self.layers.values():

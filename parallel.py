@@ -237,8 +237,8 @@ class ZeRO1(nn.Module):
                 parameter.optimizer_slice.whole = parameter
                 parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
 
-    def forward(self, *inputs):
-        return self.model(*inputs)
+    def forward(self, *inputs, **options):
+        return self.model(*inputs, **options)
 
     def reduce_scatter(self, parameter: Tensor) -> None:
         """Start to sum a complete gradient over the ranks, each receiving its slice of the sum."""
@@ -402,6 +402,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
     """
     if compile:
         torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
+        torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
     for name, block in model.layers.items():
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
@@ -444,6 +445,12 @@ def mark_product(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (torch.ops.aten.alias(inputs[0]),)
 
 
+def is_attention(operator: str) -> bool:
+    """Return whether an operator is a forward of attention; its kernels differ between devices."""
+    is_forward = not operator.removesuffix(".default").endswith("_backward")
+    return is_forward and ("scaled_dot_product" in operator or "varlen_attn" in operator)
+
+
 def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`, with
     what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
@@ -455,7 +462,7 @@ def _selective_context():
         if name == "alias.default":
             marked[context.is_recompute] = True
         save = name in products and marked.pop(context.is_recompute, False)
-        if save or "scaled_dot_product" in name or "reduce_scatter" in name:
+        if save or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

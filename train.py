@@ -46,7 +46,7 @@ from perf.choose import choose_parallel, fits_unsharded, usable_memory
 from perf.cost import describe_traffic, predict_traffic, prediction_caveat
 from plumbing import records
 from plumbing.adamw import BFloat16AdamW
-from plumbing.check_model import check_tensor_parallel, loss_caveat
+from plumbing.check_model import check_documents, check_tensor_parallel, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -142,9 +142,10 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     has not left the device."""
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.microbatches(microbatch)
-    for i, (tokens, targets, positions) in enumerate(microbatches):
+    for i, part in enumerate(microbatches):
         with gradient_sync(runner, world.parallel, last=i == len(microbatches) - 1):
-            microbatch_loss = runner(tokens, targets, positions)
+            inputs = part.tokens, part.targets, part.positions
+            microbatch_loss = runner(*inputs, documents=part.documents)
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -229,7 +230,8 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
         batch = windows.batch(mine[start : start + microbatch]).to(world.device)
-        loss += model(batch.tokens, batch.targets, batch.positions)
+        inputs = batch.tokens, batch.targets, batch.positions
+        loss += model(*inputs, documents=batch.documents)
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
     total = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0) / world.parallel.tp
@@ -308,6 +310,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
     check_tensor_parallel(job.model.config, world.mesh["tp"])
+    check_documents(job.model.config, process.device, parallel.dtype)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
         print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")

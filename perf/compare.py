@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from data import Batch
 from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
@@ -230,8 +229,8 @@ def measure_compare(args: argparse.Namespace) -> str:
         if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
             steps[name], costs[name] = lambda: None, Cost(world.parallel)
         else:
-            local = batch.microbatches(args.batch // world.data_size)[world.data_rank]
-            local_batch = Batch(*local, text_bytes=1).to(base.device)
+            share = batch.microbatches(args.batch // world.data_size)[world.data_rank]
+            local_batch = share.to(base.device)
             steps[name] = make_step(config, args, local_batch, args.microbatch, world, lora)
             costs[name] = count_costs(steps[name], world)
     seconds = time_interleaved(steps, args.repeats)

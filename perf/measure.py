@@ -31,7 +31,14 @@ from torch.utils._pytree import tree_leaves
 from data import Batch
 from lora import LoRA, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, optimizer_parameters, parallelize, with_mesh
+from parallel import (
+    ParallelConfig,
+    World,
+    is_attention,
+    optimizer_parameters,
+    parallelize,
+    with_mesh,
+)
 from perf.cost import Traffic
 from plumbing.allocate import allocate
 from plumbing.flags import Parser, add_optimizer_flags
@@ -161,7 +168,7 @@ class Counted(TorchDispatchMode):
                 key = self.group_names[ranks], COLLECTIVES.get(name, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
-        self.attentions += "scaled_dot_product" in name and not name.endswith("_backward")
+        self.attentions += is_attention(name)
         return result
 
 

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import Batch, read_ahead
 from model import Llama
-from parallel import World
+from parallel import World, is_attention
 from perf.choose import usable_memory
 from perf.cost import (
     describe_traffic,
@@ -373,7 +373,7 @@ def profile_attention(training: Training) -> int:
     return sum(
         event.count
         for event in profile.key_averages()
-        if event.key.startswith("aten::_scaled_dot_product") and not event.key.endswith("backward")
+        if "::_" in event.key and is_attention(event.key)  # a kernel, not what chooses it
     )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from model import Llama, LlamaConfig
+from data import Batch
+from model import DOCUMENT_KERNELS, Llama, LlamaConfig
 from plumbing.fingerprint import fixed_weight
 from plumbing.processes import UserError
 from tensor_parallel import tensor_parallel
@@ -64,9 +65,30 @@ def loss_caveat(config: LlamaConfig) -> str:
 
 
 @torch.no_grad()
+def check_documents(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise UserError if a small model computes other logits with `documents` than with a mask.
+
+    Where there is a kernel for documents, it takes the place of document_mask in training."""
+    if (device.type, dtype) not in DOCUMENT_KERNELS:
+        return
+    model, _ = _small_model(config, 1, device)
+    tokens = torch.arange(1024, device=device).view(1, -1) ** 2 % 5
+    positions = torch.cat([torch.arange(n) for n in (700, 1, 323)]).view(1, -1)
+    batch = Batch(tokens, tokens, positions, text_bytes=0).to(device)
+    model.to(dtype)
+    expected = model(tokens, positions=batch.positions)
+    error = model(tokens, positions=batch.positions, documents=batch.documents) - expected
+    if error.norm() > 0.03 * expected.norm():  # bfloat16 has 8 bits
+        raise UserError(
+            "attention_in_documents computes something else than document_mask allows, since "
+            "model.py was changed: change both alike, or remove DOCUMENT_KERNELS's entry"
+        )
+
+
+@torch.no_grad()
 def _small_model(config: LlamaConfig, tp: int, device: torch.device) -> tuple[Llama, Tensor]:
     """Return a model of one block that tp divides, and tokens [1, 4 tp]."""
-    small = dict(dim=8 * tp, n_layers=1, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
+    small = dict(dim=32 * tp, n_layers=1, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
     model = Llama(replace(config, **small, vocab_size=5 * tp)).double().to(device).eval()
     for name, parameter in model.named_parameters():
         parameter.copy_(fixed_weight(name, parameter))

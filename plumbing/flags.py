@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES
 from plumbing.processes import UserError
@@ -100,6 +101,43 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--prompt", default="def",
                       help="prompt of the text samples at evaluations (default: %(default)s)")
     add_training_flags(parser)
+
+
+def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of finetune_lora.py: base model, data, LoRA, and what all scripts share."""
+    base = parser.add_argument_group("base model")
+    base.add_argument("--init", type=Path, metavar="DIR", required=True,
+                      help="the base model: a checkpoint, a run, or a model directory in Meta's or "
+                           "Hugging Face's format")
+    base.add_argument("--tokenizer",
+                      help="name or tokenizer.model file (default: the base model's)")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=["python"],
+                      help="JSON lines, files or directories of them (default: python, docstrings "
+                           "to write for functions of the standard library)")
+    data.add_argument("--seq-len", type=positive_int, default=512,
+                      help="tokens per row of samples (default: %(default)s)")
+    data.add_argument("--long", choices=["truncate", "drop"], default="truncate",
+                      help="treatment of samples longer than a row (default: %(default)s)")
+    data.add_argument("--train-on-prompt", action="store_true",
+                      help="count the loss of prompts too, not of answers alone")
+
+    lora = parser.add_argument_group("LoRA")
+    lora.add_argument("--rank", type=positive_int, default=8,
+                      help="rank of the adapters (default: %(default)s)")
+    lora.add_argument("--alpha", type=nonnegative_float, default=16.0,
+                      help="the adapters' scale is alpha / rank (default: %(default)s)")
+    lora.add_argument("--rslora", action="store_true", help="the scale is alpha / sqrt(rank)")
+    lora.add_argument("--dropout", type=nonnegative_float, default=0.0,
+                      help="dropout probability of the adapters' input (default: %(default)s)")
+    lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS),
+                      metavar="MATRIX",
+                      help=f"matrices with an adapter, of {' '.join(TARGETS)} (default: all)")
+    lora.add_argument("--merge", action="store_true",
+                      help="write OUT/merged at the end: the model with the adapter added")
+    add_training_flags(parser)
+    parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -159,7 +159,7 @@ def test_what_is_compared_by_default(monkeypatch):
     assert chosen(1, 1) == "one selective full"
     assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
     assert chosen(2, 1, lora=True) == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
-    assert chosen(1, 2, gpu) == "ddp zero1 fsdp fsdp-none tp selective full compiled"
+    assert chosen(1, 2, gpu) == "ddp zero1 fsdp fsdp-none tp selective full offloaded compiled"
     assert chosen(1, 2, contestants=["full", "wrong"]) == "full wrong" and not printed
     assert chosen(2, 2) == "ddp zero1 hsdp fsdp fsdp-none selective full"
     assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")

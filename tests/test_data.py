@@ -297,8 +297,11 @@ def test_batch_holds_targets_positions_and_bytes():
     assert batch.positions[:2].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]
     assert batch.text_bytes == 4 + 4
     microbatches = batch.microbatches(2)
-    assert [len(tokens) for tokens, _, _ in microbatches] == [2, 1]
-    assert torch.equal(torch.cat([positions for _, _, positions in microbatches]), batch.positions)
+    assert [len(part.tokens) for part in microbatches] == [2, 1]
+    assert torch.equal(torch.cat([part.positions for part in microbatches]), batch.positions)
+    assert batch.starts.tolist() == [[0, 3, 6, 6], [0, 2, 6, 6], [0, 3, 6, 6]]
+    assert microbatches[0].documents.starts.tolist() == [0, 3, 6, 6, 6, 8, 12, 12, 12]
+    assert microbatches[1].documents.longest == 4
 
 
 def test_ids_beyond_the_vocabulary_are_refused():

@@ -1,0 +1,125 @@
+"""Attention within packed documents, by a kernel that takes lengths in place of a mask.
+
+The kernel needs a GPU (tests/test_gpu.py); here it is one of our own, with the same arguments."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_parallel import batch_of
+
+import model as model_py
+from data import Batch
+from model import Documents, Llama, LlamaConfig, document_mask
+from parallel import recompute_and_compile
+from plumbing.check_model import check_documents
+from plumbing.processes import UserError
+
+CONFIG = LlamaConfig(48, 2, 4, 2, 64, vocab_size=101)
+CPU = torch.device("cpu")
+
+
+def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, enable_gqa):
+    """torch.nn.attention.varlen.varlen_attn: each document by itself. q [N, H, E]."""
+    assert starts is k_starts and longest == k_longest and window_size == (-1, 0)
+    assert starts.dtype == torch.int32 and enable_gqa == (q.shape[1] != k.shape[1])
+    rows = []
+    for start, end in zip(starts.tolist(), starts.tolist()[1:]):
+        assert end - start <= longest
+        parts = (tensor[start:end].transpose(0, 1) for tensor in (q, k, v))
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=enable_gqa)
+        rows.append(out.transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture
+def with_kernel(monkeypatch):
+    monkeypatch.setattr(model_py, "varlen_attn", one_by_one)
+    monkeypatch.setattr(model_py, "ASKS_FOR_GQA", True)
+    kernels = model_py.DOCUMENT_KERNELS
+    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels | {("cpu", torch.float64)})
+
+
+def random_positions(B: int, T: int, within: bool) -> torch.Tensor:
+    """Documents of 1 to 12 tokens; with `within`, rows begin in the middle of one."""
+    rows = []
+    for _ in range(B):
+        row = torch.arange(int(torch.randint(1, 9, ())), 100)[: int(torch.randint(0, T + 1, ()))]
+        row = row if within else row[:0]
+        while len(row) < T:
+            row = torch.cat([row, torch.arange(int(torch.randint(1, 13, ())))])
+        rows.append(row[:T])
+    return torch.stack(rows)
+
+
+def test_lengths_and_mask_say_the_same():
+    torch.manual_seed(0)
+    for trial in range(300):
+        B, T = int(torch.randint(1, 6, ())), int(torch.randint(1, 40, ()))
+        positions = random_positions(B, T, within=trial % 3 == 0)
+        tokens = torch.zeros(B, T, dtype=torch.int64)
+        parts = Batch(tokens, tokens, positions, 0).microbatches(1 + trial % B)
+        for part in parts:
+            starts, longest = part.documents
+            assert starts[0] == 0 and starts[-1] == part.tokens.numel()
+            pairs = torch.zeros(part.tokens.numel(), part.tokens.numel(), dtype=torch.bool)
+            for start, end in zip(starts.tolist(), starts.tolist()[1:]):
+                assert 0 <= end - start <= longest <= T
+                pairs[start:end, start:end] = torch.ones(end - start, end - start).tril()
+            masks = document_mask(part.positions, T)[:, 0].int()
+            assert torch.equal(pairs, torch.block_diag(*masks).bool())
+        assert {part.documents.longest for part in parts} == {longest}
+        rooms = {len(part.documents.starts) - 1 for part in parts[:-1]}
+        assert all(room & (room - 1) == 0 or B > 1 for room in rooms) and len(rooms) < 2
+
+
+def masks_of(model: Llama) -> list:
+    """A list that receives the mask of each forward of the first block."""
+    masks = []
+    model.layers["0"].register_forward_pre_hook(lambda _, given: masks.append(given[3]))
+    return masks
+
+
+def test_a_batch_without_positions_has_no_documents():
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    assert Batch(tokens, tokens, None, 0).documents is None
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_attention_by_documents_is_attention_by_mask(with_kernel, checkpointing):
+    batch, results = batch_of(packed=True), []
+    inputs = batch.tokens, batch.targets, batch.positions
+    for documents in (None, batch.documents):
+        torch.manual_seed(0)
+        (model := Llama(CONFIG).double()).init_weights(1)
+        recompute_and_compile(model, checkpointing, False)
+        masks = masks_of(model)
+        loss = model(*inputs, documents=documents)
+        loss.backward()
+        assert type(masks[0]) is (Documents if documents else torch.Tensor)
+        results.append([loss, *(p.grad for p in model.parameters())])
+    for by_mask, by_documents in zip(*results, strict=True):
+        torch.testing.assert_close(by_documents, by_mask, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_kernel_there_is_a_mask():
+    batch, model = batch_of(packed=True), Llama(CONFIG)
+    masks = masks_of(model)
+    model(batch.tokens, positions=batch.positions, documents=batch.documents)
+    assert masks[0].shape == (8, 1, 13, 13)
+
+
+def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monkeypatch):
+    kernels = model_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16)}
+    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels)
+    monkeypatch.setattr("plumbing.check_model.DOCUMENT_KERNELS", kernels)
+    for dtype in (torch.float64, torch.bfloat16):
+        check_documents(CONFIG, CPU, dtype)
+
+    def in_a_window(positions, queries):
+        return document_mask(positions, queries).triu(-256)
+
+    monkeypatch.setattr(model_py, "document_mask", in_a_window)
+    check_documents(CONFIG, CPU, torch.float32)  # has no kernel, and needs none
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(UserError, match="change both alike"):
+            check_documents(CONFIG, CPU, dtype)
