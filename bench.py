@@ -9,6 +9,8 @@ torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                             latency and bandwidth of the links between ranks
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
+torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetune_lora.py]
+                            the same for fine-tuning
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 """
@@ -25,8 +27,15 @@ from perf.compare import CONTESTANTS, contestant_name, measure_compare
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.roofline import GPUS, LINKS
-from perf.step import measure_step
-from plumbing.flags import Parser, add_optimizer_flags, add_pretraining_flags, positive_int
+from perf.step import measure_lora_step, measure_step
+from plumbing.flags import (
+    Parser,
+    add_finetuning_flags,
+    add_optimizer_flags,
+    add_pretraining_flags,
+    nonnegative_int,
+    positive_int,
+)
 from plumbing.processes import run
 
 # fmt: off
@@ -41,6 +50,8 @@ def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
                         help="tokens per sequence (default: %(default)s)")
     parser.add_argument("--repeats", type=positive_int,
                         help="rounds of all contestants (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="dtype of computation (default: %(default)s)")
     add_optimizer_flags(parser)
     parser.set_defaults(**{"lr": 1e-4} | defaults)
 
@@ -77,8 +88,6 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of computation (default: %(default)s)")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 8")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
@@ -106,6 +115,12 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     add_pretraining_flags(parser)
 
 
+def add_lora_step_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=positive_int, default=15,
+                        help="rounds of all measurements (default: %(default)s)")
+    add_finetuning_flags(parser)
+
+
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     parser.add_argument("--gpus", type=positive_int, default=8,
@@ -125,6 +140,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="sequences per step, over all GPUs (default: 2 per GPU)")
     parser.add_argument("--seq-len", type=positive_int,
                         help="tokens per sequence (default: 8192)")
+    parser.add_argument("--document-length", type=nonnegative_int, default=0,
+                        help="tokens per document, where a sequence holds several and attention "
+                             "stays within them; 0 for whole sequences (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"],
                         help="dtype of computation (default: bfloat16)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
@@ -158,6 +176,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "compare": (add_compare_flags, measure_compare),
     "comm": (add_comm_flags, measure_comm),
     "step": (add_step_flags, measure_step),
+    "step-lora": (add_lora_step_flags, measure_lora_step),
     "plan": (add_plan_flags, plan_cluster),
 }
 

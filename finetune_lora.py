@@ -42,7 +42,11 @@ from train import Job, build, setup, train
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Fine-tune a Llama with LoRA.")
     add_finetuning_flags(parser)
-    args = parser.parse_args()
+    return complete(parser.parse_args())
+
+
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the flags that need no model, and set the default of --out."""
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")

@@ -43,7 +43,7 @@ from parallel import (
     with_mesh,
 )
 from perf.choose import choose_parallel, fits_unsharded, usable_memory
-from perf.cost import describe_traffic, predict_traffic, prediction_caveat
+from perf.cost import describe_traffic, mask_width, predict_traffic, prediction_caveat
 from plumbing import records
 from plumbing.adamw import BFloat16AdamW
 from plumbing.check_model import check_documents, check_tensor_parallel, loss_caveat
@@ -252,6 +252,10 @@ class Job:
     train_set: Windows  # or plumbing/chat.py's Packed, which is used alike
     val_set: Windows
 
+    def mask_width(self, args: argparse.Namespace, device: torch.device) -> int:
+        dtype = getattr(torch, args.dtype)
+        return mask_width(self.train_set.document_mask, args.seq_len, device, dtype)
+
 
 def setup(args: argparse.Namespace) -> Process:
     """Join the other processes and set the flags whose defaults depend on the device."""
@@ -304,6 +308,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         tokens=args.microbatch * args.seq_len,
         microbatches=microbatches,
         room=process.minimum(usable_memory(process.device, process.per_node)),
+        masked=job.mask_width(args, process.device),
     )
     if args.dp == "auto" and process.size > args.tp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -68,22 +69,26 @@ def choose_parallel(
     tokens: int,
     microbatches: int,
     room: int,
+    masked: int = 0,
 ) -> tuple[ParallelConfig, str]:
     """Return the configuration with its mesh sizes, and the reason in words. `requested.dp` and
     `requested.reshard` may be "auto"; `tokens` are those of a microbatch; `room` is the memory in
-    bytes that every rank may fill.
+    bytes that every rank may fill; `masked` is mask_width.
 
     --dp auto takes the first strategy whose step fits in memory: DDP where a whole copy fits on a
     device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks otherwise.
     Gradients of several microbatches accumulate unsharded if there is room."""
     fused = requested.compile or process.device.type == "cuda"
+    predicted = partial(
+        predict_memory, model, tokens=tokens, microbatches=microbatches, fused=fused, masked=masked
+    )
 
     def configured(dp: str, reshard: str) -> ParallelConfig:
         parallel = replace(requested, dp=dp, reshard=reshard)
         return with_mesh_sizes(parallel, process.size, process.per_node, shard)
 
     def fits(parallel: ParallelConfig) -> bool:
-        return predict_memory(model, parallel, tokens, microbatches, fused)["peak"] < room
+        return predicted(parallel)["peak"] < room
 
     preferred = smallest = requested.reshard
     if requested.reshard == "auto":
@@ -103,7 +108,7 @@ def choose_parallel(
     if microbatches > 1 and parallel.uses_fsdp and not fits(parallel):
         parallel = configured(dp, smallest)
 
-    copy = predict_memory(model, configured("ddp", "weights"), tokens, microbatches, fused)
+    copy = predicted(configured("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
         f"weights, gradients and AdamW state of a copy take {state / 1e9:.3g} GB, with activations "

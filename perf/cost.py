@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model import LOSS_CHUNK, Llama, LlamaConfig
+from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from tensor_parallel import planned_dims
 
@@ -124,7 +124,12 @@ def _counted_saved_elements(config: LlamaConfig) -> float:
 
 
 def predict_memory(
-    model: Llama, parallel: ParallelConfig, tokens: int, microbatches: int, fused: bool = False
+    model: Llama,
+    parallel: ParallelConfig,
+    tokens: int,
+    microbatches: int,
+    fused: bool = False,
+    masked: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
@@ -134,7 +139,8 @@ def predict_memory(
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
     four moments of a step, within a few percent. LoRA's dropout is not counted, and adapters in
     bfloat16 take less than predicted. With --offload, parameters and optimizer are in CPU memory,
-    but count here. `fused`: norms run as one kernel, on a GPU or compiled."""
+    but count here. `fused`: norms run as one kernel, on a GPU or compiled. `masked` is what
+    mask_width returns."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = config.n_layers, config.dim, config.ffn_dim, parallel.tp
     state = _state(model, parallel)
@@ -149,7 +155,7 @@ def predict_memory(
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    saved, recomputed = (n * tokens * w for n in saved_elements(config, parallel, fused))
+    saved, recomputed = (n * tokens * w for n in saved_elements(config, parallel, fused, masked))
     block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (norm_saves(parallel, fused) + 2) * stream
@@ -179,7 +185,7 @@ def predict_memory(
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
-    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding) + tokens * masked  # bools
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
         "activations": int(max(loss, last_block_backward)),
@@ -254,14 +260,21 @@ def norm_saves(parallel: ParallelConfig, fused: bool) -> int:
     return 1 if fused else 2 * max(1, 4 // parallel.weight_bytes)
 
 
+def mask_width(documents: bool, seq_len: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Return how many keys a row of attention's mask has: none where rows are one document each,
+    or where the device has a kernel that needs no mask."""
+    return seq_len if documents and (device.type, dtype) not in DOCUMENT_KERNELS else 0
+
+
 def saved_elements(
-    config: LlamaConfig, parallel: ParallelConfig, fused: bool
+    config: LlamaConfig, parallel: ParallelConfig, fused: bool, masked: int = 0
 ) -> tuple[float, float]:
     """Return the elements a token that a block saves for backward, and that backward recomputes.
 
     Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
     what norm_saves says and its output (under tensor parallelism after the all-gather); KV E wide:
-    k and v; F wide: gate, up and their product; and a logsumexp for each head."""
+    k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
+    row, which attention turns into numbers in each block, and k and v for each query head."""
     D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
     # Autocast keeps the residual stream in float32, and casts norm outputs for five products.
@@ -270,6 +283,8 @@ def saved_elements(
     norm_outputs = (5 if autocast and not fused else 2) * D
     norm_inputs = 2 * norm_saves(parallel, fused) * D
     everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    if masked:
+        everything += masked + 2 * (D - kv_dim) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     saved = {
         "none": everything,

@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from data import Batch
 from lora import LoRA
 from model import PRESETS, LlamaConfig, cross_entropy_sum
-from parallel import World, with_mesh
+from parallel import ParallelConfig, World, with_mesh
 from perf.measure import (
     build_on_meta,
     make_step,
@@ -29,6 +30,7 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
+from plumbing.checks import moments_dtype
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import peak_memory
 from train import make_optimizer
@@ -38,10 +40,10 @@ from train import make_optimizer
 
 def measure_limit(args: argparse.Namespace) -> str:
     """Return a table of the times of a full training step."""
-    world, config = with_mesh(init_distributed()), PRESETS[args.model]
+    world, config = world_of(args), PRESETS[args.model]
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {
-        "bare matrix products and attention": bare_products(config, batch),
+        "bare matrix products and attention": bare_products(config, batch, world.parallel.dtype),
         "transformers": transformers_step(config, args, batch, world),
         "flatllama": flatllama_step(config, args, batch, world),
     }
@@ -59,10 +61,11 @@ def measure_lora(args: argparse.Namespace) -> str:
     for name, make in makers.items():
         peak = in_new_process(lora_peak, make, args, torch.get_num_threads())
         peaks.append([name, f"{peak / 1e9:.2f} GB"])
-    world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
+    world, config, lora = world_of(args), PRESETS[args.model], LoRA(args.rank)
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
+    dtype = world.parallel.dtype
     contestants = {
-        "bare products of LoRA and attention": bare_products(config, batch, lora.rank),
+        "bare products of LoRA and attention": bare_products(config, batch, dtype, lora.rank),
         "peft on transformers": transformers_step(config, args, batch, world, lora),
         "flatllama LoRA": flatllama_step(config, args, batch, world, lora),
         "flatllama, all weights": flatllama_step(config, args, batch, world),
@@ -84,10 +87,19 @@ def measure_loss(args: argparse.Namespace) -> str:
     return "\n".join(markdown_table(["loss and its backward", "peak memory"], rows))
 
 
+def world_of(args: argparse.Namespace) -> World:
+    """Join the other processes, all of them replicas, with the dtypes of the flags."""
+    process = init_distributed()
+    dtypes = dict(dtype=getattr(torch, args.dtype), moments=moments_dtype(args))
+    return with_mesh(process, ParallelConfig(replicate=process.size, **dtypes))
+
+
 # ------------------------------------------------------------------------------- contestants
 
 
-def bare_products(config: LlamaConfig, batch: Batch, rank: int = 0) -> Callable[[], None]:
+def bare_products(
+    config: LlamaConfig, batch: Batch, dtype: torch.dtype, rank: int = 0
+) -> Callable[[], None]:
     """Return a function that runs only the matrix products and the attention of a training step.
 
     The time that a training step takes beyond this is overhead. Each weight [out, in] is in three
@@ -96,13 +108,14 @@ def bare_products(config: LlamaConfig, batch: Batch, rank: int = 0) -> Callable[
     are in three products each. As in training, the output matrix has no adapter."""
     device, (B, T) = batch.tokens.device, batch.tokens.shape
     linears = [m for m in build_on_meta(config).modules() if isinstance(m, nn.Linear)]
-    weights = [torch.randn(linear.weight.shape, device=device) for linear in linears]
+    random = partial(torch.randn, device=device, dtype=dtype)
+    weights = [random(linear.weight.shape) for linear in linears]
     widths = {width for weight in weights for width in weight.shape} | {rank}
     # Random operands by width: activations or gradients [N, width], factors [r, width].
-    rows = {width: torch.randn(B * T, width, device=device) for width in widths}
-    factors = {width: torch.randn(rank, width, device=device) for width in widths}
+    rows = {width: random(B * T, width) for width in widths}
+    factors = {width: random(rank, width) for width in widths}
     q, k, v, attention_grad = (
-        torch.randn(B, T, n, config.head_dim, device=device).transpose(1, 2).requires_grad_()
+        random(B, T, n, config.head_dim).transpose(1, 2).requires_grad_()
         for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     )
 
@@ -159,7 +172,8 @@ def transformers_step(
     lora: LoRA | None = None,
 ) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where `lora` is given."""
+    seven matrices of each block where `lora` is given. In bfloat16 it computes under autocast,
+    with float32 weights, but for a frozen base."""
     try:
         import peft
         import transformers
@@ -179,7 +193,9 @@ def transformers_step(
             attn_implementation="sdpa",
             use_cache=False,
         )
-    ).to(world.device)
+    )
+    low, device = world.parallel.dtype == torch.bfloat16, world.device
+    model.to(device, torch.bfloat16 if lora and low else torch.float32)
     if lora:
         options = peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -189,7 +205,8 @@ def transformers_step(
 
     def step() -> float:
         # shift_labels are taken as they are; labels alone would be shifted by one more token.
-        out = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets)
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            out = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets)
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -228,7 +245,7 @@ def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
 
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
-    world, config, lora = with_mesh(init_distributed()), PRESETS[args.model], LoRA(args.rank)
+    world, config, lora = world_of(args), PRESETS[args.model], LoRA(args.rank)
     tiny = PRESETS["tiny"]
     make(tiny, args, random_batch(tiny, 1, 8).to(world.device), world, lora)()
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)

@@ -24,6 +24,7 @@ from parallel import STRATEGIES, ParallelConfig
 from perf.choose import USABLE_FRACTION
 from perf.cost import (
     flops_per_token,
+    mask_width,
     predict_memory,
     predict_traffic,
     prediction_caveat,
@@ -121,6 +122,10 @@ def check_flags(args: argparse.Namespace) -> None:
             f"--seq-len {args.seq_len} is longer than the {max_seq_len} tokens of {args.model}: "
             f"give at most {max_seq_len}"
         )
+    if args.document_length > args.seq_len:
+        raise UserError(
+            f"--document-length {args.document_length} exceeds --seq-len {args.seq_len}"
+        )
     if problem := problem_with_files({"--json": args.json}):
         raise UserError(problem)
 
@@ -182,7 +187,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     moments=moments_dtype(args),
                 )
                 if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
-                    yield predict(model, parallel, microbatch, microbatches, args.seq_len, machine)
+                    yield predict(model, parallel, microbatch, microbatches, args, machine)
 
 
 def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]:
@@ -225,17 +230,19 @@ def predict(
     parallel: ParallelConfig,
     microbatch: int,
     microbatches: int,
-    seq_len: int,
+    args: argparse.Namespace,
     machine: Machine,
 ) -> Plan:
     """Return a plan with its memory, the bytes that it sends, and its time."""
     fused = parallel.compile or not machine.measured  # assumed machines are GPUs
-    memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused)
+    seq_len, document, cuda = args.seq_len, args.document_length, torch.device("cuda")
+    masked = mask_width(document > 0, seq_len, cuda, parallel.dtype)
+    memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused, masked)
     sent = Counter()
     traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
     for (dim, collective), cost in traffic.items():
         sent[dim] += sent_bytes({(dim, collective): cost}, parallel)
-    parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine)
+    parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine, document)
     fits = memory["peak"] <= USABLE_FRACTION * machine.memory
     return Plan(parallel, microbatch, memory, sent, parts, fits)
 
@@ -360,7 +367,7 @@ def table(
         "| sends over replicate GB | shard GB | tp GB | step s | MFU | reason"
     ).split(" | ")
     rows = []
-    flops = flops_per_token(model, args.seq_len)
+    flops = flops_per_token(model, args.document_length or args.seq_len)
     for plan in ranked:
         parallel = plan.parallel
         gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
@@ -449,6 +456,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train += " --offload-activations" * parallel.offload_activations
+    train += " --document-mask" * (args.document_length > 0)
     train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
     if nodes == 1:
         return [f"torchrun --nproc-per-node {args.per_node} {train}"]

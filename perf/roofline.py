@@ -242,13 +242,14 @@ def step_time(
     microbatches: int,
     seq_len: int,
     machine: Machine,
+    document: int = 0,
 ) -> dict[str, float]:
     """Return seconds of a training step by part, as listed at the top of this file.
 
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
-    sequences."""
+    sequences; where these are packed, a `document` has so many tokens."""
     tokens = microbatch * seq_len
-    parts = compute_time(model.config, parallel, tokens, seq_len, machine)
+    parts = compute_time(model.config, parallel, tokens, document or seq_len, machine)
     parts = {name: seconds * microbatches for name, seconds in parts.items()}
     memory = predict_memory(model, parallel, tokens, microbatches)
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates

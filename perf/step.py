@@ -1,8 +1,9 @@
 """`bench.py step`: measure where the time of a training step goes, and which flag would shorten it.
 
     torchrun --nproc-per-node 2 bench.py step --model small --dp fsdp     and train.py's other flags
+    torchrun --nproc-per-node 2 bench.py step-lora --init out/tiny        and finetune_lora.py's
 
-It trains as train.py would, but writes no files. Four variants of a step are measured:
+It trains as the script would, but writes no files. Four variants of a step are measured:
 
     plain       train.py's step                                  its time, and the wait for data
     marked      the same with time stamps                        the optimizer's time
@@ -22,6 +23,7 @@ The last lines say which parts take long, and which flags would shorten them (pe
 
 import argparse
 import contextlib
+import copy
 import itertools
 import statistics
 import sys
@@ -40,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import finetune_lora
 from data import Batch, read_ahead
 from model import Llama
 from parallel import World, is_attention
@@ -54,7 +57,6 @@ from perf.cost import (
 from perf.measure import (
     Counted,
     Live,
-    build_on_meta,
     count_rounds,
     markdown_table,
     megabytes,
@@ -63,8 +65,9 @@ from perf.measure import (
     state_tensors,
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
-from plumbing.processes import print_rank_zero
+from plumbing.processes import Process, print_rank_zero
 from train import (
+    Job,
     accumulate,
     build,
     learning_rate,
@@ -91,6 +94,8 @@ class Training:
     runner: nn.Module  # what a training step calls: the model, or its DDP or ZeRO-1 wrapper
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
+    unsharded: Llama | None = None  # the model on meta, for predictions
+    masked: int = 0  # what cost.mask_width returns
 
     @property
     def microbatches(self) -> int:
@@ -103,8 +108,17 @@ class Training:
         return [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
 
 
-def measure_step(args: argparse.Namespace) -> str:
-    """Return the output of `bench.py step`: tables and the verdict."""
+def measure_lora_step(args: argparse.Namespace) -> str:
+    """Return the output of `bench.py step-lora`."""
+    return measure_step(
+        finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0]
+    )
+
+
+def measure_step(
+    args: argparse.Namespace, prepare: Callable[[argparse.Namespace, Process], Job] = prepare
+) -> str:
+    """Return the output of `bench.py step`: tables and the verdict. `prepare` is the script's."""
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     process = setup(args)
@@ -112,6 +126,7 @@ def measure_step(args: argparse.Namespace) -> str:
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     job = prepare(args, process)
+    unsharded = copy.deepcopy(job.model)
     world, runner = build(args, job, process)
     # The learning rate of step 1 throughout, so that the loss stays finite.
     lr = learning_rate(1, args)
@@ -120,7 +135,8 @@ def measure_step(args: argparse.Namespace) -> str:
         group["lr"] = lr
     read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        training = Training(args, world, job.model, runner, optimizer, batches)
+        masked = job.mask_width(args, world.device)
+        training = Training(args, world, job.model, runner, optimizer, batches, unsharded, masked)
         print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
         for _ in range(WARM_UP_STEPS):
             plain_step(training, next(batches))
@@ -397,8 +413,16 @@ def report(
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops_per_token(training.model, args.seq_len) * speed / (peak * world.size)
-    unsharded, tokens = build_on_meta(training.model.config), args.microbatch * args.seq_len
+    unsharded, tokens = training.unsharded, args.microbatch * args.seq_len
     fused = parallel.compile or on_gpu
+    predicted = partial(
+        predict_memory,
+        unsharded,
+        tokens=tokens,
+        microbatches=training.microbatches,
+        fused=fused,
+        masked=training.masked,
+    )
     compiler = torch._dynamo.utils.counters
     graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
@@ -410,9 +434,10 @@ def report(
         microbatches=training.microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
-            name: predict_memory(unsharded, other, tokens, training.microbatches, fused)["peak"]
+            name: predicted(other)["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
+        frozen=any(not p.requires_grad for p in unsharded.parameters()),
         attentions=attentions / (training.model.config.n_layers * training.microbatches),
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,

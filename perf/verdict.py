@@ -30,6 +30,7 @@ class Facts:
     usable_memory: int  # bytes, per process
     peaks: dict[str, int]  # name in `alternatives` -> predicted peak of a step in bytes
     attentions: float  # forward runs of attention per layer and microbatch
+    frozen: bool = False  # whether some weights are, as in fine-tuning with adapters
     graph_breaks: int = 0
     on_gpu: bool = False
     mfu: float | None = None  # None: unknown
@@ -58,6 +59,7 @@ def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelC
         "ddp": with_mesh_sizes(replace(parallel, dp="ddp", reshard="weights"), size, per_node),
         "hsdp": with_mesh_sizes(replace(parallel, dp="hsdp"), size, per_node),
         "reshard none": replace(parallel, reshard="none"),
+        "reshard adapters": replace(parallel, reshard="adapters"),
         "selective": replace(parallel, checkpointing="selective"),
         "none": replace(parallel, checkpointing="none"),
     }
@@ -127,6 +129,9 @@ def shard_levers(facts: Facts) -> list[str]:
     only_replicate_crosses = facts.crosses_nodes("replicate") and not facts.crosses_nodes("shard")
     if facts.fits("ddp") and not parallel.offload and not only_replicate_crosses:
         levers.append(f"--dp ddp sends only gradients, and a whole copy {facts.fit_note('ddp')}")
+    if facts.frozen and parallel.reshard != "adapters" and facts.fits("reshard adapters"):
+        note = facts.fit_note("reshard adapters")
+        levers.append(f"--reshard adapters keeps the frozen weights on each rank, and {note}")
     if facts.microbatches > 1:
         if parallel.reshard in ("weights", "all") and facts.fits("reshard none"):
             note = facts.fit_note("reshard none")

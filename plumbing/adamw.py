@@ -5,6 +5,9 @@ of our own. A moment changes by a share of 1 - beta in each step, and bfloat16 r
 with beta 0.95 the changes are larger than the rounding, with 0.999 they would be lost.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,19 +43,46 @@ class BFloat16AdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        # Tensors, since a Python number would wait for the GPU.
+        gradient = to_local(parameter.grad).reshape(-1)  # [n], as all that follow
+        weight, *moments = (
+            to_local(tensor).view(-1)
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
+        )
+        # Tensors too: a Python number would wait for the GPU, or compile anew when it changes.
         step = state["step"].to(torch.promote_types(parameter.dtype, torch.float32))
-        unbias1, unbias2 = 1 - beta1**step, 1 - beta2**step
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        tensors = [to_local(tensor) for tensor in tensors]
-        rows = max(1, ELEMENTS_AT_A_TIME * len(tensors[0]) // max(1, tensors[0].numel()))
-        for weight, grad, exp_avg, exp_avg_sq in zip(*(t.split(rows) for t in tensors)):
-            grad = grad.to(step.dtype)
-            mean = exp_avg.to(step.dtype).lerp_(grad, 1 - beta1)
-            square = exp_avg_sq.to(step.dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            exp_avg.copy_(mean)
-            exp_avg_sq.copy_(square)
-            weight.mul_(1 - lr * group["weight_decay"])
-            denominator = (square / unbias2).sqrt_().add_(group["eps"])
-            weight.sub_((mean * (lr / unbias1)).div_(denominator))
+        lr = torch.full_like(step, group["lr"])
+        numbers = step, lr, group["betas"], group["eps"], group["weight_decay"]
+        run = compiled_update() if parameter.device.type == "cuda" else update
+        tensors = weight, gradient, *moments
+        for parts in zip(*(tensor.split(ELEMENTS_AT_A_TIME) for tensor in tensors)):
+            run(*parts, *numbers)
+
+
+def update(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update a part of a parameter and of its moments in place, in the dtype of `step`."""
+    beta1, beta2 = betas
+    grad = grad.to(step.dtype)
+    mean = exp_avg.to(step.dtype).lerp_(grad, 1 - beta1)
+    square = exp_avg_sq.to(step.dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    weight.mul_(1 - lr * weight_decay)
+    denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
+    weight.sub_((mean * (lr / (1 - beta1**step))).div_(denominator))
+
+
+@functools.cache
+def compiled_update() -> Callable:
+    """Return `update` as one kernel, for any length: uncompiled it reads and writes several times
+    as many bytes."""
+    return torch.compile(update, dynamic=True)

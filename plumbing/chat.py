@@ -244,6 +244,8 @@ class Packed:
 
     samples: what `encode` returned, (ids [n], is_target [n]), with n at most seq_len + 1."""
 
+    document_mask = True
+
     def __init__(
         self, samples: list[tuple[list[int], list[bool]]], seq_len: int, tokenizer: Tokenizer
     ):

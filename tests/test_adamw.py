@@ -138,3 +138,16 @@ def test_a_run_resumes_exactly_and_is_told_of_another_dtype(shards, tmp_path):
     assert [row["loss"] for row in metrics(whole)] == [row["loss"] for row in metrics(parts)]
     other = flags(shards, whole, **given | dict(steps=7, moments="float32"))
     assert "--moments was bfloat16, is now float32" in succeed("train.py", *other, "--resume").err
+
+
+@pytest.mark.slow
+def test_it_compiles_once_for_all_shapes_and_steps(monkeypatch):
+    """On a GPU it is compiled; here too."""
+    monkeypatch.setattr("test_adamw.SHAPES", [*SHAPES, (64, 3), (100,), (50, 7), (1000, 7)])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = steps(with_bfloat16_moments)
+    monkeypatch.setattr(adamw, "update", adamw.compiled_update())
+    for weight, expected in zip(steps(with_bfloat16_moments), plain, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # of 8 lengths

@@ -6,14 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from data import Batch
 from lora import LoRA, add_adapters
 from model import PRESETS, FeedForward, Llama, LlamaConfig
-from parallel import ParallelConfig
+from parallel import ParallelConfig, parallelize, with_mesh
 from perf.choose import check_parallel, choose_parallel, fits_unsharded
 from perf.cost import predict_memory, predict_traffic, prediction_caveat, sent_bytes
-from perf.measure import emulate
-from plumbing.processes import UserError
+from perf.measure import Live, emulate, state_tensors
+from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.processes import UserError, init_distributed
+from train import accumulate, make_optimizer
 
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
@@ -85,6 +89,27 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
     assert expected["peak"] == pytest.approx(held["peak"], rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_mask_takes_what_is_predicted(checkpointing):
+    """Attention by a mask: a row of it for each token, k and v for each query head."""
+    parallel = ParallelConfig(checkpointing=checkpointing)
+    world = with_mesh(init_distributed(), parallel)
+    with torch.device("meta"):
+        model = Llama(CHUNKY)
+    expected = predict_memory(model, parallel, 1024, 1, masked=512)["peak"]
+    runner = parallelize(model, world, Llama.init_weights)
+    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+    tokens = torch.zeros(2, 512, dtype=torch.int64)
+    positions = (torch.arange(1024) % 50).view(2, 512)
+    for _ in range(2):  # step 1 makes AdamW's moments
+        with Live(tree_leaves(state_tensors(model, optimizer))) as live:
+            accumulate(runner, Batch(tokens, tokens, positions, 1), 2, world)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+    assert expected == pytest.approx(live.peak, rel=0.05)
 
 
 def test_a_large_world_sends_what_is_predicted():

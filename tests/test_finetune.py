@@ -129,6 +129,18 @@ def one_run(base, sums, tmp_path_factory):
     return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
 
 
+def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
+    """Memory and traffic as predicted, with the mask of packed conversations; adapters stay."""
+    given = flags(base, sums, tmp_path / "none", batch=8, microbatch=2, dtype="float32", dp="fsdp")
+    out = succeed("bench.py", "step-lora", *given, "--repeats", 2, nproc=2).out
+    sent = [line.split("each rank sends ")[1] for line in out.splitlines() if "rank sends " in line]
+    assert len(set(sent)) == 1 and "all-gather over shard" in sent[0]  # predicted, counted
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    held = {row[0]: float(row[1].split()[0]) for row in rows if row[-1].endswith("MB")}
+    assert held["predicted peak"] == pytest.approx(held["peak"], rel=0.1)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     "nproc, parallel",
     [
