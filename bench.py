@@ -13,6 +13,8 @@ torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetun
                             the same for fine-tuning
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
+python bench.py gpu --out gpu.json
+                            all that one GPU can tell, in nine minutes
 """
 
 import plumbing.startup  # first, for Ctrl-C during the imports
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
+from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.roofline import GPUS, LINKS
@@ -121,6 +124,17 @@ def add_lora_step_flags(parser: argparse.ArgumentParser) -> None:
     add_finetuning_flags(parser)
 
 
+def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE.json", required=True,
+                        help="file for the results; parts that it has are not measured again")
+    parser.add_argument("--parts", nargs="+", metavar="PART",
+                        help="parts to measure anew (default: all that FILE.json lacks)")
+    parser.add_argument("--docs", type=Path, metavar="FILE.md",
+                        help="document whose section on the GPU is written from the results")
+    parser.add_argument("--rehearse", action="store_true",
+                        help="run in small, on a CPU; nothing that is measured means anything")
+
+
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     parser.add_argument("--gpus", type=positive_int, default=8,
@@ -178,6 +192,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step": (add_step_flags, measure_step),
     "step-lora": (add_lora_step_flags, measure_lora_step),
     "plan": (add_plan_flags, plan_cluster),
+    "gpu": (add_gpu_flags, measure_gpu),
 }
 
 

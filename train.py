@@ -42,9 +42,9 @@ from parallel import (
     unsharded,
     with_mesh,
 )
-from perf.choose import choose_parallel, fits_unsharded, usable_memory
+from perf.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
 from perf.cost import describe_traffic, mask_width, predict_traffic, prediction_caveat
-from plumbing import records
+from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
 from plumbing.check_model import check_documents, check_tensor_parallel, loss_caveat
 from plumbing.checks import (
@@ -300,6 +300,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     share = args.batch // (process.size // args.tp)  # sequences of a step on this rank
     args.microbatch = args.microbatch or share
     microbatches = share // args.microbatch
+    masked = job.mask_width(args, process.device)
     parallel, reason = choose_parallel(
         requested_parallel(args),
         args.shard,
@@ -308,8 +309,10 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         tokens=args.microbatch * args.seq_len,
         microbatches=microbatches,
         room=process.minimum(usable_memory(process.device, process.per_node)),
-        masked=job.mask_width(args, process.device),
+        masked=masked,
     )
+    advice = partial(what_would_fit, args, job.model, parallel, process, masked)
+    processes.advise_if_out_of_memory(advice)
     if args.dp == "auto" and process.size > args.tp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)

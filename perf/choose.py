@@ -1,6 +1,7 @@
 """Check a parallel configuration, and choose the one that fits in memory (`--dp auto`)."""
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import torch
 from model import Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy, World
 from perf.cost import predict_memory, predict_traffic, sent_bytes
-from plumbing.processes import Process, UserError, print_rank_zero
+from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
+# --checkpointing, --offload-activations: the later, the less memory and the more time.
+ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
 
 
 def check_parallel(
@@ -150,6 +153,59 @@ def sent_by_strategy(
         traffic = predict_traffic(model, parallel, share // microbatch, microbatch, args.seq_len)
         parts.append(f"{flags} {sent_bytes(traffic, parallel) / 1e6:,.2f} MB")
     return "; ".join(parts)
+
+
+def what_would_fit(
+    args: argparse.Namespace,
+    model: Llama,
+    parallel: ParallelConfig,
+    process: Process,
+    masked: int = 0,
+) -> str:
+    """Return the flags with which a step that ran out of memory is predicted to fit. Those come
+    first that cost less time: a smaller microbatch, recomputation, AdamW's moments in bfloat16,
+    FSDP."""
+    fused = parallel.compile or process.device.type == "cuda"
+    share = args.batch // (parallel.replicate * parallel.shard)
+    room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
+
+    def peak(parallel: ParallelConfig, size: int) -> int:
+        tokens = size * args.seq_len
+        return predict_memory(model, parallel, tokens, share // size, fused, masked)["peak"]
+
+    needed = peak(parallel, args.microbatch)
+    limit = min(room, 0.9 * needed)  # it did not fit, whatever was predicted
+    sizes = [n for n in reversed(divisors(share)) if n <= args.microbatch]
+    present = parallel.checkpointing, parallel.offload_activations
+    treatments = ACTIVATIONS[ACTIVATIONS.index(present) if present in ACTIVATIONS else 0 :]
+    sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
+    for base in (parallel, sharded):
+        for moments in (base.moments, torch.bfloat16):
+            for (checkpointing, offload), size in itertools.product(treatments, sizes):
+                changed = replace(
+                    base,
+                    moments=moments,
+                    checkpointing=checkpointing,
+                    offload_activations=offload,
+                )
+                if peak(changed, size) < limit:
+                    flags = {
+                        f"--dp {changed.dp}": changed.dp != parallel.dp,
+                        "--moments bfloat16": changed.moments != parallel.moments,
+                        f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
+                        "--offload-activations": offload and not parallel.offload_activations,
+                        f"--microbatch {size}": size != args.microbatch,
+                    }
+                    given = " ".join(flag for flag, is_new in flags.items() if is_new)
+                    return (
+                        f"a step is predicted to need {needed / 1e9:.3g} GB, and with {given} "
+                        f"{peak(changed, size) / 1e9:.3g}"
+                    )
+    return f"no flags make a step fit in {room / 1e9:.3g} GB: use more GPUs, or a shorter --seq-len"
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def with_mesh_sizes(

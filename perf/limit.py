@@ -157,11 +157,13 @@ def flatllama_step(
     batch: Batch,
     world: World,
     lora: LoRA | None = None,
-    compile: bool = False,
+    microbatch: int = 0,
+    **parallel,
 ) -> Callable[[], object]:
-    """Return train.py's own step: forward, backward, clipping, fused AdamW."""
-    world = with_mesh(world, replace(world.parallel, compile=compile))
-    return make_step(config, args, batch, len(batch.tokens), world, lora)
+    """Return train.py's own step: forward, backward, clipping, fused AdamW. `microbatch` sequences
+    are computed at a time, by default all; `parallel` are fields of ParallelConfig."""
+    world = with_mesh(world, replace(world.parallel, **parallel))
+    return make_step(config, args, batch, microbatch or len(batch.tokens), world, lora)
 
 
 def transformers_step(
@@ -170,6 +172,7 @@ def transformers_step(
     batch: Batch,
     world: World,
     lora: LoRA | None = None,
+    microbatch: int = 0,
 ) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
     seven matrices of each block where `lora` is given. In bfloat16 it computes under autocast,
@@ -203,11 +206,15 @@ def transformers_step(
         model = peft.get_peft_model(model, options)
     optimizer = make_optimizer(model, args)
 
+    parts = batch.microbatches(microbatch or len(batch.tokens))
+
     def step() -> float:
-        # shift_labels are taken as they are; labels alone would be shifted by one more token.
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            out = model(input_ids=batch.tokens, labels=batch.targets, shift_labels=batch.targets)
-        out.loss.backward()
+        for part in parts:
+            # shift_labels are taken as they are; labels alone would be shifted by one more token.
+            labels = dict(labels=part.targets, shift_labels=part.targets)
+            with torch.autocast(device.type, torch.bfloat16, enabled=low):
+                out = model(input_ids=part.tokens, **labels)
+            (out.loss / len(parts)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ import torch
 
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
-from perf.choose import USABLE_FRACTION
+from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
 from perf.cost import (
     flops_per_token,
     mask_width,
@@ -52,8 +52,6 @@ from plumbing.processes import UserError
 from plumbing.records import write_atomically
 
 MESH_DIMS = ("replicate", "shard", "tp")
-# Treatments of activations: --checkpointing, --offload-activations.
-ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
 FILTERS = ("shard", "tp", "reshard", "checkpointing", "offload_activations", "microbatch")
@@ -205,10 +203,6 @@ def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]
             is_fsdp = strategy.copy_per == "node" and shard == data_ranks
             if not is_ddp and not is_fsdp:
                 yield dp, shard
-
-
-def divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def matches_flags(parallel: ParallelConfig, microbatch: int, args: argparse.Namespace) -> bool:

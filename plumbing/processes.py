@@ -202,6 +202,34 @@ def print_rank_zero(text: str, **where) -> None:
 # ------------------------------------------------------------------------------------------ end
 
 
+out_of_memory_advice: Callable[[], str] = lambda: "use a smaller model or batch"  # noqa: E731
+
+
+def advise_if_out_of_memory(advice: Callable[[], str]) -> None:
+    """Let `run` end its line with advice(), should this process run out of GPU memory."""
+    global out_of_memory_advice
+    out_of_memory_advice = advice
+
+
+def memory_of_others(device: torch.device) -> int:
+    """Return the bytes of a GPU that other programs hold; those of CUDA itself count, too."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def _out_of_memory() -> UserError:
+    text = "out of memory"
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties().total_memory
+        others = memory_of_others(torch.device("cuda", torch.cuda.current_device()))
+        text += f" on a GPU of {total / 1e9:.3g} GB"
+        if others > 0.05 * total:
+            text += f", of which others hold {others / 1e9:.3g} GB (nvidia-smi names them)"
+    return UserError(f"{text}: {out_of_memory_advice()}")
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
     rank; so does a full or read-only disk.
@@ -215,6 +243,8 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         startup.end_interrupted()
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            error = _out_of_memory()
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE_ERRNOS:
             error = UserError(f"{error}: free some space, or give a path that can be written")
         store = _store() if dist.is_initialized() else None

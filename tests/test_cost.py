@@ -12,9 +12,15 @@ from data import Batch
 from lora import LoRA, add_adapters
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
-from perf.choose import check_parallel, choose_parallel, fits_unsharded
+from perf.choose import (
+    check_parallel,
+    choose_parallel,
+    fits_unsharded,
+    what_would_fit,
+    with_mesh_sizes,
+)
 from perf.cost import predict_memory, predict_traffic, prediction_caveat, sent_bytes
-from perf.measure import Live, emulate, state_tensors
+from perf.measure import Live, build_on_meta, emulate, state_tensors
 from plumbing.flags import Parser, add_optimizer_flags
 from plumbing.processes import UserError, init_distributed
 from train import accumulate, make_optimizer
@@ -110,6 +116,34 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
             optimizer.zero_grad()
     torch.distributed.destroy_process_group()
     assert expected == pytest.approx(live.peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "gigabytes, size, given, flags",
+    [
+        (150, 1, dict(microbatch=4, moments=LOW), "--microbatch 1"),
+        (150, 1, dict(microbatch=1, seq_len=8192, moments=LOW), "--checkpointing selective"),
+        (150, 1, dict(microbatch=2), "--moments bfloat16 --microbatch 1"),
+        (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
+        (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
+         "--moments bfloat16 --offload-activations"),
+        (80, 1, dict(microbatch=1), None),
+    ],
+)  # fmt: skip
+def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
+    """8B in bfloat16 on GPUs of so many GB; what is suggested fits."""
+    monkeypatch.setattr("perf.choose.usable_memory", lambda device, n: 0.9e9 * gigabytes)
+    process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
+    args = SimpleNamespace(batch=4 * size, seq_len=given.pop("seq_len", 4096))
+    args.microbatch = given.pop("microbatch")
+    parallel = ParallelConfig(**given | dict(dtype=LOW, compile=True))
+    parallel = with_mesh_sizes(parallel, size, size)
+    text = what_would_fit(args, build_on_meta(PRESETS["llama3.1-8b"]), parallel, process)
+    if flags is None:
+        assert text == "no flags make a step fit in 72 GB: use more GPUs, or a shorter --seq-len"
+    else:
+        assert f", and with {flags} " in text, text
+        assert float(text.split()[-1]) < 0.9 * gigabytes
 
 
 def test_a_large_world_sends_what_is_predicted():

@@ -12,6 +12,7 @@ import torch
 from conftest import (
     Forks,
     by_torchrun,
+    changed_copy,
     error_lines,
     finish,
     launch,
@@ -204,6 +205,23 @@ def write_tokens(directory: Path, tokens: torch.Tensor) -> Path:
     writer.write(tokens.numpy())
     writer.close()
     return directory / "train_000000.bin"
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_out_of_memory_is_told_in_one_line(shards, tmp_path, nproc):
+    """With the flags that would fit. The error of a GPU is raised by the model here."""
+    edits = {
+        "        cos, sin = rope_angles(self.config, positions)\n\n": """
+        cos, sin = rope_angles(self.config, positions)
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+""",
+    }
+    script = changed_copy(tmp_path / "copy", edits=edits)
+    result = launch(*script, "train.py", *flags(shards, tmp_path / "out", dp="ddp"), nproc=nproc)
+    refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
+    batch = 4 if nproc else 8
+    assert int(result.err.split("--microbatch ")[1].split()[0]) < batch
 
 
 def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):

@@ -1,0 +1,417 @@
+"""What the parts of `bench.py gpu` measure. Each function takes a Case and returns results that are
+written as JSON: seconds as quartiles, memory in bytes.
+
+On a CPU the same runs in small, to see that it runs."""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+import model as model_module
+from lora import LoRA
+from model import PRESETS, Documents, Llama, attention_in_documents, cross_entropy_sum
+from parallel import ParallelConfig, World, parallelize, recompute_and_compile, with_mesh
+from perf.choose import USABLE_FRACTION
+from perf.cost import flops_per_token, peak_flops, predict_memory
+from perf.limit import bare_products, flatllama_step, transformers_step
+from perf.measure import build_on_meta, quartiles, random_batch, time_interleaved
+from perf.step import Training, count_step, parts_of_step, plain_step, time_variants
+from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.processes import UserError, init_distributed
+from plumbing.shards import assign_shard
+from train import make_optimizer, train_step, zero_gradients
+
+EAGER = [("eager", mode, False) for mode in ("none", "full", "selective")]
+COMPILED = [("compiled", mode, True) for mode in ("none", "full", "selective")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a part trains."""
+
+    model: str = ""
+    seq_len: int = 4096
+    microbatch: int = 1  # sequences
+    microbatches: int = 4
+    repeats: int = 5  # rounds of all contestants
+    moments: str = "float32"  # of AdamW
+    variants: tuple = (*EAGER, *COMPILED)  # name, checkpointing, whether blocks are compiled
+    with_peers: bool = True  # whether there is room for other programs' models beside ours
+    on_gpu: bool = True
+
+    @property
+    def args(self) -> argparse.Namespace:
+        return Parser.defaults(add_optimizer_flags, lr=1e-4, moments=self.moments)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.seq_len * self.microbatch * self.microbatches
+
+    def parallel(self, checkpointing: str = "none", compile: bool = False) -> ParallelConfig:
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        moments = torch.bfloat16 if self.moments == "bfloat16" else None
+        options = dict(checkpointing=checkpointing, compile=compile)
+        return ParallelConfig(dtype=dtype, moments=moments, **options)
+
+
+def rehearsed(case: Case) -> Case:
+    """Return the same in small, for a CPU."""
+    sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=tuple(EAGER))
+    return replace(case, model="tiny", on_gpu=False, **sizes)
+
+
+# ----------------------------------------------------------------------------------- the machine
+
+
+def measure_rates(case: Case) -> dict:
+    """Return seconds and rates of the operations that a training step is made of."""
+    device, dtype = device_of(case), case.parallel().dtype
+    n, T, document, E = (8192, 8192, 1024, 128) if case.on_gpu else (64, 64, 16, 8)
+    heads, kv_heads = 32, 8
+    random = partial(torch.randn, device=device, dtype=dtype)
+    a, b, source = random(n, n), random(n, n), random(n * n * 8)
+    target = torch.empty_like(source)
+    on_cpu = torch.empty(source.shape, dtype=dtype, pin_memory=case.on_gpu)
+
+    def attention(rows: int, length: int, **options) -> Callable[[], None]:
+        q, k, v = (random(rows, h, length, E).requires_grad_() for h in (heads, kv_heads, kv_heads))
+        grad = random(rows, heads, length, E)
+
+        def step() -> None:
+            keys, values = k, v
+            if "attn_mask" in options:
+                keys, values = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+            is_causal = "attn_mask" not in options
+            out = F.scaled_dot_product_attention(
+                q, keys, values, is_causal=is_causal, enable_gqa=is_causal, **options
+            )
+            torch.autograd.grad(out, (q, k, v), grad)
+
+        return step
+
+    def in_documents() -> Callable[[], None]:
+        q, k, v = (random(1, T, h, E).requires_grad_() for h in (heads, kv_heads, kv_heads))
+        starts = torch.arange(0, T + 1, document, dtype=torch.int32, device=device)
+        grad = random(1, T, heads, E)
+
+        def step() -> None:
+            out = attention_in_documents(q, k, v, Documents(starts, document))
+            torch.autograd.grad(out, (q, k, v), grad)
+
+        return step
+
+    def attention_flops(length: int) -> float:
+        """Of T tokens: scores and weighted sums, half of each square, and 2.5 times that again."""
+        return 3.5 * 2 * length * T * heads * E
+
+    mask = torch.block_diag(*[torch.ones(document, document).tril()] * (T // document))
+    mask = mask.bool().to(device)[None, None]
+    contestants = {
+        "matrix product": (lambda: a @ b, 2 * n**3, "FLOP/s"),
+        "copy": (lambda: target.copy_(source), 2 * source.nbytes, "bytes/s"),
+        "copy to the CPU": (
+            lambda: on_cpu.copy_(source, non_blocking=True),
+            source.nbytes,
+            "bytes/s",
+        ),
+        "copy from the CPU": (
+            lambda: target.copy_(on_cpu, non_blocking=True),
+            source.nbytes,
+            "bytes/s",
+        ),
+        f"attention, {T} tokens": (attention(1, T), attention_flops(T), "FLOP/s"),
+        f"attention, rows of {document} tokens": (
+            attention(T // document, document),
+            attention_flops(document),
+            "FLOP/s",
+        ),
+        f"attention in documents of {document}, by a mask": (
+            attention(1, T, attn_mask=mask),
+            attention_flops(document),
+            "FLOP/s",
+        ),
+    }
+    if case.on_gpu:
+        contestants[f"attention in documents of {document}, by lengths"] = (
+            in_documents(),
+            attention_flops(document),
+            "FLOP/s",
+        )
+    times = 10  # at a time, so that the start of the first does not count
+
+    def repeated(operation: Callable[[], object]) -> None:
+        for _ in range(times):
+            operation()
+
+    steps = {name: partial(repeated, operation) for name, (operation, *_) in contestants.items()}
+    seconds, results = time_interleaved(steps, 11), {}
+    for name, (_, work, unit) in contestants.items():
+        each = [total / times for total in seconds[name]]
+        rate = work / statistics.median(each)
+        results[name] = {"seconds": quartiles(each), "rate": rate, "of": unit}
+    return results
+
+
+def measure_loss_chunks(case: Case) -> dict:
+    """Return seconds and peak bytes of the loss and its gradients, by tokens at a time."""
+    device, dtype = device_of(case), case.parallel().dtype
+    N, D, V = (8192, 4096, 128_256) if case.on_gpu else (64, 16, 100)
+    hidden = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, device=device, dtype=dtype).mul_(0.02).requires_grad_()
+    targets = torch.randint(V, (N,), device=device)
+
+    def step(chunk: int) -> None:
+        model_module.LOSS_CHUNK = chunk
+        torch.autograd.grad(cross_entropy_sum(hidden, weight, targets), (hidden, weight))
+
+    chunks = (256, 512, 1024, 2048, 4096)
+    peaks = {chunk: peak_of(partial(step, chunk), device) for chunk in chunks}
+    seconds = time_interleaved({chunk: partial(step, chunk) for chunk in chunks}, 5)
+    return {
+        str(chunk): {"seconds": quartiles(seconds[chunk]), "peak": peaks[chunk]} for chunk in chunks
+    }
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+def measure_training(case: Case) -> dict:
+    """Return what each variant of a training step takes, and what transformers' takes."""
+    training = make_training(case)
+    config, device = training.model.config, training.world.device
+    batch = next(training.batches)
+    steps, peaks, first_calls = {}, {}, {}
+    for kind, checkpointing, compile in case.variants:
+        name = f"{kind}, checkpointing {checkpointing}"
+        step = variant(training, checkpointing, compile)
+        started = time.perf_counter()
+        with freed_if_out_of_memory(training):
+            peak_of(step, device)  # compiles
+            first_calls[name] = time.perf_counter() - started
+            peaks[name] = peak_of(step, device)
+            steps[name] = step
+    if case.with_peers:
+        one = random_batch(config, case.microbatch, case.seq_len).to(device)
+        bare = bare_products(config, one, training.world.parallel.dtype)
+        steps["bare products and attention"] = lambda: [bare() for _ in range(case.microbatches)]
+        with contextlib.suppress(UserError):  # not installed
+            steps["transformers"] = transformers_step(
+                config, training.args, batch, training.world, microbatch=case.microbatch
+            )
+    seconds = time_interleaved(steps, case.repeats)
+    results = {
+        name: speeds(case, times, flops_per_token(training.model, case.seq_len), config)
+        for name, times in seconds.items()
+    }
+    for kind, checkpointing, compile in case.variants:
+        name = f"{kind}, checkpointing {checkpointing}"
+        parallel = case.parallel(checkpointing, compile)
+        entry = results.setdefault(name, {"error": "out of memory"})
+        entry["predicted"] = predicted_peak(case, parallel)
+        if name in peaks:
+            entry |= {"peak": peaks[name], "first call": first_calls[name]}
+    return results
+
+
+def measure_lora(case: Case) -> dict:
+    """Return what LoRA steps of rank 16 take: ours, and peft's on transformers' model."""
+    world, config, lora = world_of(case), PRESETS[case.model], LoRA(16, alpha=32)
+    batch = random_batch(config, case.microbatch * case.microbatches, case.seq_len)
+    batch = batch.to(world.device)
+    makers: dict[str, Callable] = {
+        f"{kind}, checkpointing {checkpointing}": partial(
+            flatllama_step, compile=compile, checkpointing=checkpointing
+        )
+        for kind, checkpointing, compile in case.variants
+    }
+    makers["peft on transformers"] = transformers_step
+    steps, peaks = {}, {}
+    for name, make in makers.items():
+        with contextlib.suppress(UserError, torch.OutOfMemoryError):
+            before = allocated(world.device)
+            step = make(config, case.args, batch, world, lora=lora, microbatch=case.microbatch)
+            step()  # compiles
+            peaks[name] = peak_of(step, world.device) - before
+            steps[name] = step
+    seconds = time_interleaved(steps, case.repeats)
+    flops = flops_per_token(build_on_meta(config, lora), case.seq_len)
+    results = {name: speeds(case, times, flops, config) for name, times in seconds.items()}
+    for kind, checkpointing, compile in case.variants:
+        parallel = case.parallel(checkpointing, compile)
+        entry = results.setdefault(f"{kind}, checkpointing {checkpointing}", {"error": "no room"})
+        entry["predicted"] = predicted_peak(case, parallel, lora)
+    for name, peak in peaks.items():
+        results[name]["peak"] = peak
+    return results
+
+
+def measure_parts(case: Case) -> dict:
+    """Return the parts of a compiled step and what time stamps cost, as bench.py step does."""
+    parallel = case.parallel("none" if case.with_peers else "selective", case.on_gpu)
+    training = make_training(case, parallel)
+    for _ in range(3):
+        plain_step(training, next(training.batches))
+    memory, _ = count_step(training)
+    rounds = time_variants(training)
+    marked, plain = (statistics.median(s["step"] for s in rounds[v]) for v in ("marked", "plain"))
+    return {
+        "seconds": parts_of_step(rounds, training.dims),
+        "memory": memory,
+        "predicted": predicted_peak(case, parallel),
+        "time stamps": marked / plain - 1,
+    }
+
+
+def measure_largest(case: Case) -> dict:
+    """Return the largest microbatch, of 1, 2, 4, ... sequences, that fits, and the predicted."""
+    results = {}
+    for checkpointing in ("none", "full"):
+        parallel = case.parallel(checkpointing)
+        training = make_training(replace(case, microbatches=1), parallel)
+        device = training.world.device
+        room = USABLE_FRACTION * memory_of(device)
+        found = predicted = 0
+        for size in (1, 2, 4, 8, 16, 32, 64) if case.on_gpu else (1, 2):
+            grown = replace(case, microbatch=size, microbatches=1)
+            if predicted_peak(grown, parallel) < room:
+                predicted = size
+            if found < size // 2:
+                continue
+            batch = random_batch(training.model.config, size, case.seq_len).to(device)
+            training.args.microbatch = size
+            with freed_if_out_of_memory(training):
+                plain_step(training, batch)
+                found = size
+        results[f"checkpointing {checkpointing}"] = {"fits": found, "predicted to fit": predicted}
+        del training, batch
+        free()
+    return results
+
+
+# ------------------------------------------------------------------------------- shared pieces
+
+
+def device_of(case: Case) -> torch.device:
+    return torch.device("cuda" if case.on_gpu else "cpu")
+
+
+def world_of(case: Case, parallel: ParallelConfig | None = None) -> World:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return with_mesh(init_distributed(), parallel or case.parallel())
+
+
+def make_training(case: Case, parallel: ParallelConfig | None = None) -> Training:
+    """Return a training of the case's model on random tokens."""
+    world, model = world_of(case, parallel), build_on_meta(PRESETS[case.model])
+    runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
+    args = case.args
+    args.microbatch, args.clip, args.repeats = case.microbatch, 1.0, case.repeats
+    args.batch, args.seq_len = case.microbatch * case.microbatches, case.seq_len
+    batch = random_batch(model.config, args.batch, case.seq_len).to(world.device)
+    optimizer = make_optimizer(model, args)
+    return Training(args, world, model, runner, optimizer, itertools.repeat(batch))
+
+
+def variant(training: Training, checkpointing: str, compile: bool) -> Callable[[], None]:
+    """Return a step of the same training with other forwards of its blocks."""
+    blocks, batch = list(training.model.layers.values()), next(training.batches)
+    for block in blocks:
+        vars(block).pop("forward", None)
+    recompute_and_compile(training.model, checkpointing, compile)
+    forwards = [block.forward for block in blocks]
+    args, world = training.args, training.world
+
+    def step() -> None:
+        for block, forward in zip(blocks, forwards):
+            block.forward = forward
+        train_step(training.runner, training.optimizer, batch, args.microbatch, 1.0, world, step=0)
+
+    return step
+
+
+@contextlib.contextmanager
+def freed_if_out_of_memory(training: Training):
+    """Within this context, run what may not fit; nothing of it stays in memory then."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        zero_gradients(training.optimizer, training.world)
+        free()
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def memory_of(device: torch.device) -> float:
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
+
+
+def peak_of(step: Callable[[], object], device: torch.device) -> int:
+    """Return the peak of the GPU's memory while a step runs; 0 on a CPU."""
+    if device.type != "cuda":
+        step()
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def predicted_peak(case: Case, parallel: ParallelConfig, lora: LoRA | None = None) -> int:
+    model, tokens = build_on_meta(PRESETS[case.model], lora), case.microbatch * case.seq_len
+    fused = case.on_gpu
+    return predict_memory(model, parallel, tokens, case.microbatches, fused)["peak"]
+
+
+def speeds(case: Case, times: list[float], flops: int, config) -> dict:
+    """Return seconds (quartiles), tokens/s, and MFU: as usual, and with half of attention, which
+    is causal."""
+    speed = case.tokens / statistics.median(times)
+    peak = peak_flops(torch.cuda.get_device_name()) if case.on_gpu else None
+    half = 3 * 2 * config.n_layers * config.dim * case.seq_len  # of what flops_per_token counts
+    mfu = peak and flops * speed / peak
+    causal = peak and (flops - half) * speed / peak
+    return {"seconds": quartiles(times), "tokens/s": speed, "mfu": mfu, "causal mfu": causal}
+
+
+# ------------------------------------------------------------------------------------- the parts
+
+ONE_B = Case("llama3.2-1b", microbatch=2)
+EIGHT_B = Case(
+    "llama3.1-8b", repeats=3, moments="bfloat16", variants=(*COMPILED, EAGER[1]), with_peers=False
+)
+LORA_8B = Case("llama3.1-8b", repeats=3, variants=(EAGER[0], *COMPILED[:2]))
+# name -> what measures it, its case, and about how many seconds it takes
+PARTS: dict[str, tuple[Callable[[Case], dict], Case, int]] = {
+    "rates": (measure_rates, Case(), 25),
+    "loss": (measure_loss_chunks, Case(), 20),
+    "train-1b-4096": (measure_training, ONE_B, 70),
+    "train-8b-4096": (measure_training, EIGHT_B, 80),
+    "lora-8b-4096": (measure_lora, LORA_8B, 70),
+    "step-8b-4096": (measure_parts, EIGHT_B, 40),
+    "train-8b-8192": (measure_training, replace(EIGHT_B, seq_len=8192, microbatches=2), 80),
+    "train-1b-8192": (measure_training, replace(ONE_B, seq_len=8192, microbatch=1), 70),
+    "step-1b-4096": (measure_parts, ONE_B, 30),
+    "largest-1b-4096": (measure_largest, ONE_B, 30),
+    "largest-8b-4096": (measure_largest, EIGHT_B, 40),
+}
