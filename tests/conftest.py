@@ -23,6 +23,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config) -> None:
+    if "gpu" in config.option.markexpr.replace("not gpu", ""):
+        del ENVIRONMENT["CUDA_VISIBLE_DEVICES"]
+    else:  # all other tests run on the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # plumbing/checkpoint_files.py ignores it too, but pytest forgets the filters of other modules.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
 

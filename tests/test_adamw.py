@@ -27,15 +27,15 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
 
 
-def steps(make, n: int = 6) -> list[torch.Tensor]:
+def steps(make, n: int = 6, device: str = "cpu") -> list[torch.Tensor]:
     """Return the parameters after n steps of an optimizer that `make` returns for them."""
-    parameters = [torch.nn.Parameter(values) for values in gradients(0)]
+    parameters = [torch.nn.Parameter(values.to(device)) for values in gradients(0)]
     optimizer = make(parameters)
     for step in range(1, n + 1):
         for parameter, gradient in zip(parameters, gradients(step)):
-            parameter.grad = gradient
+            parameter.grad = gradient.to(device)
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach().cpu() for parameter in parameters]
 
 
 def with_bfloat16_moments(parameters) -> BFloat16AdamW:

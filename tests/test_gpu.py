@@ -1,0 +1,494 @@
+"""Everything on one GPU: `pytest -m gpu`, in eight minutes.
+
+One process goes the same way there as any number of them. With GPU_TESTS_ON_CPU=1 in front, the
+command runs on a CPU what can run there, to try the tests themselves."""
+
+import json
+import os
+import signal
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import finish, metrics, start, wait_for_lines
+from test_adamw import steps as adamw_steps
+from test_adamw import with_bfloat16_moments
+from test_documents import random_positions
+from test_train import flags
+
+import checkpoint
+import model as model_py
+from data import Batch
+from lora import LoRA
+from model import LlamaConfig, attention_in_documents, document_mask, generate
+from parallel import ParallelConfig, parallelize, with_mesh
+from perf.cost import predict_memory
+from perf.measure import Counted, build_on_meta, make_step, random_batch
+from perf.step import silenced
+from plumbing.check_model import check_documents
+from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.processes import init_distributed
+from plumbing.shards import assign_shard, to_local
+from plumbing.tokenizer import load_tokenizer
+from tensor_parallel import tensor_parallel
+from train import accumulate, make_optimizer, train_step, update, zero_gradients
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TRIED_ON_CPU = "GPU_TESTS_ON_CPU" in os.environ
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (ON_GPU or TRIED_ON_CPU), reason="needs a GPU"),
+]
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+SMALL = LlamaConfig(256, 3, 4, 2, 512, vocab_size=1000)
+LOW = torch.bfloat16
+ADAPTERS = LoRA(8, alpha=32)
+
+
+@pytest.fixture(scope="module")
+def process():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # so that repetitions are bit-equal
+    yield init_distributed()
+    dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+
+
+def built(process, config, lora=None, values=None, **parallel) -> tuple:
+    """A model, what a step calls, and its world; `values` are the weights by name."""
+    world = with_mesh(process, ParallelConfig(**parallel))
+    model = build_on_meta(config, lora)
+
+    def initialize(model) -> None:
+        for name, parameter in model.named_parameters():
+            full = values[name].to(parameter.dtype) if values else torch.randn(parameter.shape) / 30
+            assign_shard(parameter.detach(), full.to(to_local(parameter).device))
+
+    return model, parallelize(model, world, initialize), world
+
+
+def batch_of(rows: int, length: int, packed: bool, config=SMALL) -> Batch:
+    batch = random_batch(config, rows, length)
+    if packed:
+        torch.manual_seed(0)
+        positions = random_positions(rows, length, within=True)
+        batch = Batch(batch.tokens, batch.targets, positions, 1)
+    return batch
+
+
+def gradients(model, runner, batch, world, microbatch=2) -> dict[str, torch.Tensor]:
+    """The loss and each gradient of a batch, on the CPU in float64."""
+    loss = accumulate(runner, batch.to(DEVICE), microbatch, world)
+    found = {"loss": loss.cpu()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = to_local(parameter.grad).detach().double().cpu()
+    return found
+
+
+def weights_of(config, lora=None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    named = build_on_meta(config, lora).named_parameters()
+    return {
+        name: torch.ones(p.shape) if p.ndim == 1 else torch.randn(p.shape) / 20 for name, p in named
+    }
+
+
+def on_the_cpu(process, lora=None, packed=False) -> dict[str, torch.Tensor]:
+    """The gradients in float64 of a plain model on the CPU."""
+    model = build_on_meta(SMALL, lora).to_empty(device="cpu").double()
+    model.tie_weights()
+    values = weights_of(SMALL, lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    batch = batch_of(4, 96, packed)
+    loss = model(batch.tokens, batch.targets, batch.positions)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach()} | found
+
+
+def close(found: dict, expected: dict, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name].double() - value.double()).norm() / value.double().norm()
+        assert error < tolerance, (name, float(error))
+
+
+# ------------------------------------------------------------------- the gradients of the CPU
+
+SPLITS = {
+    "ddp": {},
+    "zero1": dict(dp="zero1"),
+    "fsdp": dict(dp="fsdp"),
+    "hsdp": dict(dp="hsdp"),
+    "selective": dict(checkpointing="selective"),
+    "fsdp full": dict(dp="fsdp", checkpointing="full"),
+    "offload": dict(dp="fsdp", offload=True),
+    "offloaded activations": dict(offload_activations=True),
+    "fsdp full offloaded": dict(dp="fsdp", checkpointing="full", offload_activations=True),
+}
+COMPILED = {
+    f"{mode} compiled": dict(checkpointing=mode, compile=True)
+    for mode in ("none", "selective", "full")
+}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [*SPLITS, *COMPILED])
+def test_gradients_are_those_of_the_cpu(process, name, packed, dtype, tolerance):
+    if name in COMPILED and (packed or dtype == "float64"):
+        pytest.skip("compiled once is enough")
+    torch._dynamo.reset()
+    options = (SPLITS | COMPILED)[name] | dict(dtype=getattr(torch, dtype))
+    model, runner, world = built(process, SMALL, values=weights_of(SMALL), **options)
+    if world.parallel.offload:
+        assert all(p.device.type == "cpu" for p in model.parameters())
+    found = gradients(model, runner, batch_of(4, 96, packed), world)
+    close(found, on_the_cpu(process, packed=packed), tolerance)
+
+
+def test_tensor_parallelism_of_one_rank(process):
+    model, _, world = built(process, SMALL, values=weights_of(SMALL), dtype=torch.float64)
+    tensor_parallel(model, world.mesh["tp"])
+    close(gradients(model, model, batch_of(4, 96, True), world), on_the_cpu(process, packed=True),
+          1e-10)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4)])
+@pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", reshard="adapters")])
+def test_adapters_have_the_gradients_of_the_cpu(process, parallel, dtype, tolerance):
+    values = weights_of(SMALL, ADAPTERS)
+    options = parallel | dict(dtype=getattr(torch, dtype))
+    model, runner, world = built(process, SMALL, ADAPTERS, values, **options)
+    found = gradients(model, runner, batch_of(4, 96, False), world)
+    close(found, on_the_cpu(process, ADAPTERS), tolerance)
+
+
+@needs_gpu
+@pytest.mark.parametrize("lora", [None, ADAPTERS], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["ddp", "fsdp full", "selective", "none compiled"])
+def test_bfloat16_is_close_to_float64(process, name, packed, lora):
+    torch._dynamo.reset()
+    options = (SPLITS | COMPILED)[name] | dict(dtype=LOW)
+    model, runner, world = built(process, SMALL, lora, weights_of(SMALL, lora), **options)
+    found = gradients(model, runner, batch_of(4, 96, packed), world)
+    close(found, on_the_cpu(process, lora, packed), 0.05)
+
+
+def test_moments_in_bfloat16_are_updated_as_on_the_cpu():
+    on_cpu = adamw_steps(with_bfloat16_moments)
+    on_gpu = adamw_steps(with_bfloat16_moments, device=DEVICE.type)
+    for weight, expected in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-10)
+
+
+# --------------------------------------------------------------------- attention by documents
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_by_documents_is_attention_by_mask(kv_heads):
+    for trial in range(10):
+        torch.manual_seed(trial)
+        positions = random_positions(3, 200, within=trial % 2 == 0)
+        tokens = torch.zeros(3, 200, dtype=torch.int64)
+        batch = Batch(tokens, tokens, positions, 0).to(DEVICE)
+        q, k, v = (torch.randn(3, 200, h, 64, device=DEVICE) for h in (4, kv_heads, kv_heads))
+        grad, results = torch.randn_like(q), []
+        for dtype in (torch.float32, LOW):
+            inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+            if dtype == LOW:
+                out = attention_in_documents(*inputs, batch.documents)
+            else:
+                heads = (t.transpose(1, 2) for t in inputs)
+                q_, k_, v_ = heads
+                k_, v_ = (t.repeat_interleave(4 // kv_heads, 1) for t in (k_, v_))
+                mask = document_mask(batch.positions, 200)
+                out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=mask).transpose(1, 2)
+            results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
+        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
+        close(by_lengths, by_mask, 0.02)
+
+
+@needs_gpu
+def test_packed_documents_need_no_mask(process, monkeypatch):
+    """Nor repeated keys; and selective checkpointing computes attention once."""
+    check_documents(SMALL, DEVICE, LOW)
+    monkeypatch.setattr(model_py, "document_mask", None)
+    for checkpointing, times in (("none", 1), ("selective", 1), ("full", 2)):
+        _, runner, world = built(process, SMALL, dtype=LOW, checkpointing=checkpointing)
+        with Counted(world) as counted:
+            accumulate(runner, batch_of(4, 96, True).to(DEVICE), 4, world)
+        assert counted.attentions == times * SMALL.n_layers, checkpointing
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def test_offloaded_activations_change_no_bit_and_leave_the_gpu(process):
+    config = LlamaConfig(512, 10, 8, 4, 1536, vocab_size=1000)
+    batch = batch_of(2, 1024 if ON_GPU else 32, True, config)
+    for options in (dict(dtype=LOW), dict(dtype=LOW, dp="fsdp", checkpointing="full")):
+        found, peaks = [], []
+        for offload in (False, True):
+            model, runner, world = built(
+                process, config, values=weights_of(config), offload_activations=offload, **options
+            )
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            found.append(gradients(model, runner, batch, world))
+            peaks.append(torch.cuda.max_memory_allocated() - before if ON_GPU else 0)
+        for name, value in found[0].items():
+            assert torch.equal(found[1][name], value), (options, name)
+        if ON_GPU:
+            full = options.get("checkpointing") == "full"
+            saved = 2 * 512 if full else 2 * (7 * 512 + 2 * 256 + 3 * 1536)  # bytes a token
+            assert peaks[0] - peaks[1] > 0.7 * 8 * 2 * 1024 * saved, options
+
+
+BIG = LlamaConfig(1024, 8, 16, 4, 4096, vocab_size=32_000)
+MEMORY = {  # parallel, microbatches of 4 x 1,024 tokens
+    "float32": (dict(), 1),
+    "autocast": (dict(dtype=LOW), 1),
+    "autocast accumulating": (dict(dtype=LOW), 3),
+    "autocast selective": (dict(dtype=LOW, checkpointing="selective"), 1),
+    "autocast full": (dict(dtype=LOW, checkpointing="full"), 1),
+    "autocast compiled": (dict(dtype=LOW, compile=True), 1),
+    "fsdp": (dict(dtype=LOW, dp="fsdp"), 1),
+    "fsdp full": (dict(dtype=LOW, dp="fsdp", checkpointing="full"), 1),
+    "moments": (dict(dtype=LOW, moments=LOW, checkpointing="full"), 1),
+    "offloaded": (dict(dtype=LOW, checkpointing="full", offload_activations=True), 1),
+    "offloaded without recomputation": (dict(dtype=LOW, offload_activations=True), 1),
+    "adapters": (dict(dtype=LOW, lora=ADAPTERS), 1),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_predicted_within_a_tenth(process, name):
+    torch._dynamo.reset()
+    options, microbatches = MEMORY[name]
+    options = dict(options)
+    lora = options.pop("lora", None)
+    parallel = ParallelConfig(**options)
+    predicted = predict_memory(
+        build_on_meta(BIG, lora), parallel, 4 * 1024, microbatches, fused=True
+    )
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    moments = "bfloat16" if parallel.moments else "float32"
+    args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
+    batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
+    step = make_step(BIG, args, batch, 4, with_mesh(process, parallel), lora)
+    for _ in range(2):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    measured = torch.cuda.max_memory_allocated() - before
+    print(f"{name}: predicted {predicted['peak'] / 1e9:.3f} GB, measured {measured / 1e9:.3f}")
+    assert predicted["peak"] == pytest.approx(measured, rel=0.1)
+
+
+@needs_gpu
+def test_out_of_memory_is_told_with_flags_that_fit(shards, tmp_path):
+    given = dict(model="llama3.1-8b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    given += ["--data", str(shards), "--no-compile", "--eval-every=0", "--save-every=0"]
+    result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
+    assert result.code == 2 and result.err.count("error: ") == 1, result.err
+    line = result.err[result.err.index("error: out of memory on a GPU of") :]
+    suggested = line.split(", and with ")[1].split()
+    suggested = suggested[: next(i for i, word in enumerate(suggested) if word[0].isdigit() and
+                                 suggested[i - 1] != "--microbatch")]  # fmt: skip
+    result = finish(
+        start("train.py", *given, *suggested, "--batch=2", "--out", tmp_path / "again"), timeout=300
+    )
+    assert result.code == 0, (suggested, result.err)
+
+
+@needs_gpu
+def test_a_full_gpu_is_told(shards, tmp_path):
+    free, total = torch.cuda.mem_get_info()
+    taken = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device=DEVICE)
+    given = ["--model=llama3.2-1b", "--data", str(shards), "--batch=2", "--seq-len=64", "--steps=1"]
+    result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=120)
+    del taken
+    torch.cuda.empty_cache()
+    assert result.code == 2 and "of which others hold" in result.err, result.err
+
+
+# ------------------------------------------------------------------------------- time and steps
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "options, packed, lora",
+    [
+        (dict(), False, None),
+        (dict(dp="fsdp", checkpointing="full"), True, None),
+        (dict(dp="zero1", checkpointing="selective"), False, None),
+        (dict(moments=LOW, offload_activations=True), True, None),
+        (dict(compile=True), True, ADAPTERS),
+    ],
+)
+def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
+    torch._dynamo.reset()
+    model, runner, world = built(process, SMALL, lora, dtype=LOW, **options)
+    moments = "bfloat16" if "moments" in options else "float32"
+    args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
+    optimizer = make_optimizer(model, args)
+    batch = batch_of(4, 96, packed).to(DEVICE)
+    for _ in range(3):
+        train_step(runner, optimizer, batch, 2, 1.0, world, step=1)
+    waits = []
+    for part in ("accumulate", "update"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                if part == "accumulate":
+                    loss = accumulate(runner, batch, 2, world)
+                else:
+                    update(optimizer, loss, batch, 1.0, world, step=1)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append([str(w.message) for w in caught if "synchroniz" in str(w.message)])
+    assert [len(messages) for messages in waits] == [0, 1], waits
+
+
+@pytest.mark.parametrize("options", [{}, dict(dp="fsdp")])
+def test_silenced_collectives_come_back(process, options):
+    """And what is computed meanwhile leaves no trace."""
+    results = []
+    for with_silenced_passes in (False, True):
+        model, runner, world = built(process, SMALL, values=weights_of(SMALL), **options)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+        group = world.mesh.get_group("shard")
+        backend = group._get_backend(DEVICE)
+        for step in range(3):
+            batch = batch_of(4, 32, False).to(DEVICE)
+            train_step(runner, optimizer, batch, 2, 1.0, world, step)
+            if with_silenced_passes:
+                with silenced(runner, world, ["shard"]):
+                    assert type(group._get_backend(DEVICE)) is not type(backend)
+                    accumulate(runner, batch, 2, world)
+                zero_gradients(optimizer, world)
+        assert type(group._get_backend(DEVICE)) is type(backend)
+        results.append([to_local(p.detach()).clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_losses_of_bfloat16_follow_those_of_float32(process):
+    """Over 200 steps on a repeating text, the mean of the last 20."""
+    means = []
+    for dtype in (torch.float32, LOW if ON_GPU else torch.float64):
+        model, runner, world = built(process, SMALL, values=weights_of(SMALL), dtype=dtype)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-3))
+        losses = []
+        for step in range(200 if ON_GPU else 10):
+            torch.manual_seed(step)
+            starts = torch.randint(1000, (8, 1))
+            tokens = (starts + torch.arange(65) ** 2) % 1000
+            batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1).to(DEVICE)
+            losses.append(train_step(runner, optimizer, batch, 8, 1.0, world, step).mean_loss)
+        means.append(sum(losses[-20:]) / 20)
+        assert losses[-1] < losses[0]
+    assert means[1] == pytest.approx(means[0], rel=0.02)
+
+
+def test_generation_with_a_cache_is_generation_without(process):
+    model, _, _ = built(process, SMALL, values=weights_of(SMALL), dtype=torch.float64)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    for prompt, found in zip(prompts, generate(model, prompts, 12, temperature=0)):
+        tokens = list(prompt)
+        for _ in range(12):
+            logits = model(torch.tensor([tokens], device=DEVICE))[0, -1]
+            tokens.append(int(logits.argmax()))
+        assert tokens[len(prompt) :] == found
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", offload=True)])
+def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path, parallel):
+    """Training goes on while it is written, and nothing of that is in it."""
+    tokenizer = load_tokenizer("bytes")
+    config = replace(SMALL, vocab_size=tokenizer.vocab_size)
+    args = Parser.defaults(add_optimizer_flags, lr=1e-2)
+    model, runner, world = built(process, config, values=weights_of(config), **parallel)
+    optimizer = make_optimizer(model, args)
+    batch = batch_of(4, 32, False, config).to(DEVICE)
+    step = partial(train_step, runner, optimizer, batch, 2, 1.0, world)
+    for number in range(2):
+        step(number)
+    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {}, 2, True) as saver:
+        state = [to_local(p.detach()).clone() for p in model.parameters()]
+        moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        moments = [to_local(moment).clone() for moment in moments]
+        saver.save(2)
+        for number in range(3):
+            step(number)
+    again, _, _ = built(process, config, **parallel)
+    its_optimizer = make_optimizer(again, args)
+    assert checkpoint.resume(tmp_path / "step-00000002", again, its_optimizer, tokenizer) == 2
+    for parameter, weight, moment in zip(again.parameters(), state, moments, strict=True):
+        assert torch.equal(to_local(parameter.detach()), weight)
+        assert torch.equal(to_local(its_optimizer.state[parameter]["exp_avg"]), moment)
+
+
+# ------------------------------------------------------------------------------- whole commands
+
+
+def test_a_killed_run_resumes(shards, tmp_path):
+    given = dict(steps=60, save_every=10, dtype="float32", async_save=True)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert finish(start("train.py", *flags(shards, whole, **given)), timeout=200).code == 0
+    process = start("train.py", *flags(shards, killed, **given | dict(steps=100_000)))
+    wait_for_lines(killed / "metrics.jsonl", 25)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    result = finish(start("train.py", *flags(shards, killed, **given), "--resume"), timeout=200)
+    assert result.code == 0 and "resumed from" in result.out, result.err
+    ours, theirs = metrics(killed), metrics(whole)
+    assert [row["step"] for row in ours] == [*range(1, 61)]
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+    assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=0.05)
+
+
+@needs_gpu
+def test_a_profile_shows_kernels(shards, tmp_path):
+    given = flags(shards, tmp_path / "out", steps=8, dtype="bfloat16")
+    result = finish(start("train.py", *given, "--profile", "--no-compile"), timeout=200)
+    assert result.code == 0, result.err
+    trace = json.loads((tmp_path / "out" / "trace-0.json").read_text())["traceEvents"]
+    kernels = [event for event in trace if event.get("cat") == "kernel"]
+    assert any("flash" in event["name"] for event in kernels)
+    rows = metrics(tmp_path / "out")
+    assert all(row["memory_bytes"] > 0 for row in rows)
+
+
+@needs_gpu
+def test_defaults_train_fine_tune_and_measure(tmp_path, monkeypatch):
+    """What the README's reader types first, with the defaults of a GPU: bfloat16, compiled."""
+    monkeypatch.chdir(tmp_path)
+    commands = [
+        ("train.py", "--steps=30", "--eval-every=30"),
+        ("train.py", "--steps=30", "--document-mask", "--out=out/packed", "--eval-every=0"),
+        ("finetune_lora.py", "--init=out/tiny", "--steps=10", "--eval-every=10"),
+        ("generate.py", "out/tiny", "--prompt", "def"),
+        ("bench.py", "step", "--repeats=3", "--batch=4"),
+        ("bench.py", "compare", "--repeats=2"),
+        ("bench.py", "limit", "--model=small", "--dtype=bfloat16", "--repeats=3"),
+    ]
+    for command in commands:
+        result = finish(start(*command), timeout=200)
+        assert result.code == 0, (command, result.err)
+    assert metrics(tmp_path / "out/tiny")[-1]["loss"] < 7
