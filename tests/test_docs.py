@@ -154,6 +154,7 @@ SMALL = {  # what is appended to the commands
     "bench.py loss": "--tokens 64 --vocab-size 512",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
     "bench.py comm": "--model tiny --seq-len 32 --repeats 1 --sizes 1024",
+    "bench.py gpu": "--rehearse --parts loss",
     "bench.py step": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
 }
 
@@ -180,6 +181,7 @@ def sandbox(tmp_path_factory) -> Path:
         model.save_pretrained(directory / name)
         shutil.copy(tokenizer, directory / name / "tokenizer.model")
     (directory / "docs/measured").mkdir(parents=True)
+    (directory / "docs/measured.md").write_text("# Measured\n")
     torch.manual_seed(0)
     return directory
 
