@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -228,11 +229,11 @@ class Batch:
     text_bytes: int  # bytes of text in the targets
     # With positions, what document_starts returns for them.
     starts: Tensor | None = None  # [B, R] int32
-    longest: int = 0
+    max_length: int = 0
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
-            self.starts, self.longest = document_starts(self.positions)
+            self.starts, self.max_length = document_starts(self.positions)
 
     @property
     def documents(self) -> Documents | None:
@@ -242,13 +243,13 @@ class Batch:
         B, T = self.tokens.shape
         first_of_row = torch.arange(0, B * T, T, dtype=torch.int32, device=self.starts.device)
         starts = (self.starts + first_of_row[:, None]).flatten()
-        return Documents(F.pad(starts, (0, 1), value=B * T), self.longest)
+        return Documents(F.pad(starts, (0, 1), value=B * T), self.max_length)
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Return microbatches of `size` sequences, the last of which may have fewer. Their
         `text_bytes` are those of the whole batch."""
-        starts = range(0, len(self.tokens), size)
-        return [self._with_tensors(lambda tensor, i=i: tensor[i : i + size]) for i in starts]
+        rows = (slice(start, start + size) for start in range(0, len(self.tokens), size))
+        return [self._with_tensors(itemgetter(part)) for part in rows]
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
@@ -264,9 +265,9 @@ class Batch:
 
 
 def document_starts(positions: Tensor) -> tuple[Tensor, int]:
-    """Return where the documents of each row start, [B, R] with T after the last, and a length that
-    none of them exceeds. R and that length are powers of 2 (or T), since a compiled model compiles
-    again for each value.
+    """Return the columns where documents start, [B, R] filled up with T, and a number of tokens
+    that none exceeds. R is a power of 2, and that number a power of 2 or T, since a compiled model
+    compiles again for each value.
 
     positions [B, T]: 0 starts a document, and so does a row."""
     T = positions.shape[1]
@@ -275,8 +276,7 @@ def document_starts(positions: Tensor) -> tuple[Tensor, int]:
     starts = positions.new_full((len(positions), _power_of_2(int(number.max()))), T)
     rows, columns = is_start.nonzero(as_tuple=True)
     starts[rows, number[rows, columns] - 1] = columns
-    lengths = F.pad(starts, (0, 1), value=T).diff(dim=1)
-    return starts.int(), min(T, _power_of_2(int(lengths.max())))
+    return starts.int(), min(T, _power_of_2(int(positions.max()) + 1))
 
 
 def _power_of_2(n: int) -> int:

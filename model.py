@@ -142,15 +142,16 @@ class Documents(NamedTuple):
     """Where the documents of a microbatch are, for attention that computes nothing between them."""
 
     starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
-    longest: int  # no document has more tokens
+    max_length: int  # no document has more tokens; some may have none
 
 
 def attention_in_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Return causal attention within documents. q [B, T, H, E], k and v [B, T, KV, E] -> as q."""
     rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
     gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
-    of_queries_and_keys = (documents.starts,) * 2 + (documents.longest,) * 2
-    return varlen_attn(*rows, *of_queries_and_keys, window_size=(-1, 0), **gqa).view_as(q)
+    starts, length = documents  # given twice: of queries and of keys
+    out = varlen_attn(*rows, starts, starts, length, length, window_size=(-1, 0), **gqa)
+    return out.view_as(q)
 
 
 class KVCache:
@@ -210,7 +211,7 @@ class Attention(nn.Module):
             k, v = cache.add(self.layer, k, v)  # [B, KV, S, E]
         if mask is not None:  # with a mask, kernels need a key/value head for each query head
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        # Without one, the fastest kernels apply: they skip the upper half and never store T x T.
+        # Without a mask the fastest apply: they skip the upper half and never store T x T.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -301,9 +302,9 @@ class Llama(nn.Module):
         model). A sum, so that microbatches and ranks can be added up before the one division.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache. `documents` says the same; on a GPU in 16 bits, attention then needs no mask."""
-        if cache is not None and positions is None:
-            raise ValueError("a cache needs positions: without them new tokens start a document")
+        cache. `documents` says the same; in bfloat16 on a GPU, attention then needs no mask."""
+        if positions is None and not (cache is None and documents is None):
+            raise ValueError("cache and documents need positions: else each row is one document")
         device, dtype = tokens.device.type, self.compute_dtype
         has_kernel = (device, dtype or self.tok_embeddings.weight.dtype) in DOCUMENT_KERNELS
         if positions is None:

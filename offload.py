@@ -1,9 +1,9 @@
 """Keep activations in CPU memory between forward and backward: --offload-activations.
 
     forward     block 0 │ block 1 │ block 2          what a GPU computes
-                        │ 0 > CPU │ 1 > CPU          copies beside it: to the CPU
-    backward              block 2 │ block 1 │ block 0
-                          1 < CPU │ 0 < CPU          and back, one block ahead
+                        │ 0 to CPU│ 1 to CPU         copies beside it
+    backward    block 2 │ block 1 │ block 0
+                1 back  │ 0 back  │                  copies, one block ahead
 
 For each tensor that an operator saves for backward, PyTorch calls a hook, `pack`, and keeps what it
 returns; before backward uses it, another hook, `unpack`, turns that into the tensor again. Between
@@ -11,12 +11,13 @@ the two a tensor is copied to the CPU when its block has computed, and freed on 
 next block has. Copies run on a CUDA stream of their own, to and from pinned memory, which a GPU can
 read and write without the CPU's help.
 
-Between forward and backward, the GPU holds what one block saves instead of all L; in backward, of
-two blocks. What is saved outside of blocks stays: inputs and outputs of the last norm, the loss.
-Copies, a microbatch: what all blocks save, once to the CPU and once back. They hide beside
-computation if the link to the CPU is fast enough: with --checkpointing full a block saves D w bytes
-a token and computes about 100 D^2 FLOPs for it, so that wide models hide them easily; without
-checkpointing it saves 20 times as much. On a CPU it copies, too, but saves no memory.
+After forward the GPU holds what one block has saved, where otherwise it holds what all L have; in
+backward it holds two blocks' share. What is saved outside of blocks stays: inputs and outputs of
+the last norm, the loss. In each microbatch, what the blocks save is copied once to the CPU and once
+back. Copies hide beside computation if the link to the CPU is fast enough. With full checkpointing
+a block saves D w bytes a token (letters as in parallel.py) and computes about 100 D^2 FLOPs for it,
+so that wide models hide them easily; without checkpointing it saves ten to twenty times as much. On
+a CPU the copies are made as well, and save no memory.
 Use with --checkpointing full when sequences are so long that even the inputs of blocks do not fit.
 Avoid when they fit.
 """
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from model import Llama
 from plumbing.shards import to_local
 
-SMALLEST = 1 << 16  # bytes; copying a smaller tensor takes longer than it is worth
+MIN_BYTES = 1 << 16  # smaller tensors stay: what they free is not worth a copy
 
 
 @dataclass
@@ -41,12 +42,12 @@ class Saved:
     """The memory of a saved tensor and of its views: on the GPU, on the CPU, or on both."""
 
     on_gpu: Tensor | None  # [n]
-    version: int  # counts changes in place
+    version: int  # its number of changes in place when it was saved
     device: torch.device  # the GPU
     on_cpu: Tensor | None = None
 
     def check(self) -> None:
-        """Raise RuntimeError if it was changed since then, as PyTorch does without hooks."""
+        """Raise RuntimeError if it was changed since it was saved, as PyTorch does by itself."""
         if self.on_gpu is not None and self.on_gpu._version != self.version:
             raise RuntimeError("a block changed in place a tensor that it had saved for backward")
 
@@ -55,7 +56,7 @@ class Saved:
 class SavedByBlock:
     """What one forward of a block has saved, until backward fetches it."""
 
-    memory: str  # where to: cpu; or meta, for a model without contents
+    to: str  # device of the copies: cpu; or meta, for a model without contents
     stream: torch.cuda.Stream | None  # of the copies; None on a CPU
     previous: "SavedByBlock | None"  # of the block before, in the same forward of the model
     tensors: list[Saved] = field(default_factory=list)
@@ -66,7 +67,7 @@ class SavedByBlock:
         with self._copying():
             for saved in self.tensors:
                 pin = self.stream is not None
-                saved.on_cpu = torch.empty_like(saved.on_gpu, device=self.memory, pin_memory=pin)
+                saved.on_cpu = torch.empty_like(saved.on_gpu, device=self.to, pin_memory=pin)
                 saved.on_cpu.copy_(saved.on_gpu, non_blocking=True)
 
     def free(self) -> None:
@@ -77,13 +78,15 @@ class SavedByBlock:
             saved.on_gpu = None
 
     def fetch(self) -> None:
-        """Start to copy back what is no longer on the GPU. From here on only operators of backward
-        refer to it, and free it as they end."""
+        """Start to copy back what is no longer on the GPU. Afterwards only operators of backward
+        refer to these tensors, so that each is freed after its last use."""
         for saved in self.tensors:
             saved.check()
         missing = [saved for saved in self.tensors if saved.on_gpu is None]
         self.tensors = []
-        for saved in missing:  # before the copies, which wait until this memory is free
+        # Allocated on the stream that computes. The stream of the copies then waits until whatever
+        # used this memory before is done.
+        for saved in missing:
             saved.on_gpu = torch.empty_like(saved.on_cpu, device=saved.device)
         if missing:
             with self._copying():
@@ -91,8 +94,8 @@ class SavedByBlock:
                     saved.on_gpu.copy_(saved.on_cpu, non_blocking=True)
 
     def use(self, saved: Saved) -> Tensor:
-        """Return to an operator of backward what it has saved. The block's first one also fetches
-        what the block before has saved, which is needed next."""
+        """Return to an operator of backward what it has saved. The first call for a block also
+        fetches what the block before it has saved, which is needed next."""
         self.fetch()
         if self.previous:
             self.previous.fetch()
@@ -118,8 +121,10 @@ class SavedByBlock:
 
 
 def offload_activations(model: Llama, device: torch.device) -> None:
-    """Let each block offload what it saves for backward, by hooks around its forward."""
-    memory = "meta" if device.type == "meta" else "cpu"
+    """Let each block offload what it saves for backward.
+
+    Hooks of a module run around its forward, not around what checkpointing runs again."""
+    to = "meta" if device.type == "meta" else "cpu"
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     latest: SavedByBlock | None = None  # of the block that has computed last
     recording = contextlib.ExitStack()
@@ -128,10 +133,10 @@ def offload_activations(model: Llama, device: torch.device) -> None:
         nonlocal latest
         if torch.is_grad_enabled():
             previous = None if block is model.layers["0"] else latest
-            current = SavedByBlock(memory, stream, previous)
+            current = SavedByBlock(to, stream, previous)
             recording.enter_context(recorded(block, inputs, current))
             if latest:
-                recording.callback(latest.free)
+                recording.callback(latest.free)  # comes first when `recording` is closed
             latest = current
 
     def after(*_) -> None:
@@ -147,20 +152,20 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
     """Within this context record what a block saves for backward, and at its end start to copy it.
     `inputs` are the block's: x, cos, sin, mask, cache."""
     parameters = [to_local(parameter) for parameter in block.parameters()]
-    # These stay. FSDP frees parameters itself; cos, sin and mask are the same for all blocks.
-    staying = [*parameters, *(value for value in inputs[1:] if isinstance(value, Tensor))]
-    storages = {tensor.untyped_storage()._cdata for tensor in staying}
+    # FSDP frees parameters itself; cos, sin and mask belong to all blocks.
+    kept_on_gpu = [*parameters, *(value for value in inputs[1:] if isinstance(value, Tensor))]
+    kept_storages = {tensor.untyped_storage()._cdata for tensor in kept_on_gpu}
     transposed_shapes = {p.shape[::-1] for p in parameters if p.ndim == 2}
     known: dict[tuple, Saved] = {}  # so that memory that several operators save is copied once
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        local = to_local(tensor.detach())
-        if isinstance(local, AsyncCollectiveTensor):
+        local = to_local(tensor.detach())  # without the graph, which would refer to itself
+        if isinstance(local, AsyncCollectiveTensor):  # an all-gather under way
             local = local.wait()
         storage = local.untyped_storage()
         # A weight that autocast has cast is saved transposed, and belongs to all microbatches.
         is_weight = local.shape in transposed_shapes and local.stride(0) == 1
-        if storage._cdata in storages or is_weight or local.nbytes < SMALLEST:
+        if storage._cdata in kept_storages or is_weight or local.nbytes < MIN_BYTES:
             return tensor
         key = storage._cdata, local.dtype
         if key not in known:

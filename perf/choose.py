@@ -162,45 +162,43 @@ def what_would_fit(
     process: Process,
     masked: int = 0,
 ) -> str:
-    """Return the flags with which a step that ran out of memory is predicted to fit. Those come
-    first that cost less time: a smaller microbatch, recomputation, AdamW's moments in bfloat16,
-    FSDP."""
+    """Return a sentence that names flags with which a step that ran out of memory is predicted to
+    fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
+    activations, AdamW's moments in bfloat16, FSDP. `masked` is mask_width."""
     fused = parallel.compile or process.device.type == "cuda"
-    share = args.batch // (parallel.replicate * parallel.shard)
+    sequences = args.batch // (parallel.replicate * parallel.shard)  # of a step, on each rank
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
 
     def peak(parallel: ParallelConfig, size: int) -> int:
         tokens = size * args.seq_len
-        return predict_memory(model, parallel, tokens, share // size, fused, masked)["peak"]
+        return predict_memory(model, parallel, tokens, sequences // size, fused, masked)["peak"]
 
     needed = peak(parallel, args.microbatch)
-    limit = min(room, 0.9 * needed)  # it did not fit, whatever was predicted
-    sizes = [n for n in reversed(divisors(share)) if n <= args.microbatch]
+    limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
+    sizes = [n for n in reversed(divisors(sequences)) if n <= args.microbatch]
     present = parallel.checkpointing, parallel.offload_activations
     treatments = ACTIVATIONS[ACTIVATIONS.index(present) if present in ACTIVATIONS else 0 :]
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
-    for base in (parallel, sharded):
-        for moments in (base.moments, torch.bfloat16):
-            for (checkpointing, offload), size in itertools.product(treatments, sizes):
-                changed = replace(
-                    base,
-                    moments=moments,
-                    checkpointing=checkpointing,
-                    offload_activations=offload,
-                )
-                if peak(changed, size) < limit:
-                    flags = {
-                        f"--dp {changed.dp}": changed.dp != parallel.dp,
-                        "--moments bfloat16": changed.moments != parallel.moments,
-                        f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
-                        "--offload-activations": offload and not parallel.offload_activations,
-                        f"--microbatch {size}": size != args.microbatch,
-                    }
-                    given = " ".join(flag for flag, is_new in flags.items() if is_new)
-                    return (
-                        f"a step is predicted to need {needed / 1e9:.3g} GB, and with {given} "
-                        f"{peak(changed, size) / 1e9:.3g}"
-                    )
+    dtypes = parallel.moments, torch.bfloat16
+    for base, moments, (checkpointing, offload), size in itertools.product(
+        (parallel, sharded), dtypes, treatments, sizes
+    ):
+        changed = replace(
+            base, moments=moments, checkpointing=checkpointing, offload_activations=offload
+        )
+        if peak(changed, size) < limit:
+            flags = {
+                f"--dp {changed.dp}": changed.dp != parallel.dp,
+                "--moments bfloat16": changed.moments != parallel.moments,
+                f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
+                "--offload-activations": offload and not parallel.offload_activations,
+                f"--microbatch {size}": size != args.microbatch,
+            }
+            given = " ".join(flag for flag, is_new in flags.items() if is_new)
+            return (
+                f"a step is predicted to need {needed / 1e9:.3g} GB, and with {given} "
+                f"{peak(changed, size) / 1e9:.3g}"
+            )
     return f"no flags make a step fit in {room / 1e9:.3g} GB: use more GPUs, or a shorter --seq-len"
 
 

@@ -179,13 +179,15 @@ def predict_memory(
     # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
     #    yet; activations of this block alone.
     in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
-    # Offloaded, block 1's is the larger: it has fetched the block before, with one gradient less.
-    fetched = (blocks_in_backward - 1) * saved - block_0 * g // shards
-    in_block_0 += saved + max(0, fetched * parallel.offload_activations) + block_backward
+    in_block_0 += saved + block_backward
+    # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient.
+    if parallel.offload_activations and L > 1:
+        in_block_0 += max(0, saved - block_0 * g // shards)
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
-    peak = max(in_loss, in_last_block, in_block_0, in_embedding) + tokens * masked  # bools
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
+    peak += tokens * masked  # the mask, one byte for each pair
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
         "activations": int(max(loss, last_block_backward)),
@@ -261,8 +263,8 @@ def norm_saves(parallel: ParallelConfig, fused: bool) -> int:
 
 
 def mask_width(documents: bool, seq_len: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return how many keys a row of attention's mask has: none where rows are one document each,
-    or where the device has a kernel that needs no mask."""
+    """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
+    mask, since each sequence is one document or the device has a kernel that needs none."""
     return seq_len if documents and (device.type, dtype) not in DOCUMENT_KERNELS else 0
 
 

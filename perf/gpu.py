@@ -1,8 +1,10 @@
 """`bench.py gpu`: measure training on one GPU, part by part, in nine minutes.
 
-    python bench.py gpu --out gpu.json --docs docs/measured.md       started again, it goes on
+    python bench.py gpu --out gpu.json --docs docs/measured.md       again: what is missing
     python bench.py gpu --out gpu.json --parts rates loss            these parts alone, anew
     python bench.py gpu --out small.json --rehearse                  on a CPU, with a tiny model
+
+Names of parts begin with what they measure, and go on with the model and the tokens of a sequence:
 
     rates     what the GPU can do: matrix products, copies, attention by row, by document, by mask
     loss      time and memory of the loss for several values of LOSS_CHUNK
@@ -13,7 +15,7 @@
     largest   the largest microbatch that fits, beside the largest that is predicted to fit
 
 Each part runs in a process of its own, which frees what it allocated; if one fails, the others go
-on. FILE has the results so far. One GPU does not communicate, so bucket sizes and the depth of
+on. --out has the results so far. One GPU does not communicate, so bucket sizes and the depth of
 prefetching are not measured.
 """
 
@@ -27,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from perf.gpu_parts import PARTS, rehearsed, world_of
+from perf.gpu_parts import PARTS, rehearsed, start_world
 from perf.gpu_report import markdown_section, replace_section
 from perf.measure import describe_machine
 from plumbing.processes import UserError
@@ -52,7 +54,7 @@ def measure_gpu(args: argparse.Namespace) -> str:
         raise UserError("bench.py gpu needs a GPU: --rehearse runs it in small on a CPU")
     started, left_out = time.monotonic(), []
     for number, name in enumerate(wanted, 1):
-        estimates = [PARTS[part][2] for part in wanted[number - 1 :]]
+        estimates = [PARTS[part].seconds for part in wanted[number - 1 :]]
         if time.monotonic() - started + estimates[0] > BUDGET:
             left_out.append(name)
             continue
@@ -63,16 +65,17 @@ def measure_gpu(args: argparse.Namespace) -> str:
         report["machine"] = result.pop("machine", None) or report.get("machine")
         report["parts"][name] = result | {"took": round(time.monotonic() - part_started)}
         write_atomically(args.out, json.dumps(report, indent=1) + "\n")
-    section = markdown_section(report, command_of(args))
+    command = f"python bench.py gpu --out {args.out.name}{' --rehearse' * args.rehearse}"
+    section = markdown_section(report, command)
     if args.docs:
         write_atomically(args.docs, replace_section(args.docs.read_text(), section))
     if left_out:
-        section += f"\n\nno time was left for {', '.join(left_out)}: the same command goes on"
+        section += f"\n\nno time was left for {', '.join(left_out)}: again, without --parts"
     return section
 
 
 def run_part(name: str, rehearse: bool, timeout: float) -> dict:
-    """Return the results of a part, measured by a new process; {"error": ...} if that fails."""
+    """Return {"results", "machine"} of a part, measured by a new process, or {"error"}."""
     command = [sys.executable, "-m", "perf.gpu", name, *["--rehearse"] * rehearse]
     # Less memory is lost to fragments between tensors of different sizes.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -87,10 +90,6 @@ def run_part(name: str, rehearse: bool, timeout: float) -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def command_of(args: argparse.Namespace) -> str:
-    return f"python bench.py gpu --out {args.out.name}{' --rehearse' * args.rehearse}"
-
-
 def driver() -> str | None:
     """Return the version of the GPU's driver, None where there is none."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -103,10 +102,10 @@ def driver() -> str | None:
 def main() -> None:
     """Measure one part, in a process of its own, and print its results as the last line."""
     name, rehearse = sys.argv[1], "--rehearse" in sys.argv
-    measure, case, _ = PARTS[name]
-    case = rehearsed(case) if rehearse else case
-    result = measure(case)
-    machine = describe_machine(world_of(case)) | {"driver": driver()}
+    part = PARTS[name]
+    case = rehearsed(part.case) if rehearse else part.case
+    result = part.measure(case)
+    machine = describe_machine(start_world(case)) | {"driver": driver()}
     print(json.dumps({"results": result, "machine": machine}))
 
 

@@ -1,7 +1,7 @@
 """What the parts of `bench.py gpu` measure. Each function takes a Case and returns results that are
 written as JSON: seconds as quartiles, memory in bytes.
 
-On a CPU the same runs in small, to see that it runs."""
+On a CPU the same code runs with a tiny model, as a test."""
 
 import argparse
 import contextlib
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,21 @@ from plumbing.processes import UserError, init_distributed
 from plumbing.shards import assign_shard
 from train import make_optimizer, train_step, zero_gradients
 
-EAGER = [("eager", mode, False) for mode in ("none", "full", "selective")]
-COMPILED = [("compiled", mode, True) for mode in ("none", "full", "selective")]
+
+class Variant(NamedTuple):
+    """A way to compute a training step."""
+
+    checkpointing: str
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'compiled' if self.compile else 'eager'}, checkpointing {self.checkpointing}"
+
+
+NONE, FULL, SELECTIVE = Variant("none"), Variant("full"), Variant("selective")
+EAGER = (NONE, FULL, SELECTIVE)
+COMPILED = tuple(variant._replace(compile=True) for variant in EAGER)
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,8 @@ class Case:
     microbatches: int = 4
     repeats: int = 5  # rounds of all contestants
     moments: str = "float32"  # of AdamW
-    variants: tuple = (*EAGER, *COMPILED)  # name, checkpointing, whether blocks are compiled
+    variants: tuple[Variant, ...] = EAGER + COMPILED
+    checkpointing: str = "none"  # where there is one variant
     with_peers: bool = True  # whether there is room for other programs' models beside ours
     on_gpu: bool = True
 
@@ -58,16 +73,15 @@ class Case:
         """Tokens of a step."""
         return self.seq_len * self.microbatch * self.microbatches
 
-    def parallel(self, checkpointing: str = "none", compile: bool = False) -> ParallelConfig:
+    def parallel(self, variant: Variant = NONE) -> ParallelConfig:
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
         moments = torch.bfloat16 if self.moments == "bfloat16" else None
-        options = dict(checkpointing=checkpointing, compile=compile)
-        return ParallelConfig(dtype=dtype, moments=moments, **options)
+        return ParallelConfig(dtype=dtype, moments=moments, **variant._asdict())
 
 
 def rehearsed(case: Case) -> Case:
     """Return the same in small, for a CPU."""
-    sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=tuple(EAGER))
+    sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=EAGER)
     return replace(case, model="tiny", on_gpu=False, **sizes)
 
 
@@ -112,7 +126,8 @@ def measure_rates(case: Case) -> dict:
         return step
 
     def attention_flops(length: int) -> float:
-        """Of T tokens: scores and weighted sums, half of each square, and 2.5 times that again."""
+        """Of T tokens. Forward: two products of 2 * length * E a token and head, of which causality
+        leaves half. Backward: 2.5 times as many."""
         return 3.5 * 2 * length * T * heads * E
 
     mask = torch.block_diag(*[torch.ones(document, document).tril()] * (T // document))
@@ -159,12 +174,12 @@ def measure_rates(case: Case) -> dict:
     for name, (_, work, unit) in contestants.items():
         each = [total / times for total in seconds[name]]
         rate = work / statistics.median(each)
-        results[name] = {"seconds": quartiles(each), "rate": rate, "of": unit}
+        results[name] = {"seconds": quartiles(each), "rate": rate, "unit": unit}
     return results
 
 
 def measure_loss_chunks(case: Case) -> dict:
-    """Return seconds and peak bytes of the loss and its gradients, by tokens at a time."""
+    """Return seconds and peak bytes of the loss, with inputs and gradients, by tokens at a time."""
     device, dtype = device_of(case), case.parallel().dtype
     N, D, V = (8192, 4096, 128_256) if case.on_gpu else (64, 16, 100)
     hidden = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
@@ -192,15 +207,14 @@ def measure_training(case: Case) -> dict:
     config, device = training.model.config, training.world.device
     batch = next(training.batches)
     steps, peaks, first_calls = {}, {}, {}
-    for kind, checkpointing, compile in case.variants:
-        name = f"{kind}, checkpointing {checkpointing}"
-        step = variant(training, checkpointing, compile)
+    for variant in case.variants:
+        step = step_of(training, variant)
         started = time.perf_counter()
         with freed_if_out_of_memory(training):
             peak_of(step, device)  # compiles
-            first_calls[name] = time.perf_counter() - started
-            peaks[name] = peak_of(step, device)
-            steps[name] = step
+            first_calls[variant.name] = time.perf_counter() - started
+            peaks[variant.name] = peak_of(step, device)
+            steps[variant.name] = step
     if case.with_peers:
         one = random_batch(config, case.microbatch, case.seq_len).to(device)
         bare = bare_products(config, one, training.world.parallel.dtype)
@@ -214,26 +228,21 @@ def measure_training(case: Case) -> dict:
         name: speeds(case, times, flops_per_token(training.model, case.seq_len), config)
         for name, times in seconds.items()
     }
-    for kind, checkpointing, compile in case.variants:
-        name = f"{kind}, checkpointing {checkpointing}"
-        parallel = case.parallel(checkpointing, compile)
-        entry = results.setdefault(name, {"error": "out of memory"})
-        entry["predicted"] = predicted_peak(case, parallel)
-        if name in peaks:
-            entry |= {"peak": peaks[name], "first call": first_calls[name]}
+    for variant in case.variants:
+        entry = results.setdefault(variant.name, {"error": "out of memory"})
+        entry["predicted"] = predicted_peak(case, case.parallel(variant))
+        if variant.name in peaks:
+            entry |= {"peak": peaks[variant.name], "first call": first_calls[variant.name]}
     return results
 
 
 def measure_lora(case: Case) -> dict:
     """Return what LoRA steps of rank 16 take: ours, and peft's on transformers' model."""
-    world, config, lora = world_of(case), PRESETS[case.model], LoRA(16, alpha=32)
+    world, config, lora = start_world(case), PRESETS[case.model], LoRA(16, alpha=32)
     batch = random_batch(config, case.microbatch * case.microbatches, case.seq_len)
     batch = batch.to(world.device)
     makers: dict[str, Callable] = {
-        f"{kind}, checkpointing {checkpointing}": partial(
-            flatllama_step, compile=compile, checkpointing=checkpointing
-        )
-        for kind, checkpointing, compile in case.variants
+        variant.name: partial(flatllama_step, **variant._asdict()) for variant in case.variants
     }
     makers["peft on transformers"] = transformers_step
     steps, peaks = {}, {}
@@ -247,10 +256,9 @@ def measure_lora(case: Case) -> dict:
     seconds = time_interleaved(steps, case.repeats)
     flops = flops_per_token(build_on_meta(config, lora), case.seq_len)
     results = {name: speeds(case, times, flops, config) for name, times in seconds.items()}
-    for kind, checkpointing, compile in case.variants:
-        parallel = case.parallel(checkpointing, compile)
-        entry = results.setdefault(f"{kind}, checkpointing {checkpointing}", {"error": "no room"})
-        entry["predicted"] = predicted_peak(case, parallel, lora)
+    for variant in case.variants:
+        entry = results.setdefault(variant.name, {"error": "out of memory"})
+        entry["predicted"] = predicted_peak(case, case.parallel(variant), lora)
     for name, peak in peaks.items():
         results[name]["peak"] = peak
     return results
@@ -258,7 +266,7 @@ def measure_lora(case: Case) -> dict:
 
 def measure_parts(case: Case) -> dict:
     """Return the parts of a compiled step and what time stamps cost, as bench.py step does."""
-    parallel = case.parallel("none" if case.with_peers else "selective", case.on_gpu)
+    parallel = case.parallel(Variant(case.checkpointing, compile=case.on_gpu))
     training = make_training(case, parallel)
     for _ in range(3):
         plain_step(training, next(training.batches))
@@ -275,25 +283,23 @@ def measure_parts(case: Case) -> dict:
 
 def measure_largest(case: Case) -> dict:
     """Return the largest microbatch, of 1, 2, 4, ... sequences, that fits, and the predicted."""
-    results = {}
-    for checkpointing in ("none", "full"):
-        parallel = case.parallel(checkpointing)
-        training = make_training(replace(case, microbatches=1), parallel)
-        device = training.world.device
+    sizes, results = (1, 2, 4, 8, 16, 32, 64) if case.on_gpu else (1, 2), {}
+    cases = {size: replace(case, microbatch=size, microbatches=1) for size in sizes}
+    for variant in (NONE, FULL):
+        parallel = case.parallel(variant)
+        training = make_training(cases[1], parallel)
+        device, found = training.world.device, 0
         room = USABLE_FRACTION * memory_of(device)
-        found = predicted = 0
-        for size in (1, 2, 4, 8, 16, 32, 64) if case.on_gpu else (1, 2):
-            grown = replace(case, microbatch=size, microbatches=1)
-            if predicted_peak(grown, parallel) < room:
-                predicted = size
-            if found < size // 2:
-                continue
+        predicted = [n for n in sizes if predicted_peak(cases[n], parallel) < room]
+        for size in sizes:
             batch = random_batch(training.model.config, size, case.seq_len).to(device)
             training.args.microbatch = size
             with freed_if_out_of_memory(training):
                 plain_step(training, batch)
                 found = size
-        results[f"checkpointing {checkpointing}"] = {"fits": found, "predicted to fit": predicted}
+            if found < size:
+                break
+        results[variant.name] = {"fits": found, "predicted to fit": max(predicted, default=0)}
         del training, batch
         free()
     return results
@@ -306,7 +312,7 @@ def device_of(case: Case) -> torch.device:
     return torch.device("cuda" if case.on_gpu else "cpu")
 
 
-def world_of(case: Case, parallel: ParallelConfig | None = None) -> World:
+def start_world(case: Case, parallel: ParallelConfig | None = None) -> World:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return with_mesh(init_distributed(), parallel or case.parallel())
@@ -314,7 +320,7 @@ def world_of(case: Case, parallel: ParallelConfig | None = None) -> World:
 
 def make_training(case: Case, parallel: ParallelConfig | None = None) -> Training:
     """Return a training of the case's model on random tokens."""
-    world, model = world_of(case, parallel), build_on_meta(PRESETS[case.model])
+    world, model = start_world(case, parallel), build_on_meta(PRESETS[case.model])
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     args = case.args
     args.microbatch, args.clip, args.repeats = case.microbatch, 1.0, case.repeats
@@ -324,12 +330,12 @@ def make_training(case: Case, parallel: ParallelConfig | None = None) -> Trainin
     return Training(args, world, model, runner, optimizer, itertools.repeat(batch))
 
 
-def variant(training: Training, checkpointing: str, compile: bool) -> Callable[[], None]:
+def step_of(training: Training, variant: Variant) -> Callable[[], None]:
     """Return a step of the same training with other forwards of its blocks."""
     blocks, batch = list(training.model.layers.values()), next(training.batches)
     for block in blocks:
         vars(block).pop("forward", None)
-    recompute_and_compile(training.model, checkpointing, compile)
+    recompute_and_compile(training.model, *variant)
     forwards = [block.forward for block in blocks]
     args, world = training.args, training.world
 
@@ -379,8 +385,7 @@ def peak_of(step: Callable[[], object], device: torch.device) -> int:
 
 def predicted_peak(case: Case, parallel: ParallelConfig, lora: LoRA | None = None) -> int:
     model, tokens = build_on_meta(PRESETS[case.model], lora), case.microbatch * case.seq_len
-    fused = case.on_gpu
-    return predict_memory(model, parallel, tokens, case.microbatches, fused)["peak"]
+    return predict_memory(model, parallel, tokens, case.microbatches, fused=case.on_gpu)["peak"]
 
 
 def speeds(case: Case, times: list[float], flops: int, config) -> dict:
@@ -398,20 +403,32 @@ def speeds(case: Case, times: list[float], flops: int, config) -> dict:
 
 ONE_B = Case("llama3.2-1b", microbatch=2)
 EIGHT_B = Case(
-    "llama3.1-8b", repeats=3, moments="bfloat16", variants=(*COMPILED, EAGER[1]), with_peers=False
+    "llama3.1-8b",
+    repeats=3,
+    moments="bfloat16",
+    variants=(*COMPILED, FULL),
+    checkpointing="selective",
+    with_peers=False,
 )
-LORA_8B = Case("llama3.1-8b", repeats=3, variants=(EAGER[0], *COMPILED[:2]))
-# name -> what measures it, its case, and about how many seconds it takes
-PARTS: dict[str, tuple[Callable[[Case], dict], Case, int]] = {
-    "rates": (measure_rates, Case(), 25),
-    "loss": (measure_loss_chunks, Case(), 20),
-    "train-1b-4096": (measure_training, ONE_B, 70),
-    "train-8b-4096": (measure_training, EIGHT_B, 80),
-    "lora-8b-4096": (measure_lora, LORA_8B, 70),
-    "step-8b-4096": (measure_parts, EIGHT_B, 40),
-    "train-8b-8192": (measure_training, replace(EIGHT_B, seq_len=8192, microbatches=2), 80),
-    "train-1b-8192": (measure_training, replace(ONE_B, seq_len=8192, microbatch=1), 70),
-    "step-1b-4096": (measure_parts, ONE_B, 30),
-    "largest-1b-4096": (measure_largest, ONE_B, 30),
-    "largest-8b-4096": (measure_largest, EIGHT_B, 40),
+LORA_8B = Case("llama3.1-8b", repeats=3, variants=(NONE, *COMPILED[:2]))
+
+
+class Part(NamedTuple):
+    measure: Callable[[Case], dict]
+    case: Case
+    seconds: int  # that it takes, about
+
+
+PARTS = {
+    "rates": Part(measure_rates, Case(), 20),
+    "loss": Part(measure_loss_chunks, Case(), 15),
+    "train-1b-4096": Part(measure_training, ONE_B, 70),
+    "train-8b-4096": Part(measure_training, EIGHT_B, 80),
+    "lora-8b-4096": Part(measure_lora, LORA_8B, 70),
+    "step-8b-4096": Part(measure_parts, EIGHT_B, 40),
+    "train-8b-8192": Part(measure_training, replace(EIGHT_B, seq_len=8192, microbatches=2), 80),
+    "train-1b-8192": Part(measure_training, replace(ONE_B, seq_len=8192, microbatch=1), 60),
+    "step-1b-4096": Part(measure_parts, ONE_B, 30),
+    "largest-1b-4096": Part(measure_largest, ONE_B, 30),
+    "largest-8b-4096": Part(measure_largest, EIGHT_B, 40),
 }

@@ -8,7 +8,7 @@ TITLE = "## On one GPU"
 
 
 def replace_section(text: str, section: str) -> str:
-    """Return a document with its section of this title replaced, or with the section at the end."""
+    """Return a document with its section TITLE replaced, or with the section at its end."""
     found = re.search(rf"^{TITLE}\n.*?(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
     if not found:
         return f"{text.rstrip()}\n\n{section}\n"
@@ -50,7 +50,7 @@ def percent(share: float | None) -> str:
 
 def rates_table(results: dict) -> list[str]:
     def rate(result: dict) -> str:
-        unit = {"FLOP/s": "TFLOP/s", "bytes/s": "TB/s"}[result["of"]]
+        unit = {"FLOP/s": "TFLOP/s", "bytes/s": "TB/s"}[result["unit"]]
         return f"{result['rate'] / 1e12:,.3g} {unit}"
 
     rows = [[name, seconds_text(r["seconds"]), rate(r)] for name, r in results.items()]

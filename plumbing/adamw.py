@@ -1,4 +1,5 @@
-"""AdamW with its two moments in bfloat16: 12 bytes a parameter, where float32 takes 16.
+"""AdamW with its two moments in bfloat16. A parameter then takes 12 bytes: weight 4, gradient 4,
+moments 2 + 2. With float32 moments it takes 16.
 
 torch's AdamW refuses moments of another dtype than the parameters' (torch 2.13), so this is a step
 of our own. A moment changes by a share of 1 - beta in each step, and bfloat16 rounds to 1 in 256:
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from plumbing.shards import to_local
 
-ELEMENTS_AT_A_TIME = 1 << 24  # converted to float32; their two moments take 128 MB
+ELEMENTS_AT_A_TIME = 1 << 24  # updated together; in float32 their two moments take 128 MB
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as torch's, except that the moments are
-    rounded to bfloat16 between steps. It computes in float32, or float64 for such parameters.
+    rounded to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
+    Each group has its own weight_decay.
 
     Raises ValueError for a beta above 0.99."""
 
@@ -29,8 +31,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update all parameters that have a gradient. `closure` is there for callers that pass None
-        to any optimizer."""
+        """Update all parameters that have a gradient. `closure`, for callers that pass None, is
+        ignored."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -43,19 +45,18 @@ class BFloat16AdamW(torch.optim.Optimizer):
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        gradient = to_local(parameter.grad).reshape(-1)  # [n], as all that follow
-        weight, *moments = (
-            to_local(tensor).view(-1)
-            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
-        )
-        # Tensors too: a Python number would wait for the GPU, or compile anew when it changes.
+        # [n] each. What is written must be a view; the gradient may be a copy.
+        written = parameter, state["exp_avg"], state["exp_avg_sq"]
+        weight, mean, square = (to_local(tensor).view(-1) for tensor in written)
+        gradient = to_local(parameter.grad).reshape(-1)
+        # These change in every step. To read `step` as a number would wait for the GPU, and for
+        # each new number `update` would be compiled again.
         step = state["step"].to(torch.promote_types(parameter.dtype, torch.float32))
         lr = torch.full_like(step, group["lr"])
-        numbers = step, lr, group["betas"], group["eps"], group["weight_decay"]
         run = compiled_update() if parameter.device.type == "cuda" else update
-        tensors = weight, gradient, *moments
+        tensors = weight, gradient, mean, square
         for parts in zip(*(tensor.split(ELEMENTS_AT_A_TIME) for tensor in tensors)):
-            run(*parts, *numbers)
+            run(*parts, step, lr, group["betas"], group["eps"], group["weight_decay"])
 
 
 def update(

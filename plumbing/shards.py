@@ -13,8 +13,8 @@ def to_local(tensor: Tensor) -> Tensor:
 def assign_shard(parameter: Tensor, full: Tensor) -> None:
     """Copy into a parameter this rank's shard of its full value, which every rank has.
 
-    tp shards a tensor first, and shard then shards what tp left: so from the last mesh dimension
-    to the first."""
+    A tensor is sharded over `tp` first, and what a rank then has over `shard`: so go through the
+    mesh dimensions from the last to the first."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for dim, placement in reversed(list(enumerate(parameter.placements))):
@@ -25,6 +25,6 @@ def assign_shard(parameter: Tensor, full: Tensor) -> None:
 
 def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:
     """Return this rank's chunk of a tensor that is sharded along `dim` over a mesh dimension. It is
-    empty on the last ranks if there are too few rows."""
+    empty on the last ranks if the dimension is too short."""
     chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)

@@ -299,9 +299,9 @@ def test_batch_holds_targets_positions_and_bytes():
     microbatches = batch.microbatches(2)
     assert [len(part.tokens) for part in microbatches] == [2, 1]
     assert torch.equal(torch.cat([part.positions for part in microbatches]), batch.positions)
-    assert batch.starts.tolist() == [[0, 3, 6, 6], [0, 2, 6, 6], [0, 3, 6, 6]]
-    assert microbatches[0].documents.starts.tolist() == [0, 3, 6, 6, 6, 8, 12, 12, 12]
-    assert microbatches[1].documents.longest == 4
+    assert batch.starts.tolist() == [[0, 3], [0, 2], [0, 3]]
+    assert microbatches[0].documents.starts.tolist() == [0, 3, 6, 8, 12]
+    assert microbatches[1].documents.max_length == 4
 
 
 def test_ids_beyond_the_vocabulary_are_refused():

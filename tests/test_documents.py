@@ -67,7 +67,7 @@ def test_lengths_and_mask_say_the_same():
                 pairs[start:end, start:end] = torch.ones(end - start, end - start).tril()
             masks = document_mask(part.positions, T)[:, 0].int()
             assert torch.equal(pairs, torch.block_diag(*masks).bool())
-        assert {part.documents.longest for part in parts} == {longest}
+        assert {part.documents.max_length for part in parts} == {longest}
         rooms = {len(part.documents.starts) - 1 for part in parts[:-1]}
         assert all(room & (room - 1) == 0 or B > 1 for room in rooms) and len(rooms) < 2
 
@@ -82,6 +82,19 @@ def masks_of(model: Llama) -> list:
 def test_a_batch_without_positions_has_no_documents():
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     assert Batch(tokens, tokens, None, 0).documents is None
+
+
+def test_documents_without_positions_are_refused():
+    batch = batch_of(packed=True)
+    with pytest.raises(ValueError, match="cache and documents need positions"):
+        Llama(CONFIG)(batch.tokens, documents=batch.documents)
+
+
+def test_a_kernel_that_returns_nan_is_refused(with_kernel, monkeypatch):
+    monkeypatch.setattr("plumbing.check_model.DOCUMENT_KERNELS", model_py.DOCUMENT_KERNELS)
+    monkeypatch.setattr(model_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
+    with pytest.raises(UserError, match="change both alike"):
+        check_documents(CONFIG, CPU, torch.float64)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -59,7 +59,7 @@ def small_model() -> Llama:
 
 def test_blocks_take_turns_on_the_gpu(monkeypatch):
     """After forward the GPU has what the last block saved; in backward also what comes next."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
     blocks = []
 
     class Watched(offload.SavedByBlock):
@@ -100,7 +100,7 @@ def test_evaluation_offloads_nothing(monkeypatch):
 
 def test_a_change_in_place_is_refused_as_without(monkeypatch):
     """Hooks switch off PyTorch's own check: without another, gradients would be wrong."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
 
     def forward(self, x, *rest):
         h = (x * 2).exp()

@@ -32,7 +32,7 @@ from train import make_optimizer, train_step
 
 STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
-offload.SMALLEST = 0  # the tensors here are small
+offload.MIN_BYTES = 0  # the tensors here are small
 
 
 def batch_of(packed: bool) -> Batch:
