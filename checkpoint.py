@@ -54,6 +54,7 @@ from plumbing.checkpoint_files import (
     remove_checkpoint,
     save_stored_tensors,
     sync,
+    use_gpu,
     verify,
     write_checksums,
 )
@@ -125,8 +126,8 @@ class Saver:
         self.flags, self.keep = flags, keep
         self.lora = adapter_settings(model)
         gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        use_gpu = torch.cuda.set_device if gpu else None  # by default, a thread uses GPU 0
-        self.thread = ThreadPoolExecutor(1, "save", use_gpu, gpu) if background else None
+        begin = use_gpu if gpu else None
+        self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if background else None
         self.pending: Future | None = None  # the save in the background
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.

@@ -236,6 +236,10 @@ class Batch:
             self.starts, self.max_length = document_starts(self.positions)
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.tokens, self.targets, self.positions
+
+    @property
     def documents(self) -> Documents | None:
         """Return where the documents are, as a model's forward takes it; None without positions."""
         if self.positions is None:

@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
-DOCUMENT_KERNELS = {("cuda", torch.bfloat16)}  # where attention_in_documents runs
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths E of their heads
 ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
@@ -150,8 +150,7 @@ def attention_in_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents
     rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
     gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
     starts, length = documents  # given twice: of queries and of keys
-    out = varlen_attn(*rows, starts, starts, length, length, window_size=(-1, 0), **gqa)
-    return out.view_as(q)
+    return varlen_attn(*rows, starts, starts, length, length, window_size=(-1, 0), **gqa).view_as(q)
 
 
 class KVCache:
@@ -209,9 +208,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, KV, S, E]
-        if mask is not None:  # with a mask, kernels need a key/value head for each query head
+        # With a mask, and in float32 on a GPU, kernels need a key/value head for each query head.
+        if mask is not None or (q.is_cuda and q.dtype.itemsize > 2):
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        # Without a mask the fastest apply: they skip the upper half and never store T x T.
+        # Without a mask they are fastest: they skip the upper half and never store T x T.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -306,10 +306,10 @@ class Llama(nn.Module):
         if positions is None and not (cache is None and documents is None):
             raise ValueError("cache and documents need positions: else each row is one document")
         device, dtype = tokens.device.type, self.compute_dtype
-        has_kernel = (device, dtype or self.tok_embeddings.weight.dtype) in DOCUMENT_KERNELS
+        widths = DOCUMENT_KERNELS.get((device, dtype or self.tok_embeddings.weight.dtype), ())
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        elif documents and cache is None and has_kernel:
+        elif documents and cache is None and self.config.head_dim in widths:
             mask = documents
         else:
             seen = positions if cache is None else cache.add_positions(positions)

@@ -17,7 +17,8 @@ the last norm, the loss. In each microbatch, what the blocks save is copied once
 back. Copies hide beside computation if the link to the CPU is fast enough. With full checkpointing
 a block saves D w bytes a token (letters as in parallel.py) and computes about 100 D^2 FLOPs for it,
 so that wide models hide them easily; without checkpointing it saves ten to twenty times as much. On
-a CPU the copies are made as well, and save no memory.
+a CPU the copies are made as well, and save no memory. Compiled without checkpointing, a block also
+copies what autocast made of its weights, which cannot be told from activations.
 Use with --checkpointing full when sequences are so long that even the inputs of blocks do not fit.
 Avoid when they fit.
 """

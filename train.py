@@ -144,8 +144,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     microbatches = batch.microbatches(microbatch)
     for i, part in enumerate(microbatches):
         with gradient_sync(runner, world.parallel, last=i == len(microbatches) - 1):
-            inputs = part.tokens, part.targets, part.positions
-            microbatch_loss = runner(*inputs, documents=part.documents)
+            microbatch_loss = runner(*part.inputs, documents=part.documents)
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
     return loss
@@ -230,8 +229,7 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
         batch = windows.batch(mine[start : start + microbatch]).to(world.device)
-        inputs = batch.tokens, batch.targets, batch.positions
-        loss += model(*inputs, documents=batch.documents)
+        loss += model(*batch.inputs, documents=batch.documents)
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
     total = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0) / world.parallel.tp
@@ -253,8 +251,8 @@ class Job:
     val_set: Windows
 
     def mask_width(self, args: argparse.Namespace, device: torch.device) -> int:
-        dtype = getattr(torch, args.dtype)
-        return mask_width(self.train_set.document_mask, args.seq_len, device, dtype)
+        dtype, width = getattr(torch, args.dtype), self.model.config.head_dim
+        return mask_width(self.train_set.document_mask, args.seq_len, device.type, dtype, width)
 
 
 def setup(args: argparse.Namespace) -> Process:

@@ -262,10 +262,13 @@ def norm_saves(parallel: ParallelConfig, fused: bool) -> int:
     return 1 if fused else 2 * max(1, 4 // parallel.weight_bytes)
 
 
-def mask_width(documents: bool, seq_len: int, device: torch.device, dtype: torch.dtype) -> int:
+def mask_width(
+    documents: bool, seq_len: int, device: str, dtype: torch.dtype, head_dim: int
+) -> int:
     """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
     mask, since each sequence is one document or the device has a kernel that needs none."""
-    return seq_len if documents and (device.type, dtype) not in DOCUMENT_KERNELS else 0
+    has_kernel = head_dim in DOCUMENT_KERNELS.get((device, dtype), ())
+    return seq_len if documents and not has_kernel else 0
 
 
 def saved_elements(

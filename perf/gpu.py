@@ -106,6 +106,7 @@ def main() -> None:
     case = rehearsed(part.case) if rehearse else part.case
     result = part.measure(case)
     machine = describe_machine(start_world(case)) | {"driver": driver()}
+    torch.distributed.destroy_process_group()
     print(json.dumps({"results": result, "machine": machine}))
 
 

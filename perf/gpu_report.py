@@ -63,7 +63,7 @@ def loss_table(results: dict) -> list[str]:
 
 
 def training_table(results: dict) -> list[str]:
-    headings = "step|seconds|tokens/s|MFU|MFU, causal|peak GB|predicted GB|first call s".split("|")
+    headings = "step|seconds|tokens/s|MFU|MFU, causal|peak GB|predicted GB|compiling s".split("|")
     rows = []
     for name, result in results.items():
         speed = [result.get("error", "-"), "-", "-", "-"]
@@ -71,7 +71,7 @@ def training_table(results: dict) -> list[str]:
             speed = [seconds_text(result["seconds"]), f"{result['tokens/s']:,.0f}"]
             speed += [percent(result["mfu"]), percent(result["causal mfu"])]
         memory = [gigabytes(result.get("peak")), gigabytes(result.get("predicted"))]
-        first = f"{result['first call']:.0f}" if "first call" in result else "-"
+        first = f"{result['compiling']:.0f}" if "compiling" in result else "-"
         rows.append([name, *speed, *memory, first])
     return markdown_table(headings, rows)
 

@@ -184,19 +184,20 @@ def transformers_step(
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=config.dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            intermediate_size=config.ffn_dim,
-            vocab_size=config.vocab_size,
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="sdpa",
-            use_cache=False,
+    with torch.device(world.device):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=config.dim,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.n_heads,
+                num_key_value_heads=config.n_kv_heads,
+                intermediate_size=config.ffn_dim,
+                vocab_size=config.vocab_size,
+                tie_word_embeddings=config.tie_embeddings,
+                attn_implementation="sdpa",
+                use_cache=False,
+            )
         )
-    )
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     model.to(device, torch.bfloat16 if lora and low else torch.float32)
     if lora:

@@ -229,8 +229,8 @@ def predict(
 ) -> Plan:
     """Return a plan with its memory, the bytes that it sends, and its time."""
     fused = parallel.compile or not machine.measured  # assumed machines are GPUs
-    seq_len, document, cuda = args.seq_len, args.document_length, torch.device("cuda")
-    masked = mask_width(document > 0, seq_len, cuda, parallel.dtype)
+    seq_len, document, width = args.seq_len, args.document_length, model.config.head_dim
+    masked = mask_width(document > 0, seq_len, "cuda", parallel.dtype, width)
     memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused, masked)
     sent = Counter()
     traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plumbing.shards import to_local
 
-ELEMENTS_AT_A_TIME = 1 << 24  # updated together; in float32 their two moments take 128 MB
+ELEMENTS_AT_A_TIME = 1 << 24  # updated together on a CPU; what is in float32 takes some 256 MB
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -41,49 +41,38 @@ class BFloat16AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            moments = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
+            state |= zip(("step", "exp_avg", "exp_avg_sq"), (torch.zeros(()), *moments))
         state["step"] += 1
         # [n] each. What is written must be a view; the gradient may be a copy.
         written = parameter, state["exp_avg"], state["exp_avg_sq"]
         weight, mean, square = (to_local(tensor).view(-1) for tensor in written)
         gradient = to_local(parameter.grad).reshape(-1)
-        # These change in every step. To read `step` as a number would wait for the GPU, and for
-        # each new number `update` would be compiled again.
-        step = state["step"].to(torch.promote_types(parameter.dtype, torch.float32))
-        lr = torch.full_like(step, group["lr"])
-        run = compiled_update() if parameter.device.type == "cuda" else update
-        tensors = weight, gradient, mean, square
-        for parts in zip(*(tensor.split(ELEMENTS_AT_A_TIME) for tensor in tensors)):
-            run(*parts, step, lr, group["betas"], group["eps"], group["weight_decay"])
-
-
-def update(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Update a part of a parameter and of its moments in place, in the dtype of `step`."""
-    beta1, beta2 = betas
-    grad = grad.to(step.dtype)
-    mean = exp_avg.to(step.dtype).lerp_(grad, 1 - beta1)
-    square = exp_avg_sq.to(step.dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    exp_avg.copy_(mean)
-    exp_avg_sq.copy_(square)
-    weight.mul_(1 - lr * weight_decay)
-    denominator = (square / (1 - beta2**step)).sqrt_().add_(eps)
-    weight.sub_((mean * (lr / (1 - beta1**step))).div_(denominator))
+        # Numbers that change in every step: tensors, so that nothing is compiled anew, and on the
+        # CPU, where reading them waits for nothing.
+        (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
+        keep = torch.full_like(step, 1 - lr * group["weight_decay"])
+        numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
+        on_gpu = weight.device.type == "cuda"
+        update = make_update(beta1, beta2, group["eps"], compiled=on_gpu)
+        size = max(1, len(weight)) if on_gpu else ELEMENTS_AT_A_TIME
+        for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
+            update(*parts, *numbers)
 
 
 @functools.cache
-def compiled_update() -> Callable:
-    """Return `update` as one kernel, for any length: uncompiled it reads and writes several times
-    as many bytes."""
-    return torch.compile(update, dynamic=True)
+def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Callable[..., None]:
+    """Return a function that updates a part of a parameter and of its moments in place. Compiled it
+    is one kernel; uncompiled it reads and writes several times as many bytes."""
+
+    def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep):
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        grad = grad.to(dtype)
+        mean = exp_avg.to(dtype).lerp_(grad, 1 - beta1)
+        square = exp_avg_sq.to(dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        exp_avg.copy_(mean)
+        exp_avg_sq.copy_(square)
+        denominator = (square / correction).sqrt_().add_(eps)
+        weight.mul_(keep).sub_((mean * rate).div_(denominator))
+
+    return torch.compile(update, dynamic=True) if compiled else update

@@ -233,3 +233,10 @@ def remove_checkpoint(checkpoint: Path) -> None:
         shutil.rmtree(hidden)
     except OSError as error:
         print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
+
+
+def use_gpu(gpu: int) -> None:
+    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
+    otherwise wait for training."""
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(torch.cuda.Stream())

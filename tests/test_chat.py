@@ -304,7 +304,7 @@ def test_batch_holds_samples_padding_and_bytes():
     assert batch.targets.tolist() == [[x, 67, 68, x, 67, 68, x], [x] * 7, [71, eot] + [x] * 5]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 0], [*range(7)], [0, 1, 0, 1, 2, 3, 4]]
     assert batch.text_bytes == 5  # the end token stands for no text
-    assert all(t.dtype == torch.int64 for t in batch.tensors())
+    assert all(t.dtype == torch.int64 for t in batch.inputs)
     assert Packed([long], 5, PLAIN).batch([0]).tokens.tolist() == [[65, 66, 67, 0, 0]]
 
 
@@ -349,7 +349,7 @@ def test_packed_rows_have_the_gradients_of_each_sample_alone(train_on_prompt):
     assert (together.tokens[:-1] == packed.pad).any()
 
     loss, expected = summed_gradients(alone)
-    packed_loss, gradients = summed_gradients([together.tensors()])
+    packed_loss, gradients = summed_gradients([together.inputs])
     assert packed_loss == pytest.approx(loss, rel=1e-12)
     for a, b in zip(gradients, expected, strict=True):
         assert b.abs().max() > 0

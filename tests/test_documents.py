@@ -2,6 +2,8 @@
 
 The kernel needs a GPU (tests/test_gpu.py); here it is one of our own, with the same arguments."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from parallel import recompute_and_compile
 from plumbing.check_model import check_documents
 from plumbing.processes import UserError
 
-CONFIG = LlamaConfig(48, 2, 4, 2, 64, vocab_size=101)
+CONFIG = LlamaConfig(64, 2, 4, 2, 64, vocab_size=101)
 CPU = torch.device("cpu")
 
 
@@ -36,7 +38,8 @@ def with_kernel(monkeypatch):
     monkeypatch.setattr(model_py, "varlen_attn", one_by_one)
     monkeypatch.setattr(model_py, "ASKS_FOR_GQA", True)
     kernels = model_py.DOCUMENT_KERNELS
-    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels | {("cpu", torch.float64)})
+    widths = {("cpu", torch.float64): range(8, 257, 8)}
+    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels | widths)
 
 
 def random_positions(B: int, T: int, within: bool) -> torch.Tensor:
@@ -100,13 +103,12 @@ def test_a_kernel_that_returns_nan_is_refused(with_kernel, monkeypatch):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_attention_by_documents_is_attention_by_mask(with_kernel, checkpointing):
     batch, results = batch_of(packed=True), []
-    inputs = batch.tokens, batch.targets, batch.positions
     for documents in (None, batch.documents):
         torch.manual_seed(0)
         (model := Llama(CONFIG).double()).init_weights(1)
         recompute_and_compile(model, checkpointing, False)
         masks = masks_of(model)
-        loss = model(*inputs, documents=documents)
+        loss = model(*batch.inputs, documents=documents)
         loss.backward()
         assert type(masks[0]) is (Documents if documents else torch.Tensor)
         results.append([loss, *(p.grad for p in model.parameters())])
@@ -114,15 +116,18 @@ def test_attention_by_documents_is_attention_by_mask(with_kernel, checkpointing)
         torch.testing.assert_close(by_documents, by_mask, rtol=1e-12, atol=1e-12)
 
 
-def test_without_a_kernel_there_is_a_mask():
-    batch, model = batch_of(packed=True), Llama(CONFIG)
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 12), (torch.float64, 6)])
+def test_without_a_kernel_there_is_a_mask(with_kernel, dtype, head_dim):
+    """For another dtype, or for heads of a width that the kernel does not take."""
+    config = replace(CONFIG, dim=4 * head_dim)
+    batch, model = batch_of(packed=True), Llama(config).to(dtype)
     masks = masks_of(model)
     model(batch.tokens, positions=batch.positions, documents=batch.documents)
     assert masks[0].shape == (8, 1, 13, 13)
 
 
 def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monkeypatch):
-    kernels = model_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16)}
+    kernels = model_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16): [CONFIG.head_dim, 16]}
     monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels)
     monkeypatch.setattr("plumbing.check_model.DOCUMENT_KERNELS", kernels)
     for dtype in (torch.float64, torch.bfloat16):
