@@ -14,7 +14,7 @@ torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetun
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 python bench.py gpu --out gpu.json
-                            all that one GPU can tell, in nine minutes
+                            all that one GPU can tell, for nine minutes at a time
 """
 
 import plumbing.startup  # first, for Ctrl-C during the imports

@@ -1,13 +1,13 @@
-"""`bench.py gpu`: measure training on one GPU, part by part, in nine minutes.
+"""`bench.py gpu`: measure training on one GPU, part by part, for nine minutes at a time.
 
     python bench.py gpu --out gpu.json --docs docs/measured.md       again: what is missing
     python bench.py gpu --out gpu.json --parts rates loss            these parts alone, anew
     python bench.py gpu --out small.json --rehearse                  on a CPU, with a tiny model
 
-Names of parts begin with what they measure, and go on with the model and the tokens of a sequence:
+Names of parts begin with what they measure; then come the model and the tokens of a sequence:
 
     rates     what the GPU can do: matrix products, copies, attention by row, by document, by mask
-    loss      time and memory of the loss for several values of LOSS_CHUNK
+    loss      time and memory of the loss: PyTorch's, and ours for several values of LOSS_CHUNK
     train     a training step: eager and compiled, with each kind of checkpointing, and with
               transformers' model in the same loop
     lora      a LoRA step beside peft's
@@ -36,7 +36,7 @@ from plumbing.processes import UserError
 from plumbing.records import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET = 540  # seconds for all parts
+BUDGET = 540  # seconds of a run; the next one goes on
 
 
 def measure_gpu(args: argparse.Namespace) -> str:
