@@ -26,10 +26,10 @@ import torch.distributed as dist
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
+from perf.devices import GPUS, LINKS
 from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
-from perf.roofline import GPUS, LINKS
 from perf.step import measure_lora_step, measure_step
 from plumbing.flags import (
     Parser,

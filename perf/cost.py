@@ -8,7 +8,6 @@ uneven.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,40 +37,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
             for matrix in layer.parameters():
                 weights += (6 if matrix.requires_grad else 4) * matrix.numel()
     return weights + 3 * 4 * config.n_layers * config.dim * seq_len
-
-
-# Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first name that matches counts.
-PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "GH200": 989.4e12,
-    "H200 NVL": 835e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "MI325X": 1307.4e12,
-    "MI300X": 1307.4e12,
-    "MI250X": 191.5e12,  # of one of its two dies: torch counts each as a device
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak of a device by its name, None if it is not known: MFU is never guessed."""
-    for name, peak in PEAK_FLOPS.items():
-        # "RTX 4090 Laptop" and "RTX 4090 D" are slower than what the table means.
-        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
-            return peak
-    return None
 
 
 # ------------------------------------------------------------------------------ a changed model
@@ -137,10 +102,9 @@ def predict_memory(
     `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
     unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
-    four moments of a step, within a few percent. LoRA's dropout is not counted, and adapters in
-    bfloat16 take less than predicted. With --offload, parameters and optimizer are in CPU memory,
-    but count here. `fused`: norms run as one kernel, on a GPU or compiled. `masked` is what
-    mask_width returns."""
+    four moments of a step, within a few percent. LoRA's dropout is not counted. With --offload,
+    parameters and optimizer are in CPU memory, but count here. `fused`: norms run as one kernel, on
+    a GPU or compiled. `masked` is what mask_width returns."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = config.n_layers, config.dim, config.ffn_dim, parallel.tp
     state = _state(model, parallel)
@@ -152,13 +116,15 @@ def predict_memory(
     # stream, of gate and of up. The last norm's inputs and output are saved; its output has a
     # gradient.
     output = math.ceil(config.vocab_size / tp) * D if model.output.weight.requires_grad else 0
+    frozen = not model.tok_embeddings.weight.requires_grad
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    saved, recomputed = (n * tokens * w for n in saved_elements(config, parallel, fused, masked))
+    elements = saved_elements(config, parallel, fused, masked, frozen)
+    saved, recomputed = (n * tokens * w for n in elements)
     block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
     last_block_backward = blocks_in_backward * saved + block_backward
-    last_norm = (norm_saves(parallel, fused) + 2) * stream
+    last_norm = (norm_saves(parallel, fused, frozen) + 2) * stream
     loss = blocks * saved + last_norm + loss_bytes(config, parallel, tokens, fused, output > 0)
 
     # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
@@ -256,10 +222,20 @@ def _unsharded(model: Llama, parallel: ParallelConfig, microbatches: int) -> tup
     )
 
 
-def norm_saves(parallel: ParallelConfig, fused: bool) -> int:
-    """Return what a norm saves beside its output, in units of D elements: its input or, unless it
-    is one kernel, its input and the normalized input in float32 (float64 in a float64 model)."""
-    return 1 if fused else 2 * max(1, 4 // parallel.weight_bytes)
+def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
+    """Return the size of the residual stream in units of D elements of the compute dtype. Autocast
+    leaves it in float32, the embedding's dtype; a frozen embedding is in the compute dtype."""
+    is_autocast = parallel.weight_bytes < 4 and not parallel.uses_fsdp
+    return 2 if is_autocast and not frozen else 1
+
+
+def norm_saves(parallel: ParallelConfig, fused: bool, frozen: bool) -> int:
+    """Return what a norm saves beside its output, in the same units: its input. Unless it is one
+    kernel, in float32 (float64 in a float64 model), and also the normalized input, which only a
+    frozen weight (unless it is a DTensor) does not need."""
+    if fused:
+        return stream_width(parallel, frozen)
+    return max(1, 4 // parallel.weight_bytes) * (1 if frozen and parallel.tp == 1 else 2)
 
 
 def mask_width(
@@ -272,9 +248,14 @@ def mask_width(
 
 
 def saved_elements(
-    config: LlamaConfig, parallel: ParallelConfig, fused: bool, masked: int = 0
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    fused: bool,
+    masked: int = 0,
+    frozen: bool = False,
 ) -> tuple[float, float]:
     """Return the elements a token that a block saves for backward, and that backward recomputes.
+    `frozen`: embedding and norms are not trained, as with adapters.
 
     Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
     what norm_saves says and its output (under tensor parallelism after the all-gather); KV E wide:
@@ -282,11 +263,10 @@ def saved_elements(
     row, which attention turns into numbers in each block, and k and v for each query head."""
     D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
-    # Autocast keeps the residual stream in float32, and casts norm outputs for five products.
-    autocast = parallel.weight_bytes < 4 and not parallel.uses_fsdp
-    stream = 2 * D if autocast else D
-    norm_outputs = (5 if autocast and not fused else 2) * D
-    norm_inputs = 2 * norm_saves(parallel, fused) * D
+    stream = stream_width(parallel, frozen) * D
+    # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
+    norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
+    norm_inputs = 2 * norm_saves(parallel, fused, frozen) * D
     everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
     if masked:
         everything += masked + 2 * (D - kv_dim) / parallel.tp

@@ -30,6 +30,7 @@ from perf.cost import (
     prediction_caveat,
     sent_bytes,
 )
+from perf.devices import GPUS
 from perf.measure import (
     build_on_meta,
     emulate,
@@ -38,7 +39,6 @@ from perf.measure import (
     problem_with_files,
 )
 from perf.roofline import (
-    GPUS,
     Machine,
     assumed_machine,
     find_measured_group,

@@ -36,14 +36,14 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import PEAK_FLOPS, predict_memory, predict_traffic, saved_elements
+from perf.cost import predict_memory, predict_traffic, saved_elements
+from perf.devices import GPU, GPUS, LINKS
 from plumbing.processes import UserError
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
@@ -82,25 +82,6 @@ class Machine:
     measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
 
 
-class GPU(NamedTuple):
-    """A row of a manufacturer's data sheet."""
-
-    peak_flops: float  # dense, in bfloat16
-    memory: float  # GB
-    bandwidth: float  # GB/s of its memory
-    node_link: float  # GB/s within a node, one way
-
-
-GPUS = {
-    "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
-    "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
-    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900),
-    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300),
-    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32),
-    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32),
-    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448),
-}
-LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
 
 

@@ -47,13 +47,8 @@ from data import Batch, read_ahead
 from model import Llama
 from parallel import World, is_attention
 from perf.choose import usable_memory
-from perf.cost import (
-    describe_traffic,
-    flops_per_token,
-    peak_flops,
-    predict_memory,
-    prediction_caveat,
-)
+from perf.cost import describe_traffic, flops_per_token, predict_memory, prediction_caveat
+from perf.devices import peak_flops
 from perf.measure import (
     Counted,
     Live,

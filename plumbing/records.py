@@ -13,7 +13,8 @@ import torch
 
 from model import Llama
 from parallel import World
-from perf.cost import flops_per_token, peak_flops
+from perf.cost import flops_per_token
+from perf.devices import peak_flops
 from plumbing.checkpoint_files import lock_directory
 from plumbing.processes import print_rank_zero
 from plumbing.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ from model import (
     rope_angles,
     sample,
 )
-from perf.cost import flops_per_token, peak_flops
+from perf.cost import flops_per_token
+from perf.devices import peak_flops
 
 SMALL = LlamaConfig(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=256
