@@ -360,7 +360,8 @@ STRATEGIES = {
 @contextlib.contextmanager
 def gradient_sync(runner: nn.Module, parallel: ParallelConfig, last: bool) -> Iterator[None]:
     """Wrap forward and backward of a microbatch: only the `last` one of a step communicates
-    gradients. Until then they accumulate on the rank, except with reshard = all."""
+    gradients (labs/accumulate.py). Until then they accumulate on the rank, except with
+    reshard = all."""
     if isinstance(runner, FSDPModule):
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")
         runner.set_requires_all_reduce(last)

@@ -139,6 +139,12 @@ def _one_thread_gloo(
     return gloo(store, rank, size, options)
 
 
+def register_gloo(address: str | None) -> None:
+    """Make `one_thread_gloo` a name that init_process_group knows."""
+    gloo = functools.partial(_one_thread_gloo, address)
+    dist.Backend.register_backend("one_thread_gloo", gloo, devices=["cpu"])
+
+
 def init_distributed() -> Process:
     """Join the processes that torchrun started; without torchrun, form a world of size 1."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -160,8 +166,7 @@ def init_distributed() -> Process:
         store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    gloo = functools.partial(_one_thread_gloo, address)
-    dist.Backend.register_backend("one_thread_gloo", gloo, devices=["cpu"])
+    register_gloo(address)
     backend = "cpu:one_thread_gloo,cuda:nccl" if device.type == "cuda" else "one_thread_gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, succeed
 
 FOLDERS = (ROOT, ROOT / "plumbing", ROOT / "perf")
+LABS = (ROOT / "labs").rglob("*.py")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for folder in FOLDERS
@@ -57,4 +58,5 @@ def test_parallelism_does_not_know_lora(imported_first):
 def test_files_are_short():
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name: n for name, n in lines.items() if n > 500} == {}
+    assert all(len(path.read_text().splitlines()) <= 500 for path in LABS)
     assert sum(lines[name] for name in CORE) <= 2000

@@ -1,0 +1,110 @@
+"""What does the last microbatch have to carry?
+
+A step's batch is computed in microbatches, so that fewer activations exist at a time. Gradients add
+up over microbatches. DDP averages them over the ranks in backward: in every backward, unless it is
+told otherwise. Once a step is enough.
+
+Read: the documentation of DistributedDataParallel.no_sync, then `gradient_sync` in parallel.py.
+Then write about 10 lines.
+"""
+
+import contextlib
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def accumulate(
+    runner: DistributedDataParallel, microbatches: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Run forward and backward of all microbatches of this rank. Each rank calls this.
+
+    runner(tokens, targets) returns the sum of the losses of a microbatch. Afterwards
+    parameter.grad is the average over ranks of the sum over microbatches, and each gradient has
+    been sent once. Returns the sum of the losses of this rank, 0-d, without a graph.
+    """
+    # >>>
+    total = 0.0
+    for i, (tokens, targets) in enumerate(microbatches):
+        is_last = i == len(microbatches) - 1
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            loss = runner(tokens, targets)
+            loss.backward()
+        total += loss.detach()
+    return total
+    # <<<
+
+
+# Why: DDP decides in *forward* whether the backward that follows will communicate. So forward has
+# to be inside no_sync, too: build-nanogpt, ClassyVision and speechbrain had it outside, with the
+# right numbers and m times the bytes (build-nanogpt PR #30, ClassyVision #706, speechbrain #1802).
+# The last microbatch's backward then averages what has added up, not its own gradient alone.
+
+
+def wrong_forward_outside(runner, microbatches):  # numbers pass; build-nanogpt PR #30
+    """gradients are sent in each of the"""
+    total = 0.0
+    for i, (tokens, targets) in enumerate(microbatches):
+        loss = runner(tokens, targets)
+        is_last = i == len(microbatches) - 1
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def wrong_always(runner, microbatches):  # numbers pass
+    """gradients are sent in each of the"""
+    total = 0.0
+    for tokens, targets in microbatches:
+        loss = runner(tokens, targets)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def wrong_switched_too_late(runner, microbatches):
+    """no gradient was exchanged"""
+    total = 0.0
+    for i, (tokens, targets) in enumerate(microbatches):
+        with runner.no_sync():
+            loss = runner(tokens, targets)
+        runner.require_backward_grad_sync = i == len(microbatches) - 1
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def wrong_first_instead_of_last(runner, microbatches):
+    """the first microbatch's gradient was averaged, the others' not"""
+    total = 0.0
+    for i, (tokens, targets) in enumerate(microbatches):
+        with runner.no_sync() if i else contextlib.nullcontext():
+            loss = runner(tokens, targets)
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def wrong_mean_of_microbatches(runner, microbatches):
+    """divided by the number of microbatches"""
+    total = 0.0
+    for i, (tokens, targets) in enumerate(microbatches):
+        is_last = i == len(microbatches) - 1
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            loss = runner(tokens, targets)
+            (loss / len(microbatches)).backward()
+        total += loss.detach()
+    return total
+
+
+def wrong_one_backward(runner, microbatches):  # numbers pass
+    """activations of all microbatches exist at once"""
+    losses = []
+    for i, (tokens, targets) in enumerate(microbatches):
+        is_last = i == len(microbatches) - 1
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            losses.append(runner(tokens, targets))
+    total = sum(losses)
+    total.backward()
+    return total.detach()

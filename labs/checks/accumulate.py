@@ -1,0 +1,108 @@
+"""The check of labs/accumulate.py."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from lab import (
+    Mistake,
+    Property,
+    batch_of,
+    compare_gradients,
+    compare_numbers,
+    load_function,
+    share_of,
+    small_model,
+    summed_gradients,
+    world_of,
+)
+
+from perf.measure import Counted, Live
+
+FUNCTION = "accumulate"
+LEADS_TO = "parallel.py", "gradient_sync"
+HINTS = (
+    "Look for the sentence on forward in the documentation of no_sync.",
+    "Count the all-reduces of a step. Which microbatch needs one, and what does it average?",
+    "A loop; in it one `with`, whose context depends on whether this is the last; forward and "
+    "backward inside.",
+)
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Run the student's function on a rank. Return what it gave, sent and held."""
+    world, model = world_of(rank, size), small_model(seed)
+    accumulate = load_function(path, FUNCTION)
+    runner = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+    microbatches = [
+        part.inputs[:2] for part in share_of(batch_of(seed), rank, size).microbatches(1)
+    ]
+    peaks = []
+    with Live(model.parameters()) as live, runner.no_sync():  # one microbatch, to compare with
+        runner(*microbatches[-1]).backward()
+    peaks.append(live.peak)
+    model.zero_grad()
+    with Live(model.parameters()) as live, Counted(world) as counted:
+        loss = accumulate(runner, microbatches)
+    peaks.append(live.peak)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": float(loss), "gradients": gradients, "sent": counted.sent, "peaks": peaks}
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    model, batch = small_model(seed), batch_of(seed)
+    shares = [share_of(batch, rank, size) for rank in range(size)]
+    of_ranks = [summed_gradients(model, share) for share in shares]
+    firsts = [summed_gradients(model, share.microbatches(1)[0])[2] for share in shares]
+    names, m = list(of_ranks[0][2]), len(shares[0].tokens)
+    average = {name: sum(g[name] for *_, g in of_ranks) / size for name in names}
+    first = {name: sum(g[name] for g in firsts) / size for name in names}
+    losses = [loss for loss, *_ in of_ranks]
+    yield compare_numbers("loss", [r["loss"] for r in results], losses, [])
+    yield compare_gradients(
+        [r["gradients"] for r in results],
+        average,
+        [
+            Mistake(
+                [g for *_, g in of_ranks],
+                "No gradient was exchanged: DDP decides in forward whether the next backward will "
+                "communicate, and it was told so too late.",
+            ),
+            Mistake(
+                [
+                    {name: first[name] + g[name] - own[name] for name in names}
+                    for (*_, g), own in zip(of_ranks, firsts)
+                ],
+                "The first microbatch's gradient was averaged, the others' not: what adds up "
+                "afterwards stays on its rank.",
+            ),
+            Mistake(
+                [{name: g / m for name, g in average.items()}] * size,
+                f"The gradient is divided by the number of microbatches, {m}: these are sums, "
+                f"which are divided once, by the number of targets.",
+            ),
+        ],
+    )
+    expected = sum(p.nbytes for p in model.parameters())
+    calls, sent = results[0]["sent"].get(("replicate", "all-reduce"), (0, 0))
+    text, mistake = f"{sent:,} by {calls} all-reduces", ""
+    if sent == m * expected:
+        mistake = (
+            f"Gradients are sent in each of the {m} microbatches: numbers are right, and slow."
+        )
+    text += "" if sent == expected else f"; gradients have {expected:,}"
+    yield Property("bytes a step", text, sent == expected, mistake)
+    one, all_of_them = results[0]["peaks"]
+    yield Property(
+        "live memory",
+        f"{all_of_them:,} bytes at most, with one microbatch {one:,}",
+        all_of_them < 1.5 * one,
+        "Activations of all microbatches exist at once: backward of each frees them.",
+    )
+
+
+def check(path: Path, size: int, seed: int):
+    """Return the function that ranks run."""
+    return partial(on_rank, path, size, seed)

@@ -1,0 +1,169 @@
+"""Run a function on several ranks of this machine, and tell how each of them ended.
+
+Ranks are forks of this process, which has made all imports: they start in milliseconds. They meet
+in a file, so no port is taken, and talk over the loopback interface. Each rank writes down every
+call of torch.distributed before it makes it. If nothing happens for PATIENCE seconds, the ranks are
+ended, and these notes tell where each of them waits.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plumbing.processes import register_gloo
+
+PATIENCE = 5.0  # seconds
+CALLS = """
+all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
+reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
+new_group
+""".split()
+
+
+@dataclass
+class Ended:
+    """How the ranks ended: with results, or because one raised an error, or in a hang."""
+
+    results: list | None = None  # of each rank
+    error: "RankError | None" = None
+    hang: list["Call | None"] | None = None  # the last call of each rank, in which it waits
+    calls: list[list["Call"]] = field(default_factory=list)  # of each rank
+
+
+@dataclass
+class RankError:
+    rank: int
+    kind: str  # name of the exception's class
+    message: str
+    line: int | None  # of the student's file
+    traceback: str
+
+
+@dataclass
+class Call:
+    """A call of torch.distributed."""
+
+    name: str
+    shape: list[int] | None  # of the first tensor
+    line: int | None  # of the student's file
+    ranks: list[int] | None = None  # of the group; None: all
+
+
+def run_ranks(function: Callable[[int], object], size: int, student: Path) -> Ended:
+    """Return what function(rank) returned on each of `size` ranks, or how it failed. `student` is
+    the file whose lines are reported."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        processes = {}
+        for rank in range(size):
+            if (process := os.fork()) == 0:
+                _be_rank(function, rank, size, directory, student)
+            processes[process] = rank
+        hung = _wait(processes, directory)
+        calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
+        # The first to fail: other ranks may have failed since it left them.
+        errors = sorted(directory.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+        if errors:
+            return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
+        if hung:
+            return Ended(hang=[of_rank[-1] if of_rank else None for of_rank in calls], calls=calls)
+        results = [torch.load(directory / f"result-{rank}", weights_only=False)
+                   for rank in range(size)]  # fmt: skip
+        return Ended(results, calls=calls)
+
+
+def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
+    """Be a rank until its end: run the function, and leave its result or its error in a file."""
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        register_gloo("127.0.0.1")
+        store = dist.FileStore(str(directory / "store"), size)
+        dist.init_process_group("one_thread_gloo", store=store, rank=rank, world_size=size)
+        with open(directory / f"calls-{rank}", "w", buffering=1) as notes:
+            with noted_calls(notes, student):
+                result = function(rank)
+        torch.save(result, directory / f"result-{rank}")
+        # Who leaves breaks the connections of those who still wait for it.
+        while len(list(directory.glob("result-*"))) < size:
+            time.sleep(0.01)
+    except BaseException as error:
+        code = 1
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
+                 if f.filename == str(student)]  # fmt: skip
+        what = RankError(rank, type(error).__name__, str(error), lines[-1] if lines else None,
+                         traceback.format_exc())  # fmt: skip
+        temporary = directory / f"part-{rank}"
+        temporary.write_text(json.dumps(vars(what)))
+        temporary.rename(directory / f"error-{rank}")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _wait(processes: dict[int, int], directory: Path) -> bool:
+    """Wait for all ranks, or until one has failed, or none has moved for PATIENCE seconds. Return
+    whether they hung. No rank is left then."""
+    running, moved, seen, failed_at = set(processes), time.monotonic(), None, None
+    while running:
+        for process in list(running):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                running.discard(process)
+                if os.waitstatus_to_exitcode(status):
+                    failed_at = failed_at or time.monotonic()
+        sizes = [p.stat().st_size for p in sorted(directory.glob("calls-*"))]
+        if (sizes, len(running)) != seen:
+            seen, moved = (sizes, len(running)), time.monotonic()
+        waited = time.monotonic() - (failed_at or moved)
+        if running and waited > (0.5 if failed_at else PATIENCE):
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            return not failed_at
+        time.sleep(0.02)
+    return False
+
+
+@contextlib.contextmanager
+def noted_calls(notes, student: Path) -> Iterator[None]:
+    """Within this context, write a line for each call of torch.distributed before it is made."""
+    originals = {name: getattr(dist, name) for name in CALLS}
+
+    def noting(name: str) -> Callable:
+        def call(*args, **kwargs):
+            frame = sys._getframe(1)
+            while frame and frame.f_code.co_filename != str(student):
+                frame = frame.f_back
+            tensors = (a for value in (*args, *kwargs.values())
+                       for a in (value if isinstance(value, list) else [value]))  # fmt: skip
+            shape = next((list(t.shape) for t in tensors if isinstance(t, torch.Tensor)), None)
+            group = kwargs.get("group")
+            ranks = dist.get_process_group_ranks(group) if group else None
+            print(json.dumps([name, shape, frame and frame.f_lineno, ranks]), file=notes)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _read_calls(path: Path) -> list[Call]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Call(*json.loads(line)) for line in lines]
