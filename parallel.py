@@ -423,7 +423,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
-    """Activation checkpointing: backward recomputes what forward then need not save.
+    """Activation checkpointing: backward recomputes what forward then need not save
+    (labs/recompute.py writes it by hand).
 
                    elements saved per token and block                        attention forwards
         none       8 D + 2 KV E + 3 F (6 D with fused norms: on a GPU)       1

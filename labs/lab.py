@@ -117,23 +117,26 @@ def same(found: Tensor | float, expected: Tensor | float) -> bool:
 
 
 def compare_gradients(
-    found: list[dict[str, Tensor]], expected: dict[str, Tensor], mistakes: list[Mistake]
+    found: list[dict[str, Tensor]],
+    expected: dict[str, Tensor],
+    mistakes: list[Mistake],
+    reference: str = "those of one process",
 ) -> Property:
-    """Return whether each rank has the expected gradients. The value of a mistake is a list of the
-    gradients of each rank."""
+    """Return whether each rank has the expected gradients, those of `reference`. The value of a
+    mistake is a list of the gradients of each rank."""
     wrong = [(rank, name) for rank, of_rank in enumerate(found) for name in expected
              if not same(of_rank[name], expected[name])]  # fmt: skip
     if not wrong:
-        return Property("gradients", "equal to one process's, on all ranks", True)
+        return Property("gradients", f"{reference}, on all ranks", True)
     rank, name = wrong[0]
     for mistake in mistakes:
         if all(same(of_rank[n], value[n]) for of_rank, value in zip(found, mistake.value)
                for n in expected):  # fmt: skip
             return Property("gradients", f"{len(wrong)} differ", False, mistake.sentence)
     ratio = (found[rank][name] * expected[name]).sum() / expected[name].norm() ** 2
-    text = f"that of {name} on rank {rank} is {ratio:.4g} times one process's"
+    text = f"that of {name} on rank {rank} is {ratio:.4g} times as large"
     if not same(found[rank][name], ratio * expected[name]):
-        text = f"that of {name} on rank {rank} differs from one process's, and is no multiple of it"
+        text = f"that of {name} on rank {rank} differs from {reference}, and is no multiple"
     return Property("gradients", text, False)
 
 

@@ -31,7 +31,7 @@ from ranks import Ended, RankError, run_ranks
 
 from plumbing.processes import UserError, run
 
-NAMES = ("mean", "accumulate")  # in the order of teaching
+NAMES = ("mean", "accumulate", "recompute")  # in the order of teaching
 STATE = LABS / ".state"  # which labs have been passed, and how many hints were given
 
 

@@ -82,7 +82,7 @@ def test_wrong_answers_are_named(name, wrong, tmp_path):
     assert sentence.lower() in " ".join(out.split()).lower(), out
     if marker == "numbers pass":  # so it takes more than numbers to find it
         numbers = [line for line in out.splitlines() if re.match(r"  (loss|norm|gradients) ", line)]
-        assert len(numbers) >= 2 and all(line.endswith("ok") for line in numbers)
+        assert numbers and all(line.endswith("ok") for line in numbers)
     if marker == "hangs":
         assert "stopped after 5 s" in out and "rank 0  call" in out and ", line " in out
 

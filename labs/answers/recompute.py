@@ -1,0 +1,130 @@
+"""How often does attention run?
+
+Backward needs what forward computed. A block saves all of that, until its backward has used it: for
+long sequences this is most of the memory. Recomputation saves only what goes into the block, and in
+backward runs the block's forward once more.
+
+Read: `recompute` in parallel.py. Write it here without torch.utils.checkpoint, in about 20 lines.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function with the results and gradients of `forward` that saves only its inputs.
+
+    forward(x, *others) is that of a block: x [B, T, D] and the parameters need gradients, the
+    others (cosine, sine) do not. It may use random numbers, as dropout does, from torch's
+    generator: torch.get_rng_state, torch.set_rng_state."""
+
+    # >>>
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(x)
+            ctx.others, ctx.rng_state = others, torch.get_rng_state()
+            return forward(x, *others)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            x = x.detach().requires_grad_()
+            now = torch.get_rng_state()
+            torch.set_rng_state(ctx.rng_state)
+            with torch.enable_grad():
+                out = forward(x, *ctx.others)
+            torch.set_rng_state(now)
+            torch.autograd.backward(out, grad)  # adds to the gradients of parameters, too
+            return x.grad, *(None for _ in ctx.others)
+
+    return Recompute.apply
+    # <<<
+
+
+# Why: inside an autograd.Function nothing is recorded, so forward saves what it is told to save. In
+# backward the same forward runs again, now recorded, from the same inputs and the same random
+# numbers. A checkpoint around a block that has one already runs attention three times
+# (llama-cookbook #740, Liger-Kernel #1064).
+
+
+def wrong_saves_everything(forward):  # numbers pass
+    """nothing is recomputed"""
+    return forward
+
+
+def wrong_twice(forward):  # numbers pass; llama-cookbook #740
+    """a checkpoint within a checkpoint"""
+
+    def once(inner):
+        class Recompute(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, *others):
+                ctx.save_for_backward(x)
+                ctx.others, ctx.rng_state = others, torch.get_rng_state()
+                return inner(x, *others)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                torch.set_rng_state(ctx.rng_state)
+                with torch.enable_grad():
+                    out = inner(x, *ctx.others)
+                torch.autograd.backward(out, grad)
+                return x.grad, *(None for _ in ctx.others)
+
+        return Recompute.apply
+
+    return once(once(forward))
+
+
+def wrong_new_random_numbers(forward):
+    """drops others in backward than in forward"""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(x)
+            ctx.others = others
+            return forward(x, *others)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            with torch.enable_grad():
+                out = forward(x, *ctx.others)
+            torch.autograd.backward(out, grad)
+            return x.grad, *(None for _ in ctx.others)
+
+    return Recompute.apply
+
+
+def wrong_input_alone(forward):
+    """no gradient reaches the parameters"""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(x)
+            ctx.others, ctx.rng_state = others, torch.get_rng_state()
+            return forward(x, *others)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.set_rng_state(ctx.rng_state)
+            with torch.enable_grad():
+                out = forward(x, *ctx.others)
+            (x_grad,) = torch.autograd.grad(out, x, grad)
+            return x_grad, *(None for _ in ctx.others)
+
+    return Recompute.apply
+
+
+def wrong_library(forward):
+    """checkpoint is what you are to write"""
+    from torch.utils.checkpoint import checkpoint
+
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)

@@ -1,0 +1,139 @@
+"""The check of labs/recompute.py."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from lab import (
+    CONFIG,
+    Mistake,
+    Property,
+    barred,
+    batch_of,
+    compare_gradients,
+    load_function,
+    same,
+    share_of,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from model import Llama
+from parallel import ParallelConfig, parallelize, with_mesh
+from perf.measure import Counted, Live
+from plumbing.processes import Process
+from plumbing.shards import assign_shard
+
+FUNCTION = "recompute"
+LEADS_TO = "parallel.py", "recompute"
+HINTS = (
+    "Look for torch.autograd.Function, and for ctx.save_for_backward, in PyTorch's documentation.",
+    "Count how often attention runs, and which tensors are alive between forward and backward.",
+    "A Function whose forward saves x alone. In backward: x without its graph, the random state of "
+    "then, the same forward with gradients enabled, and torch.autograd.backward of its result.",
+)
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train a step under FSDP without recomputation, with PyTorch's, and with the student's; the
+    student's also without dropout. Return gradients, attention forwards, all-gathers, peak."""
+    share = share_of(batch_of(seed), rank, size)
+    process = Process(rank, size, rank, size, torch.device("cpu"))
+    parallel = ParallelConfig(dp="fsdp", shard=size, dtype=torch.float64)
+    world = with_mesh(process, parallel)
+
+    def step(wrap: Callable, dropout: float) -> dict:
+        with torch.device("meta"):
+            model = Llama(CONFIG)
+        runner = parallelize(model, world, lambda m: m.init_weights(seed, assign_shard))
+        for block in model.layers.values():
+            block.forward = wrap(partial(with_dropout, block.forward, dropout))
+        torch.manual_seed(seed)
+        with Live(model.parameters()) as live, Counted(world) as counted:
+            runner(*share.inputs).backward()
+        gradients = {
+            name: None if p.grad is None else p.grad.full_tensor()
+            for name, p in model.named_parameters()
+        }
+        gathers, _ = counted.sent["shard", "all-gather"]
+        return {
+            "gradients": gradients,
+            "attentions": counted.attentions,
+            "gathers": gathers,
+            "peak": live.peak,
+        }
+
+    found = {"plain": step(unchanged, 0.2), "plain without dropout": step(unchanged, 0.0)}
+    found["torch"] = step(lambda forward: partial(checkpoint_of, forward), 0.2)
+    with barred("torch.utils.checkpoint.checkpoint"):
+        recompute = load_function(path, FUNCTION)
+        found["yours"] = step(recompute, 0.2)
+        found["yours without dropout"] = step(recompute, 0.0)
+    return found
+
+
+def unchanged(forward: Callable) -> Callable:
+    return forward
+
+
+def checkpoint_of(forward: Callable, *inputs) -> Tensor:
+    return checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def with_dropout(forward: Callable, dropout: float, *inputs) -> Tensor:
+    return F.dropout(forward(*inputs), dropout)
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    yours, plain = ([r[name] for r in results] for name in ("yours", "plain"))
+    missing = [name for name, g in yours[0]["gradients"].items() if g is None]
+    if missing:
+        yield Property(
+            "gradients",
+            f"{missing[0]} has none",
+            False,
+            "Here no gradient reaches the parameters: torch.autograd.grad returns those of what it "
+            "is asked for, torch.autograd.backward adds to all.",
+        )
+        return
+    without = [r["yours without dropout"]["gradients"] for r in results]
+    expected = [r["plain without dropout"]["gradients"] for r in results]
+    mistakes = []
+    if all(same(f[name], e[name]) for f, e in zip(without, expected) for name in e):
+        mistakes.append(
+            Mistake(
+                [r["gradients"] for r in yours],
+                "Without dropout they are equal. So dropout drops others in backward than in "
+                "forward: begin both with the same random state.",
+            )
+        )
+    yield compare_gradients(
+        [r["gradients"] for r in yours],
+        plain[0]["gradients"],
+        mistakes,
+        "those without recomputation",
+    )
+    L = CONFIG.n_layers
+    times = yours[0]["attentions"] // L
+    sentences = {
+        1: "Attention runs once a layer, so nothing is recomputed, and everything is saved.",
+        3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
+    }
+    text = f"{times} times a layer"
+    yield Property("attention runs", text, times == 2, sentences.get(times, ""))
+    gathers = yours[0]["gathers"]
+    text = f"{gathers}; FSDP has {plain[0]['gathers']} without recomputation"
+    yield Property("all-gathers", text, gathers == plain[0]["gathers"])
+    peak, bound = yours[0]["peak"], round(1.05 * results[0]["torch"]["peak"])
+    text = f"{peak:,} bytes at most; {plain[0]['peak']:,} without recomputation"
+    yield Property(
+        "live memory", text, peak <= bound, f"Saving x alone takes {bound:,} bytes at most."
+    )
+
+
+def check(path: Path, size: int, seed: int):
+    """Return the function that ranks run."""
+    return partial(on_rank, path, size, seed)
