@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, refused
+from conftest import ROOT, launch, refused, slow
 
 LABS = ROOT / "labs"
 NAMES = [path.stem for path in sorted((LABS / "answers").glob("*.py"))]
@@ -63,7 +63,7 @@ def test_starters_fail_as_not_written_yet(name):
     assert "not written yet: about" in lab("check", name, code=1)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, slow(7)])
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_pass(name, seed, tmp_path):
     """On 2, 3 and 4 ranks; and the file that is checked is the one that was given."""
