@@ -130,7 +130,8 @@ class World(Process):
 
 
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
-    """Arrange the processes in the mesh of a configuration; by default, all are replicas."""
+    """Arrange the processes in the mesh of a configuration; by default, all are replicas.
+    labs/hsdp.py is about who sits next to whom."""
     parallel = parallel or ParallelConfig(replicate=process.size)
     mesh = init_device_mesh(
         process.device.type,
@@ -196,6 +197,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
     strategy sends less. Avoid when they do not fit. Over a slow link, use larger batches.
+    labs/ddp.py writes it by hooks.
     """
     return DistributedDataParallel(
         model,
@@ -298,6 +300,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
     all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits
     (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
+    labs/fsdp.py shards one matrix by hand, labs/lora.py a model with adapters.
     """
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16

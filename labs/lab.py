@@ -102,7 +102,8 @@ def summed_gradients(model: Llama, batch: Batch) -> tuple[float, int, dict[str, 
     loss = model(*batch.inputs)
     loss.backward()
     count = int((batch.targets != IGNORE).sum())
-    return loss.item(), count, {name: p.grad.clone() for name, p in model.named_parameters()}
+    named = model.named_parameters()
+    return loss.item(), count, {name: p.grad.clone() for name, p in named if p.requires_grad}
 
 
 def norm_of(gradients: dict[str, Tensor]) -> float:
@@ -110,6 +111,8 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 def same(found: Tensor | float, expected: Tensor | float) -> bool:
+    if not isinstance(found, Tensor | float | int):
+        return False
     found, expected = (torch.as_tensor(v, dtype=torch.float64) for v in (found, expected))
     if found.shape != expected.shape:
         return False
@@ -118,26 +121,31 @@ def same(found: Tensor | float, expected: Tensor | float) -> bool:
 
 def compare_gradients(
     found: list[dict[str, Tensor]],
-    expected: dict[str, Tensor],
+    expected: list[dict[str, Tensor]],
     mistakes: list[Mistake],
     reference: str = "those of one process",
+    name: str = "gradients",
 ) -> Property:
-    """Return whether each rank has the expected gradients, those of `reference`. The value of a
-    mistake is a list of the gradients of each rank."""
-    wrong = [(rank, name) for rank, of_rank in enumerate(found) for name in expected
-             if not same(of_rank[name], expected[name])]  # fmt: skip
+    """Return whether each rank has the tensors that are expected there, those of `reference`. The
+    value of a mistake is a list of the tensors of each rank, too."""
+    wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
+             if not same(found[rank][key], of_rank[key])]  # fmt: skip
     if not wrong:
-        return Property("gradients", f"{reference}, on all ranks", True)
-    rank, name = wrong[0]
+        return Property(name, f"{reference}, on all ranks", True)
+    rank, key = wrong[0]
+    text = f"{len(wrong)} differ from {reference}; first: {key} on rank {rank}"
     for mistake in mistakes:
-        if all(same(of_rank[n], value[n]) for of_rank, value in zip(found, mistake.value)
-               for n in expected):  # fmt: skip
-            return Property("gradients", f"{len(wrong)} differ", False, mistake.sentence)
-    ratio = (found[rank][name] * expected[name]).sum() / expected[name].norm() ** 2
-    text = f"that of {name} on rank {rank} is {ratio:.4g} times as large"
-    if not same(found[rank][name], ratio * expected[name]):
-        text = f"that of {name} on rank {rank} differs from {reference}, and is no multiple"
-    return Property("gradients", text, False)
+        if all(same(of_rank[k], value[k]) for of_rank, value in zip(found, mistake.value)
+               for k in value):  # fmt: skip
+            return Property(name, text, False, mistake.sentence)
+    one, other = found[rank][key], expected[rank][key]
+    if not isinstance(one, Tensor):
+        return Property(name, f"{text}, which is {one}", False)
+    if one.shape != other.shape:
+        return Property(name, f"{text}, {list(one.shape)} for {list(other.shape)}", False)
+    ratio = (one * other).sum() / other.norm() ** 2
+    relation = f"{ratio:.4g} times as large" if same(one, ratio * other) else "no multiple"
+    return Property(name, f"{text}, {relation}", False)
 
 
 def compare_numbers(
@@ -151,9 +159,3 @@ def compare_numbers(
     text = f"{found[rank]:.6g} on rank {rank}, and {expected[rank]:.6g} in one process"
     recognized = (mistake.sentence for mistake in mistakes if all(map(same, found, mistake.value)))
     return Property(name, text, False, next(recognized, ""))
-
-
-def payload(sent: dict) -> tuple[int, int]:
-    """Return the calls and the bytes of all collectives that were counted."""
-    calls, sizes = zip(*sent.values()) if sent else ((0,), (0,))
-    return sum(calls), sum(sizes)

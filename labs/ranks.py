@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +49,6 @@ class RankError:
     kind: str  # name of the exception's class
     message: str
     line: int | None  # of the student's file
-    traceback: str
 
 
 @dataclass
@@ -57,7 +58,6 @@ class Call:
     name: str
     shape: list[int] | None  # of the first tensor
     line: int | None  # of the student's file
-    ranks: list[int] | None = None  # of the group; None: all
 
 
 def run_ranks(function: Callable[[int], object], size: int, student: Path) -> Ended:
@@ -65,16 +65,14 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
     the file whose lines are reported."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        processes = {}
+        processes = set()
         for rank in range(size):
             if (process := os.fork()) == 0:
                 _be_rank(function, rank, size, directory, student)
-            processes[process] = rank
+            processes.add(process)
         hung = _wait(processes, directory)
         calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
-        # The first to fail: other ranks may have failed since it left them.
-        errors = sorted(directory.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-        if errors:
+        if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
         if hung:
             return Ended(hang=[of_rank[-1] if of_rank else None for of_rank in calls], calls=calls)
@@ -84,10 +82,15 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
 
 
 def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
-    """Be a rank until its end: run the function, and leave its result or its error in a file."""
-    code = 0
+    """Be a rank until its end: run the function, and leave its result or its error in a file.
+
+    Who leaves breaks its connections to ranks that still wait for it, which then fail as well. So a
+    rank stays until all have their results, or until it is killed."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         torch.set_num_threads(1)
+        # The functions that 2.13 calls deprecated are those that 2.11 has, too.
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
         register_gloo("127.0.0.1")
         store = dist.FileStore(str(directory / "store"), size)
         dist.init_process_group("one_thread_gloo", store=store, rank=rank, world_size=size)
@@ -95,42 +98,43 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
             with noted_calls(notes, student):
                 result = function(rank)
         torch.save(result, directory / f"result-{rank}")
-        # Who leaves breaks the connections of those who still wait for it.
         while len(list(directory.glob("result-*"))) < size:
             time.sleep(0.01)
     except BaseException as error:
-        code = 1
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
                  if f.filename == str(student)]  # fmt: skip
-        what = RankError(rank, type(error).__name__, str(error), lines[-1] if lines else None,
-                         traceback.format_exc())  # fmt: skip
+        what = RankError(rank, type(error).__name__, str(error), lines[-1] if lines else None)
         temporary = directory / f"part-{rank}"
         temporary.write_text(json.dumps(vars(what)))
         temporary.rename(directory / f"error-{rank}")
+        time.sleep(3600)
     sys.stdout.flush()
-    os._exit(code)
+    os._exit(0)
 
 
-def _wait(processes: dict[int, int], directory: Path) -> bool:
-    """Wait for all ranks, or until one has failed, or none has moved for PATIENCE seconds. Return
-    whether they hung. No rank is left then."""
-    running, moved, seen, failed_at = set(processes), time.monotonic(), None, None
+def _end_with(parent: int) -> None:
+    """End this rank when the process that started it has ended, even if it waits in a call."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def _wait(processes: set[int], directory: Path) -> bool:
+    """Wait until all ranks have ended, or one has failed, or nothing has happened for PATIENCE
+    seconds. Return whether they hung. No rank is left then."""
+    running, last_change, seen = processes, time.monotonic(), None
     while running:
-        for process in list(running):
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if ended:
-                running.discard(process)
-                if os.waitstatus_to_exitcode(status):
-                    failed_at = failed_at or time.monotonic()
-        sizes = [p.stat().st_size for p in sorted(directory.glob("calls-*"))]
-        if (sizes, len(running)) != seen:
-            seen, moved = (sizes, len(running)), time.monotonic()
-        waited = time.monotonic() - (failed_at or moved)
-        if running and waited > (0.5 if failed_at else PATIENCE):
+        running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
+        has_failed = any(directory.glob("error-*"))
+        files = {path.name: path.stat().st_size for path in directory.iterdir()}
+        if files != seen:
+            seen, last_change = files, time.monotonic()
+        patience = 0.2 if has_failed else PATIENCE  # so that others can tell of the same error
+        if running and time.monotonic() - last_change > patience:
             for process in running:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-            return not failed_at
+            return not has_failed
         time.sleep(0.02)
     return False
 
@@ -148,9 +152,7 @@ def noted_calls(notes, student: Path) -> Iterator[None]:
             tensors = (a for value in (*args, *kwargs.values())
                        for a in (value if isinstance(value, list) else [value]))  # fmt: skip
             shape = next((list(t.shape) for t in tensors if isinstance(t, torch.Tensor)), None)
-            group = kwargs.get("group")
-            ranks = dist.get_process_group_ranks(group) if group else None
-            print(json.dumps([name, shape, frame and frame.f_lineno, ranks]), file=notes)
+            print(json.dumps([name, shape, frame and frame.f_lineno]), file=notes)
             return originals[name](*args, **kwargs)
 
         return call

@@ -18,6 +18,7 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     forward(x, *others) is that of a block: x [B, T, D] and the parameters need gradients, the
     others (cosine, sine) do not. It may use random numbers, as dropout does, from torch's
-    generator: torch.get_rng_state, torch.set_rng_state."""
+    generator: torch.get_rng_state, torch.set_rng_state.
+    """
 
     raise NotImplementedError("about 20 lines")

@@ -5,7 +5,9 @@
     python labs/run.py watch mean            check it whenever the file changes
     python labs/run.py hint mean             the next of three hints
     python labs/run.py why mean              the solution, once you have passed
+    python labs/run.py train mean            30 steps of train.py with your function in its place
     python labs/run.py reset mean            the file as it was; yours is kept beside it
+    python labs/run.py release DIRECTORY     for teachers: a copy of the project without solutions
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
 process, in float64, and then what was sent, held and computed, to the byte.
@@ -22,16 +24,23 @@ import importlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 
 import torch
-from ranks import Ended, RankError, run_ranks
+from ranks import Call, Ended, RankError, run_ranks
+from training import train_twice
 
+from plumbing.flags import Parser
 from plumbing.processes import UserError, run
 
-NAMES = ("mean", "accumulate", "recompute")  # in the order of teaching
+NAMES = ("mean", "accumulate", "ddp", "fsdp", "hsdp", "recompute", "lora")  # in teaching's order
 STATE = LABS / ".state"  # which labs have been passed, and how many hints were given
 
 
@@ -59,8 +68,12 @@ def answer_of(lab: str) -> str:
     return path.read_text()
 
 
-def starter_of(answer: str) -> str:
-    """Return a solution without the part that is to be written, and without what follows it."""
+def starter_of(lab: str) -> str:
+    """Return a lab's solution without the part that is to be written, and what follows it."""
+    kept = LABS / "starters" / f"{lab}.py"  # in a copy without solutions
+    if kept.exists():
+        return kept.read_text()
+    answer = answer_of(lab)
     gap = re.search(r"^( +)# >>>\n(.*?)^ +# <<<\n", answer, re.MULTILINE | re.DOTALL)
     lines = len(gap[2].splitlines())
     filled = f'{gap[1]}raise NotImplementedError("about {lines} lines")\n'
@@ -80,26 +93,38 @@ def check(lab: str, size: int, seed: int, path: Path | None = None) -> tuple[boo
     module, path = check_of(lab), (path or LABS / f"{lab}.py").resolve()
     source = path.read_text().splitlines()
     started = time.monotonic()
-    ended = run_ranks(module.check(path, size, seed), size, path)
+    ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
     elapsed = time.monotonic() - started
     lines = [f"{path}  {len(source)} lines, {size} ranks, seed {seed}  {elapsed:.1f} s"]
     if ended.error:
-        return False, "\n".join([*lines, *explain_error(ended.error, source)])
+        return False, "\n".join([*lines, *explain_error(ended, source)])
     if ended.hang:
         return False, "\n".join([*lines, *explain_hang(ended)])
     for found in module.properties(ended.results, size, seed):
         lines.append(f"  {found.name:<14} {found.found:<64} {'ok' if found.ok else 'no'}")
         if not found.ok:
-            lines += [f"  {found.mistake}"] if found.mistake else []
+            lines += textwrap.wrap(found.mistake, 98, initial_indent="  ", subsequent_indent="  ")
+            lines += show_calls(ended.calls[0], source)
             return False, "\n".join([*lines, f"  hint: python labs/run.py hint {lab}"])
     return True, "\n".join(lines)
 
 
-def explain_error(error: RankError, source: list[str]) -> list[str]:
+def show_calls(calls: list[Call], source: list[str]) -> list[str]:
+    """Return the lines of a student's file in which a rank called torch.distributed."""
+    by_line = Counter((call.line, call.name) for call in calls if call.line)
+    return [f"  line {line:<4} {name} {times} times on rank 0: {source[line - 1].strip()}"
+            for (line, name), times in sorted(by_line.items())]  # fmt: skip
+
+
+def explain_error(ended: Ended, source: list[str]) -> list[str]:
+    error = ended.error
     if error.kind == "NotImplementedError":
         return [f"  not written yet: {error.message}, in place of line {error.line}"]
     where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
-    return [f"  rank {error.rank} failed{where}", f"  {error.kind}: {error.message}"]
+    lines = [f"  rank {error.rank} failed{where}", f"  {error.kind}: {error.message}"]
+    if parted := first_difference(ended.calls):
+        lines.append(f"  {parted}")
+    return lines
 
 
 def explain_hang(ended: Ended) -> list[str]:
@@ -115,13 +140,21 @@ def explain_hang(ended: Ended) -> list[str]:
     return [*lines, f"  {where_they_parted(ended)}"]
 
 
-def where_they_parted(ended: Ended) -> str:
-    shortest = min(map(len, ended.calls))
-    for number in range(shortest):
-        of_ranks = [calls[number] for calls in ended.calls]
+def first_difference(calls: list[list[Call]]) -> str:
+    """Return the first call whose name or shape differs between ranks; "" if there is none."""
+    for number, of_ranks in enumerate(zip(*calls), 1):
         if len({(call.name, str(call.shape)) for call in of_ranks}) > 1:
             what = ", ".join(f"rank {r} {c.name} {c.shape}" for r, c in enumerate(of_ranks))
-            return f"They parted at call {number + 1}: {what}. Ranks must call in one order."
+            return f"They parted at call {number}: {what}. Ranks must call alike, in one order."
+    return ""
+
+
+def where_they_parted(ended: Ended) -> str:
+    if parted := first_difference(ended.calls):
+        return parted
+    shortest = min(map(len, ended.calls))
+    if any(call.name == "new_group" for calls in ended.calls for call in calls):
+        return "They parted in new_group: every rank has to make every group, its own or not."
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     ranks = ", ".join(map(str, behind))
     return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."
@@ -140,8 +173,15 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_lab(args: argparse.Namespace) -> Iterator[str]:
-    """Check on 2, 3 and 4 ranks, or on --ranks, until one case fails."""
-    for size in [args.ranks] if args.ranks else (2, 3, 4):
+    """Check on several numbers of ranks, or on --ranks, until one case fails."""
+    if args.file and not args.file.exists():
+        raise UserError(f"--file {args.file} does not exist")
+    sizes = check_of(args.lab).SIZES
+    if args.ranks and args.ranks not in sizes:
+        raise UserError(
+            f"--ranks {args.ranks}: {args.lab} is checked on {', '.join(map(str, sizes))}"
+        )
+    for size in [args.ranks] if args.ranks else sizes:
         passed, report = check(args.lab, size, args.seed, args.file)
         yield report
         if not passed:
@@ -187,12 +227,38 @@ def why(args: argparse.Namespace) -> Iterator[str]:
 def reset(args: argparse.Namespace) -> Iterator[str]:
     check_of(args.lab)
     path, number = LABS / f"{args.lab}.py", 1
-    starter = starter_of(answer_of(args.lab))
+    starter = starter_of(args.lab)
     while (kept := path.with_suffix(f".py.{number}")).exists():
         number += 1
     path.rename(kept)
     path.write_text(starter)
     yield f"labs/{args.lab}.py is as it was; yours is labs/{kept.name}"
+
+
+def train_lab(args: argparse.Namespace) -> Iterator[str]:
+    """Compare the losses of train.py with those that it has with the student's function."""
+    check_of(args.lab)
+    path = (args.file or LABS / f"{args.lab}.py").resolve()
+    yield from train_twice(args.lab, path)
+
+
+def release(args: argparse.Namespace) -> Iterator[str]:
+    """Copy what git tracks to a new directory, with starters in place of the solutions."""
+    target = Path(args.lab)
+    if target.exists():
+        raise UserError(f"{target} exists: name a new directory")
+    listed = subprocess.run(["git", "ls-files"], cwd=LABS.parent, capture_output=True, text=True)
+    if listed.returncode:
+        raise UserError(f"{LABS.parent} is no clone of the project's repository: git clone it")
+    for name in listed.stdout.splitlines():
+        if not name.startswith("labs/answers/"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(LABS.parent / name, target / name)
+    (target / "labs/starters").mkdir()
+    for lab in NAMES:
+        for folder in ("labs", "labs/starters"):
+            (target / folder / f"{lab}.py").write_text(starter_of(lab))
+    yield f"{target} has the project and {len(NAMES)} starters, and no solutions"
 
 
 COMMANDS = {
@@ -201,22 +267,26 @@ COMMANDS = {
     "watch": watch_lab,
     "hint": hint,
     "why": why,
+    "train": train_lab,
     "reset": reset,
+    "release": release,
 }
 
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = Parser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
-    parser.add_argument("lab", nargs="?", help=f"one of {', '.join(NAMES)}")
+    parser.add_argument("lab", nargs="?", help=f"one of {', '.join(NAMES)}; release: a directory")
     parser.add_argument("--ranks", type=int, help="number of ranks (default: 2, then 3, then 4)")
     parser.add_argument("--seed", type=int, default=0, help="other weights and data")
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
     args = parser.parse_args()
     if args.command != "list" and not args.lab:
-        raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
+        what = "to which new directory?" if args.command == "release" else "which lab? One of "
+        names = "" if args.command == "release" else ", ".join(NAMES)
+        raise UserError(f"{args.command} {what}{names}")
     args.failed = False
     for text in COMMANDS[args.command](args):
         print(text, flush=True)

@@ -130,6 +130,7 @@ COLLECTIVES = {
     "allgather_": "all-gather",
     "_allgather_base_": "all-gather",
     "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast",
@@ -140,15 +141,17 @@ class Counted(TorchDispatchMode):
     """A context that counts this rank's collectives, and its forward runs of attention.
 
     `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
-    A group of all ranks that is no dimension of the mesh is called "world". Collectives in a group
-    of one rank are not counted. Avoid when blocks are compiled: under a dispatch mode they would
-    run uncompiled.
+    A group of all ranks that is no dimension of the mesh is called "world"; a group without a name,
+    as all are without a `world`, is a tuple of its ranks. Collectives in a group of one rank are
+    not counted. Avoid when blocks are compiled: under a dispatch mode they would run uncompiled.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world: World | None):
         super().__init__()
-        self.group_names = {tuple(range(world.size)): "world"}  # ranks of a group -> its name
-        for dim in world.mesh.mesh_dim_names:
+        self.group_names = {}  # ranks of a group -> its name
+        if world:
+            self.group_names[tuple(range(world.size))] = "world"
+        for dim in world.mesh.mesh_dim_names if world else ():
             group = world.mesh.get_group(dim)
             self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
         self.sent: Traffic = {}
@@ -165,7 +168,7 @@ class Counted(TorchDispatchMode):
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
                     for operand in (*args, result)
                 )
-                key = self.group_names[ranks], COLLECTIVES.get(name, name)
+                key = self.group_names.get(ranks, ranks), COLLECTIVES.get(name, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
         self.attentions += is_attention(name)

@@ -2,14 +2,23 @@
 
 import ast
 import json
+import os
 import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, launch, refused, slow
+from conftest import ENVIRONMENT, ROOT, Forks, launch, refused, slow
 
 LABS = ROOT / "labs"
-NAMES = [path.stem for path in sorted((LABS / "answers").glob("*.py"))]
+ANSWERS = {path.stem: path.read_text() for path in sorted((LABS / "answers").glob("*.py"))}
+WRONG = [(name, wrong) for name in ANSWERS
+         for wrong in runpy.run_path(str(LABS / "answers" / f"{name}.py"))["WRONG"]]  # fmt: skip
 
 
 def lab(*args, code: int = 0) -> str:
@@ -19,92 +28,91 @@ def lab(*args, code: int = 0) -> str:
     return result.out
 
 
-def functions_of(name: str) -> dict[str, ast.FunctionDef]:
-    tree = ast.parse((LABS / "answers" / f"{name}.py").read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def solution(name: str, directory: Path) -> Path:
-    path = directory / "solution.py"
-    path.write_text((LABS / "answers" / f"{name}.py").read_text())
+def student_file(name: str, directory: Path, change: dict[str, str] | None = None) -> Path:
+    """A file with a lab's solution, after a change that makes it wrong."""
+    source = ANSWERS[name][: ANSWERS[name].index("\nWRONG = [")]
+    for old, new in (change or {}).items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path = directory / f"{name}.py"
+    path.write_text(source)
     return path
 
 
-WRONG = [
-    (name, wrong) for name in NAMES for wrong in functions_of(name) if wrong.startswith("wrong_")
-]
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The project with labs of its own, in which nobody has done anything."""
+    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns(".state", "*.py.[0-9]*"))
+    for path in ROOT.iterdir():
+        if path.name != "labs":
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
 
 
-def wrong_file(name: str, wrong: str, directory: Path) -> tuple[Path, str, str]:
-    """A file with a wrong answer in place of the right one, its sentence, and its marker."""
-    source = (LABS / "answers" / f"{name}.py").read_text()
-    function = functions_of(name)[wrong]
-    lines = source.splitlines()[function.lineno - 1 : function.end_lineno]
-    right = next(other for other in functions_of(name) if not other.startswith("wrong_"))
-    imports = [line for line in source.splitlines() if re.match(r"(import|from) ", line)]
-    marker = lines[0].partition("#")[2].split(";")[0].strip()
-    path = directory / f"{wrong}.py"
-    path.write_text("\n".join([*imports, *lines]).replace(f"def {wrong}(", f"def {right}("))
-    return path, ast.get_docstring(function), marker
+def in_copy(copy: Path, *args, code: int = 0) -> str:
+    """Return what a command prints in another copy of the project."""
+    result = launch(copy / "labs/run.py", *args)
+    assert result.codes == [code], result.out + result.err
+    return result.out + result.err
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_starters_are_the_solutions_without_the_marked_part(name):
-    starter = (LABS / f"{name}.py").read_text()
-    source = (LABS / "answers" / f"{name}.py").read_text()
-    before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", source, flags=re.MULTILINE)
+    before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", ANSWERS[name], flags=re.MULTILINE)
     lines = len(gap.splitlines())
+    starter = (LABS / f"{name}.py").read_text()
     assert starter == f'{before}    raise NotImplementedError("about {lines} lines")\n'
     assert 5 <= lines <= 40
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_starters_fail_as_not_written_yet(name):
     assert "not written yet: about" in lab("check", name, code=1)
 
 
 @pytest.mark.parametrize("seed", [0, slow(7)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_solutions_pass(name, seed, tmp_path):
-    """On 2, 3 and 4 ranks; and the file that is checked is the one that was given."""
-    path = solution(name, tmp_path)
+    """On each number of ranks; and the file that is checked is the one that was given."""
+    path = student_file(name, tmp_path)
     out = lab("check", name, "--file", path, "--seed", seed)
-    for size in (2, 3, 4):
+    for size in (4, 6) if name == "hsdp" else (2, 3, 4):
         assert re.search(rf"^{path}  .* {size} ranks, seed {seed} ", out, re.MULTILINE)
     assert "passed. The project's own is" in out and " no\n" not in out
 
 
-@pytest.mark.parametrize("name, wrong", WRONG)
+@pytest.mark.parametrize("name, wrong", WRONG, ids=[f"{n}: {wrong['name']}" for n, wrong in WRONG])
 def test_wrong_answers_are_named(name, wrong, tmp_path):
-    path, sentence, marker = wrong_file(name, wrong, tmp_path)
-    size = 3 if wrong.endswith("s") else 2
+    path = student_file(name, tmp_path, wrong["change"])
+    size = 4 if name == "hsdp" else 3
     out = lab("check", name, "--file", path, "--ranks", size, code=1)
-    assert sentence.lower() in " ".join(out.split()).lower(), out
-    if marker == "numbers pass":  # so it takes more than numbers to find it
-        numbers = [line for line in out.splitlines() if re.match(r"  (loss|norm|gradients) ", line)]
+    assert wrong["says"] in " ".join(out.split()), out
+    if wrong.get("numbers") == "right":  # so it takes more than numbers to find it
+        kinds = r"  (loss|norm|gradients|gathered|output|adapters) .*"
+        numbers = [line for line in out.splitlines() if re.match(kinds, line)]
         assert numbers and all(line.endswith("ok") for line in numbers)
-    if marker == "hangs":
+    if wrong.get("hangs"):
         assert "stopped after 5 s" in out and "rank 0  call" in out and ", line " in out
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_there_are_enough_wrong_answers(name, tmp_path):
+@pytest.mark.parametrize("name", ANSWERS)
+def test_there_are_enough_wrong_answers(name):
     wrong_answers = [wrong for of_lab, wrong in WRONG if of_lab == name]
-    markers = [wrong_file(name, wrong, tmp_path)[2] for wrong in wrong_answers]
-    assert len(markers) >= 4 and "numbers pass" in markers
+    assert len(wrong_answers) >= 4
+    assert any(wrong.get("numbers") == "right" for wrong in wrong_answers)
 
 
-@pytest.mark.parametrize("body", ["pass", "return None", "return loss, loss"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("body", ["pass", "return None", "return 0.0, 0.0", "everything"])
+@pytest.mark.parametrize("name", ANSWERS)
 def test_doing_nothing_fails(name, body, tmp_path):
-    source = (LABS / f"{name}.py").read_text()
-    path = tmp_path / "nothing.py"
-    path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", source))
-    out = lab("check", name, "--file", path, "--ranks", 2, code=1)
-    assert " no\n" in out or "failed in line" in out or "failed" in out
+    starter, path = (LABS / f"{name}.py").read_text(), tmp_path / "nothing.py"
+    path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", starter))
+    if body == "everything":  # is commented out
+        path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
+    lab("check", name, "--file", path, "--ranks", 4, code=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_each_lab_has_hints_and_leads_into_the_code(name, monkeypatch):
     monkeypatch.syspath_prepend(LABS)
     module = __import__(f"checks.{name}", fromlist=["HINTS"])
@@ -115,21 +123,134 @@ def test_each_lab_has_hints_and_leads_into_the_code(name, monkeypatch):
     assert f"labs/{name}.py" in ast.get_docstring(names[function])
 
 
-def test_commands(tmp_path, monkeypatch):
-    """On a copy, whose state is its own."""
-    assert "next: read labs/" in lab()
-    refused(launch("labs/run.py", "check", "none"), "no lab 'none'")
-    state = LABS / ".state"
-    before = state.read_text() if state.exists() else None
+def test_commands(copy):
+    name, other = "mean", "accumulate"
+    assert f"next: read labs/{name}.py" in in_copy(copy)
+    in_copy(copy, "check", name, code=1)
+    hints = [in_copy(copy, "hint", name) for _ in range(4)]
+    assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
+    in_copy(copy, "why", name, code=2)
+    assert "# >>>" in in_copy(copy, "why", name, "--give-up")
+    starter = (LABS / f"{name}.py").read_text()
+    solved = student_file(name, copy / "labs").read_text()
+    assert "passed. The project's own is `update` in train.py" in in_copy(copy, "check", name)
+    assert f"next: read labs/{other}.py" in in_copy(copy)
+    assert "# Why: " in in_copy(copy, "why", name)
+    assert json.loads((copy / "labs/.state").read_text())["hints"] == {name: 3}
+    in_copy(copy, "reset", name)
+    assert (copy / f"labs/{name}.py").read_text() == starter
+    assert (copy / f"labs/{name}.py.1").read_text() == solved
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["check", "none"], "no lab 'none'"),
+        (["check"], "check which lab?"),
+        (["chekc", "mean"], "invalid choice"),
+        (["check", "mean", "--rank", "x"], "invalid int value"),
+        (["check", "mean", "--ranks", "5"], "mean is checked on 2, 3, 4"),
+        (["check", "mean", "--file", "no.py"], "no.py does not exist"),
+        (["release"], "to which new directory?"),
+        (["release", str(ROOT)], "exists: name a new directory"),
+    ],
+)
+def test_wrong_commands_are_refused(arguments, says):
+    refused(launch("labs/run.py", *arguments), says)
+
+
+def test_watch_checks_again_after_a_change(copy):
+    command = [sys.executable, copy / "labs/run.py", "watch", "mean"]
+    watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
-        state.unlink(missing_ok=True)
-        name = NAMES[0]
-        hints = [lab("hint", name) for _ in range(4)]
-        assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
-        assert json.loads(state.read_text())["hints"] == {name: 3}
-        lab("why", name, code=2)
-        assert "# >>>" in lab("why", name, "--give-up")
+        lines = iter(watch.stdout.readline, "")
+        assert any("not written yet" in line for line in lines)
+        assert any("waiting for a change" in line for line in lines)
+        student_file("mean", copy / "labs")
+        assert any("passed." in line for line in lines)
     finally:
-        state.unlink(missing_ok=True)
-        if before is not None:
-            state.write_text(before)
+        watch.kill()
+        watch.wait()
+
+
+def test_released_copies_have_no_solutions(tmp_path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone")
+    copy = tmp_path / "class"
+    assert "no solutions" in lab("release", copy)
+    assert not any("# >>>" in path.read_text() for path in copy.glob("labs/**/*.py")
+                   if path.name != "run.py")  # fmt: skip
+    assert "ask your teacher" in in_copy(copy, "why", "mean", "--give-up", code=2)
+    starter = (copy / "labs/mean.py").read_text()
+    student_file("mean", copy / "labs")
+    assert "passed." in in_copy(copy, "check", "mean", "--ranks", 2)
+    in_copy(copy, "reset", "mean")
+    assert (copy / "labs/mean.py").read_text() == starter == (LABS / "mean.py").read_text()
+
+
+def test_students_do_not_meet(tmp_path):
+    """Two checks at once, of a right and a wrong answer."""
+    wrong = {"grad /= totals[1]": "grad /= targets"}
+    (tmp_path / "wrong").mkdir()
+    files = student_file("mean", tmp_path), student_file("mean", tmp_path / "wrong", wrong)
+    runs = [Forks("labs/run.py", "check", "mean", "--file", file) for file in files]
+    assert [run.finish().codes for run in runs] == [[0], [1]]
+
+
+def test_ranks_end_with_the_process_that_checks(tmp_path):
+    """Also if it is killed, and although they wait in a collective."""
+    notes = tmp_path / "ranks"
+    change = {"    totals = torch.stack": f"""\
+    import os
+
+    with open({str(notes)!r}, "a") as file:
+        print(os.getpid(), file=file)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    totals = torch.stack"""}  # fmt: skip
+    path = student_file("mean", tmp_path, change)
+    command = [sys.executable, LABS / "run.py", "check", "mean", "--file", path, "--ranks", "3"]
+    check = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not notes.exists() or notes.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = [int(line) for line in notes.read_text().split()]
+    check.send_signal(signal.SIGKILL)
+    check.wait()
+    while any(Path(f"/proc/{rank}").exists() and is_alive(rank) for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{process}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWERS)
+def test_solutions_train_as_the_project(name, tmp_path):
+    out = lab("train", name, "--file", student_file(name, tmp_path))
+    (difference,) = re.findall(r"largest difference: (\S+) of the loss", out)
+    assert float(difference) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("mean", {"grad /= totals[1]": "grad /= targets"}),
+        ("ddp", {"            parameter.grad /= dist.get_world_size()\n": ""}),
+        ("fsdp", {"rows_grad[: len(rows)]": "-rows_grad[: len(rows)]"}),
+        ("hsdp", {"        dist.all_reduce(rows, group=across)\n": "        rows.neg_()\n"}),
+    ],
+)
+def test_wrong_answers_train_otherwise(name, change, tmp_path):
+    """So the student's function is what the run uses."""
+    path = student_file(name, tmp_path, change)
+    refused(launch("labs/run.py", "train", name, "--file", path), "the losses differ")

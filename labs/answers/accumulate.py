@@ -41,70 +41,68 @@ def accumulate(
 # The last microbatch's backward then averages what has added up, not its own gradient alone.
 
 
-def wrong_forward_outside(runner, microbatches):  # numbers pass; build-nanogpt PR #30
-    """gradients are sent in each of the"""
-    total = 0.0
-    for i, (tokens, targets) in enumerate(microbatches):
-        loss = runner(tokens, targets)
-        is_last = i == len(microbatches) - 1
+WRONG = [
+    dict(
+        name="forward outside of no_sync (build-nanogpt PR #30)",
+        says="Gradients are sent in each of the",
+        numbers="right",
+        change={
+            """
         with contextlib.nullcontext() if is_last else runner.no_sync():
-            loss.backward()
-        total += loss.detach()
-    return total
-
-
-def wrong_always(runner, microbatches):  # numbers pass
-    """gradients are sent in each of the"""
-    total = 0.0
-    for tokens, targets in microbatches:
+            loss = runner(tokens, targets)
+""": """
         loss = runner(tokens, targets)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def wrong_switched_too_late(runner, microbatches):
-    """no gradient was exchanged"""
-    total = 0.0
-    for i, (tokens, targets) in enumerate(microbatches):
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+"""
+        },
+    ),
+    dict(
+        name="without no_sync",
+        says="Gradients are sent in each of the",
+        numbers="right",
+        change={"with contextlib.nullcontext() if is_last else runner.no_sync():": "if True:"},
+    ),
+    dict(
+        name="switched between forward and backward",
+        says="No gradient was exchanged",
+        change={
+            """
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            loss = runner(tokens, targets)
+            loss.backward()
+""": """
         with runner.no_sync():
             loss = runner(tokens, targets)
-        runner.require_backward_grad_sync = i == len(microbatches) - 1
+        runner.require_backward_grad_sync = is_last
         loss.backward()
-        total += loss.detach()
-    return total
-
-
-def wrong_first_instead_of_last(runner, microbatches):
-    """the first microbatch's gradient was averaged, the others' not"""
-    total = 0.0
-    for i, (tokens, targets) in enumerate(microbatches):
-        with runner.no_sync() if i else contextlib.nullcontext():
+"""
+        },
+    ),
+    dict(
+        name="first microbatch instead of the last",
+        says="The first microbatch's gradient was averaged, the others' not",
+        change={"is_last = i == len(microbatches) - 1": "is_last = i == 0"},
+    ),
+    dict(
+        name="mean over microbatches",
+        says="The gradient is divided by the number of microbatches",
+        change={"loss.backward()": "(loss / len(microbatches)).backward()"},
+    ),
+    dict(
+        name="one backward for all microbatches",
+        says="Activations of all microbatches exist at once",
+        numbers="right",
+        change={
+            """
             loss = runner(tokens, targets)
             loss.backward()
         total += loss.detach()
     return total
-
-
-def wrong_mean_of_microbatches(runner, microbatches):
-    """divided by the number of microbatches"""
-    total = 0.0
-    for i, (tokens, targets) in enumerate(microbatches):
-        is_last = i == len(microbatches) - 1
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-            loss = runner(tokens, targets)
-            (loss / len(microbatches)).backward()
-        total += loss.detach()
-    return total
-
-
-def wrong_one_backward(runner, microbatches):  # numbers pass
-    """activations of all microbatches exist at once"""
-    losses = []
-    for i, (tokens, targets) in enumerate(microbatches):
-        is_last = i == len(microbatches) - 1
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-            losses.append(runner(tokens, targets))
-    total = sum(losses)
+""": """
+            total += runner(tokens, targets)
     total.backward()
     return total.detach()
+"""
+        },
+    ),
+]

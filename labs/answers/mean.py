@@ -40,89 +40,82 @@ def average(parameters: list[Tensor], loss: Tensor, targets: int, clip: float):
 # #1875, mlx-lm #1413). The norm of a step is that of the sum, so clipping comes last.
 
 
-def wrong_mean_of_means(parameters, loss, targets, clip):  # transformers #24725
-    """this is the mean of the ranks' means"""
-    for parameter in parameters:
+WRONG = [
+    dict(
+        name="mean of means (transformers #24725)",
+        says="This is the mean of the ranks' means.",
+        change={
+            """
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= totals[1]
+""": """
         parameter.grad /= targets
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
-    return totals[0] / totals[1], norm
-
-
-def wrong_own_count(parameters, loss, targets, clip):
-    """each rank divides the sum by its own number of targets"""
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= targets
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
-    return totals[0] / totals[1], norm
-
-
-def wrong_number_of_ranks(parameters, loss, targets, clip):  # what DDP does with sums
-    """the sum is divided by the number of ranks"""
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
-    return totals[0] / totals[1], norm
-
-
-def wrong_norm_of_own_gradients(parameters, loss, targets, clip):
-    """each rank clips by the norm of its own gradients"""
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
+"""
+        },
+    ),
+    dict(
+        name="sum divided by the rank's own number of targets",
+        says="Here each rank divides the sum by its own number of targets",
+        change={"grad /= totals[1]": "grad /= targets"},
+    ),
+    dict(
+        name="sum divided by the number of ranks, as DDP does",
+        says="The sum is divided by the number of ranks",
+        change={"grad /= totals[1]": "grad /= dist.get_world_size()"},
+    ),
+    dict(
+        name="clipped by the norm of the rank's own gradients",
+        says="Here each rank clips by the norm of its own gradients",
+        change={
+            "    for parameter in parameters:\n        dist": """
     norm = torch.stack([p.grad.norm() for p in parameters]).norm() / totals[1]
     for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad *= min(1.0, clip / norm) / totals[1]
-    return totals[0] / totals[1], norm
-
-
-def wrong_own_loss(parameters, loss, targets, clip):
-    """the loss is the mean over this rank's own targets"""
-    total = torch.tensor(float(targets), dtype=loss.dtype)
-    dist.all_reduce(total)
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= total
+        dist""",
+            """
     norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
-    return loss / targets, norm
-
-
-def wrong_gathers_gradients(parameters, loss, targets, clip):  # numbers pass
-    """every rank receives the gradients of all others"""
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
-    for parameter in parameters:
+""": "\n",
+        },
+    ),
+    dict(
+        name="not clipped",
+        says="The gradient is not clipped.",
+        change={"parameter.grad *= min(1.0, clip / norm)": "pass"},
+    ),
+    dict(
+        name="not exchanged",
+        says="No gradient was exchanged.",
+        change={"        dist.all_reduce(parameter.grad)\n": ""},
+    ),
+    dict(
+        name="own loss",
+        says="The loss is the mean over this rank's own targets",
+        change={"return totals[0] / totals[1], norm": "return loss / targets, norm"},
+    ),
+    dict(
+        name="all gradients gathered on each rank",
+        says="Here every rank receives the gradients of all others",
+        numbers="right",
+        change={
+            """
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= totals[1]
+""": """
         of_ranks = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, parameter.grad)
         parameter.grad = sum(of_ranks) / totals[1]
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-    for parameter in parameters:
-        parameter.grad *= min(1.0, clip / norm)
-    return totals[0] / totals[1], norm
-
-
-def wrong_one_rank_left_out(parameters, loss, targets, clip):  # hangs
-    """They parted"""
-    totals = torch.tensor([loss.item(), targets], dtype=loss.dtype)
-    dist.all_reduce(totals)
-    for parameter in parameters:
+"""
+        },
+    ),
+    dict(
+        name="a rank leaves out a collective",
+        says="made no more, and the others wait",
+        hangs=True,
+        change={
+            "        dist.all_reduce(parameter.grad)": """\
         if targets < 30:
-            dist.all_reduce(parameter.grad)
-    return totals[0] / totals[1], totals[0]
+            dist.all_reduce(parameter.grad)"""
+        },
+    ),
+]

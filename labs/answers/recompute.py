@@ -18,7 +18,8 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     forward(x, *others) is that of a block: x [B, T, D] and the parameters need gradients, the
     others (cosine, sine) do not. It may use random numbers, as dropout does, from torch's
-    generator: torch.get_rng_state, torch.set_rng_state."""
+    generator: torch.get_rng_state, torch.set_rng_state.
+    """
 
     # >>>
     class Recompute(torch.autograd.Function):
@@ -50,81 +51,42 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # (llama-cookbook #740, Liger-Kernel #1064).
 
 
-def wrong_saves_everything(forward):  # numbers pass
-    """nothing is recomputed"""
-    return forward
+WRONG = [
+    dict(
+        name="everything saved",
+        says="Attention runs once a layer, so nothing is recomputed",
+        numbers="right",
+        change={"return Recompute.apply": "return forward"},
+    ),
+    dict(
+        name="wrapped twice (llama-cookbook #740)",
+        says="there is a checkpoint within a checkpoint",
+        numbers="right",
+        change={
+            "-> Callable[..., Tensor]:": "-> Callable[..., Tensor]:\n    return once(once(forward))"
+            "\n\n\ndef once(forward):"
+        },
+    ),
+    dict(
+        name="other random numbers in backward",
+        says="dropout drops others in backward than in forward",
+        change={"            torch.set_rng_state(ctx.rng_state)\n": ""},
+    ),
+    dict(
+        name="gradient of the input alone",
+        says="Here no gradient reaches the parameters",
+        change={
+            "torch.autograd.backward(out, grad)": "(x.grad,) = torch.autograd.grad(out, x, grad)"
+        },
+    ),
+    dict(
+        name="PyTorch's",
+        says="checkpoint is what you are to write",
+        change={
+            "return Recompute.apply": """\
+from torch.utils.checkpoint import checkpoint
 
-
-def wrong_twice(forward):  # numbers pass; llama-cookbook #740
-    """a checkpoint within a checkpoint"""
-
-    def once(inner):
-        class Recompute(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, *others):
-                ctx.save_for_backward(x)
-                ctx.others, ctx.rng_state = others, torch.get_rng_state()
-                return inner(x, *others)
-
-            @staticmethod
-            def backward(ctx, grad):
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                torch.set_rng_state(ctx.rng_state)
-                with torch.enable_grad():
-                    out = inner(x, *ctx.others)
-                torch.autograd.backward(out, grad)
-                return x.grad, *(None for _ in ctx.others)
-
-        return Recompute.apply
-
-    return once(once(forward))
-
-
-def wrong_new_random_numbers(forward):
-    """drops others in backward than in forward"""
-
-    class Recompute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *others):
-            ctx.save_for_backward(x)
-            ctx.others = others
-            return forward(x, *others)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            with torch.enable_grad():
-                out = forward(x, *ctx.others)
-            torch.autograd.backward(out, grad)
-            return x.grad, *(None for _ in ctx.others)
-
-    return Recompute.apply
-
-
-def wrong_input_alone(forward):
-    """no gradient reaches the parameters"""
-
-    class Recompute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, *others):
-            ctx.save_for_backward(x)
-            ctx.others, ctx.rng_state = others, torch.get_rng_state()
-            return forward(x, *others)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            torch.set_rng_state(ctx.rng_state)
-            with torch.enable_grad():
-                out = forward(x, *ctx.others)
-            (x_grad,) = torch.autograd.grad(out, x, grad)
-            return x_grad, *(None for _ in ctx.others)
-
-    return Recompute.apply
-
-
-def wrong_library(forward):
-    """checkpoint is what you are to write"""
-    from torch.utils.checkpoint import checkpoint
-
-    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)"""
+        },
+    ),
+]

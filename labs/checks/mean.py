@@ -1,9 +1,9 @@
 """The check of labs/mean.py."""
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
+import torch
 from lab import (
     Mistake,
     Property,
@@ -12,17 +12,18 @@ from lab import (
     compare_numbers,
     load_function,
     norm_of,
-    payload,
     share_of,
     small_model,
     summed_gradients,
     world_of,
 )
 
+from model import IGNORE
 from perf.measure import Counted
 
 FUNCTION = "average"
 LEADS_TO = "train.py", "update"
+SIZES = 2, 3, 4
 HINTS = (
     "Look at the docstring of `update` in train.py: what is accumulated, and when is it divided?",
     "Count the targets of each rank on paper. Whose number belongs under the sum of all gradients?",
@@ -38,17 +39,12 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     batch = share_of(batch_of(seed), rank, size)
     loss = model(*batch.inputs)
     loss.backward()
-    targets = int((batch.targets != -100).sum())
+    targets = int((batch.targets != IGNORE).sum())
     with Counted(world) as counted:
         mean, norm = average(list(model.parameters()), loss, targets, CLIP)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": float(mean), "norm": float(norm), "gradients": gradients, "sent": counted.sent}
-
-
-def clipped(gradients: dict, divisor: float, norm: float | None = None) -> dict:
-    divided = {name: g / divisor for name, g in gradients.items()}
-    scale = min(1.0, CLIP / (norm_of(divided) if norm is None else norm))
-    return {name: g * scale for name, g in divided.items()}
+    mean, norm = (torch.as_tensor(value).item() for value in (mean, norm))
+    return {"loss": mean, "norm": norm, "gradients": gradients, "sent": counted.sent}
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
@@ -56,9 +52,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     total, count, sums = summed_gradients(model, batch)
     of_ranks = [summed_gradients(model, share_of(batch, rank, size)) for rank in range(size)]
-    norm = norm_of(sums) / count
     means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
-    own_norms = [norm_of(g) / count for _, _, g in of_ranks]
     counts = [n for _, n, _ in of_ranks]
     yield compare_numbers(
         "loss",
@@ -71,56 +65,62 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             ),
         ],
     )
-    yield compare_numbers(
-        "norm",
-        [r["norm"] for r in results],
-        [norm] * size,
+    yield compare_gradients(
+        [r["gradients"] for r in results],
+        [clipped(sums, norm_of(sums), count)] * size,
         [
+            Mistake([clipped(g, norm_of(g)) for _, _, g in of_ranks], "No gradient was exchanged."),
             Mistake(
-                [norm_of(means)] * size,
+                [clipped(means, norm_of(means))] * size,
                 f"This is the mean of the ranks' means. The ranks here have {counts} targets: one "
                 f"with few counts as much as one with many.",
             ),
             Mistake(
+                [clipped(sums, norm_of(g), count) for _, _, g in of_ranks],
+                "Here each rank clips by the norm of its own gradients: the norm of a sum is not "
+                "known before the sum.",
+            ),
+            Mistake(
+                [{name: g / count for name, g in sums.items()}] * size,
+                "The gradient is not clipped.",
+            ),
+        ],
+    )
+    yield compare_numbers(
+        "norm",
+        [r["norm"] for r in results],
+        [norm_of(sums) / count] * size,
+        [
+            Mistake(
                 [norm_of(sums) / n for n in counts],
-                "Here each rank divides the sum by its own number of targets, and ranks go "
-                "different ways.",
+                "Here each rank divides the sum by its own number of targets, and ranks have "
+                "different ones.",
             ),
             Mistake(
                 [norm_of(sums) / size] * size,
                 "The sum is divided by the number of ranks: right for means of equal batches, and "
                 "these are sums.",
             ),
-            Mistake(
-                own_norms,
-                "Here each rank clips by the norm of its own gradients: the norm of a sum is not "
-                "known before the sum.",
-            ),
-        ],
-    )
-    yield compare_gradients(
-        [r["gradients"] for r in results],
-        clipped(sums, count),
-        [
-            Mistake([clipped(g, count) for _, _, g in of_ranks], "No gradient was exchanged."),
-            Mistake([clipped(sums, count, norm=CLIP)] * size, "The gradient is not clipped."),
         ],
     )
     expected = sum(p.nbytes for p in model.parameters())
-    calls, sent = payload(results[0]["sent"])
-    text = f"{sent:,} by {calls} collectives"
+    calls, sent = map(max, zip(*(totals(r["sent"]) for r in results)))
     ok = expected <= sent <= expected + 64
-    mistake = ""
-    if sent >= size * expected:
-        mistake = (
-            "Here every rank receives the gradients of all others, to add them up itself. An "
-            "all-reduce puts out one sum."
-        )
     yield Property(
-        "bytes a step", text if ok else f"{text}; gradients have {expected:,}", ok, mistake
+        "bytes a step",
+        f"{sent:,} by {calls} collectives; gradients have {expected:,}",
+        ok,
+        "Here every rank receives the gradients of all others, to add them up itself. An "
+        "all-reduce puts out one sum." * (sent >= size * expected),
     )
 
 
-def check(path: Path, size: int, seed: int):
-    """Return the function that ranks run."""
-    return partial(on_rank, path, size, seed)
+def clipped(gradients: dict, norm: float, divisor: float = 1.0) -> dict:
+    """Return gradients divided by `divisor`, then scaled from so divided a norm down to CLIP."""
+    scale = min(1.0, CLIP / (norm / divisor)) / divisor
+    return {name: g * scale for name, g in gradients.items()}
+
+
+def totals(sent: dict) -> tuple[int, int]:
+    """Return the calls and the bytes of all collectives of a rank."""
+    return sum(calls for calls, _ in sent.values()), sum(nbytes for _, nbytes in sent.values())

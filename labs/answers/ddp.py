@@ -1,0 +1,115 @@
+"""When may a gradient leave?
+
+Ranks have the same weights and different sequences. Each needs the average of all ranks' gradients.
+Backward computes the gradients of the last layer first: they can be sent while it is still busy
+with the other layers.
+
+Read: the documentation of Tensor.register_post_accumulate_grad_hook, and of async_op in
+torch.distributed. Then write about 15 lines.
+"""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def average_gradients(model: nn.Module) -> Callable[[], None]:
+    """Let every backward of `model` send its gradients while it computes. Each rank calls this.
+
+    Returns a function that is called after each backward. When it returns, each parameter.grad is
+    the average over all ranks. All parameters of `model` get gradients.
+    """
+    # >>>
+    pending = []
+
+    def send(parameter: Tensor) -> None:
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        pending.append((parameter, work))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+
+    def finish() -> None:
+        for parameter, work in pending:
+            work.wait()
+            parameter.grad /= dist.get_world_size()
+        pending.clear()
+
+    return finish
+    # <<<
+
+
+# Why: the hook runs when a parameter's gradient is complete, long before backward ends, and on all
+# ranks in the same order. async_op=True returns at once, so that backward goes on while the
+# gradient travels. Each all-reduce has to be waited for before the optimizer uses its result. The
+# real DDP does the same with buckets of 25 MB, since many small messages are slow.
+# model.parameters() has a tied matrix once, whose gradient is complete after its last use.
+
+
+WRONG = [
+    dict(
+        name="the weight is averaged (picotron #39)",
+        says="A hook is given the parameter: its gradient is parameter.grad",
+        change={
+            "dist.all_reduce(parameter.grad, async_op=True)": (
+                "dist.all_reduce(parameter.data, async_op=True)"
+            ),
+            "parameter.grad /=": "parameter.data /=",
+        },
+    ),
+    dict(
+        name="sent when backward is over",
+        says="A gradient may leave as soon as it is there",
+        numbers="right",
+        change={
+            """
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+""": "",
+            "    def finish() -> None:\n": """\
+    def finish() -> None:
+        for parameter in model.parameters():
+            send(parameter)
+""",
+        },
+    ),
+    dict(
+        name="waits inside the hook",
+        says="backward stands still meanwhile",
+        numbers="right",
+        change={"        pending.append": "        work.wait()\n        pending.append"},
+    ),
+    dict(
+        name="tied matrix sent twice",
+        says="A matrix that two layers share is one parameter",
+        change={
+            """
+    for parameter in model.parameters():
+        parameter.register""": """
+    for parameter in [p for m in model.modules() for p in m.parameters(recurse=False)]:
+        parameter.register"""
+        },
+    ),
+    dict(
+        name="sum instead of average",
+        says="This is the sum over the ranks",
+        change={"            parameter.grad /= dist.get_world_size()\n": ""},
+    ),
+    dict(
+        name="never waits",
+        says="were not waited for",
+        change={"            work.wait()\n": ""},
+    ),
+    dict(
+        name="DistributedDataParallel",
+        says="DistributedDataParallel is what you are to write",
+        change={
+            "    pending = []": """\
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel(model)
+    pending = []"""
+        },
+    ),
+]

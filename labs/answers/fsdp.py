@@ -1,0 +1,135 @@
+"""What does it cost to lend a slice?
+
+Each rank keeps only some rows of every matrix. It borrows the others just before the matrix is
+used, and gives them back at once: in forward, and once more in backward. So more is sent than by
+DDP, and hardly more than one whole matrix exists at a time.
+
+Read: the documentation of torch.autograd.Function, then the docstring of `fsdp` in parallel.py.
+Then write about 25 lines.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sharded_linear(x: Tensor, rows: Tensor, out: int) -> Tensor:
+    """Return x @ weight.T [n, out], and let backward give x and rows their gradients.
+
+    x [n, in]: this rank's own
+    rows: this rank's rows of weight [out, in], cut as weight.chunk(number of ranks) cuts: all have
+        ceil(out / ranks) rows but the last ones, which may have fewer
+    The gradient of rows is the sum over all ranks. The whole weight is not kept until backward.
+    """
+    # >>>
+    size = dist.get_world_size()
+    most = -(-out // size)  # rows that the first rank has; collectives want as many of each rank
+
+    def borrow(rows: Tensor) -> Tensor:
+        padded = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
+        weight = rows.new_empty(size * most, rows.shape[1])
+        dist.all_gather_into_tensor(weight, padded)
+        return weight[:out]
+
+    class ShardedLinear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, rows):
+            ctx.save_for_backward(x, rows)
+            return x @ borrow(rows).T
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, rows = ctx.saved_tensors
+            x_grad = grad @ borrow(rows)
+            weight_grad = rows.new_zeros(size * most, rows.shape[1])
+            weight_grad[:out] = grad.T @ x
+            rows_grad = rows.new_empty(most, rows.shape[1])
+            dist.reduce_scatter_tensor(rows_grad, weight_grad)
+            return x_grad, rows_grad[: len(rows)]
+
+    return ShardedLinear.apply(x, rows)
+    # <<<
+
+
+# Why: what a Function saves lives until backward, so it saves the slice and not the matrix, and
+# gathers twice. A reduce-scatter adds up and gives each rank its slice: an all-reduce would give
+# all of the sum to everyone, at twice the price. With P bytes of matrices a rank takes part in
+# all-gathers of 2 P and in a reduce-scatter of P, where DDP has an all-reduce of P, which counts
+# twice: 1.5 times as much. The real FSDP gathers all matrices of a block in one call, and the next
+# block's while this one computes.
+
+
+WRONG = [
+    dict(
+        name="the gathered matrix is saved, as with --reshard none",
+        says="The whole matrix is kept from forward to backward",
+        numbers="right",
+        change={
+            """
+            ctx.save_for_backward(x, rows)
+            return x @ borrow(rows).T
+""": """
+            weight = borrow(rows)
+            ctx.save_for_backward(x, rows, weight)
+            return x @ weight.T
+""",
+            "x, rows = ctx.saved_tensors": "x, rows, weight = ctx.saved_tensors",
+            "grad @ borrow(rows)": "grad @ weight",
+        },
+    ),
+    dict(
+        name="all-reduce, and a cut",
+        says="An all-reduce gives every rank all of the sum",
+        numbers="right",
+        change={
+            "dist.reduce_scatter_tensor(rows_grad, weight_grad)": """\
+dist.all_reduce(weight_grad)
+            rows_grad = weight_grad[dist.get_rank() * most :][:most]"""
+        },
+    ),
+    dict(
+        name="the gradient of the rank's own sequences",
+        says="No gradient was exchanged",
+        change={
+            "dist.reduce_scatter_tensor(rows_grad, weight_grad)": (
+                "rows_grad = weight_grad[dist.get_rank() * most :][:most]"
+            )
+        },
+    ),
+    dict(
+        name="without padding",
+        says="Ranks must call alike",
+        change={
+            "torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])": "rows",
+            "weight = rows.new_empty(size * most, rows.shape[1])": (
+                "weight = rows.new_empty(size * len(rows), rows.shape[1])"
+            ),
+        },
+    ),
+    dict(
+        name="gathered outside of autograd",
+        says="Collectives of torch.distributed are not recorded by autograd",
+        change={"return ShardedLinear.apply(x, rows)": "return x @ borrow(rows.detach()).T"},
+    ),
+    dict(
+        name="no gradient for x",
+        says="The layers before this one learn from the gradient of x",
+        change={"return x_grad, rows_grad": "return None, rows_grad"},
+    ),
+    dict(
+        name="average instead of sum",
+        says="This is the average over the ranks",
+        change={"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"},
+    ),
+    dict(
+        name="fully_shard",
+        says="fully_shard is what you are to write",
+        change={
+            "    size = dist.get_world_size()": """\
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(torch.nn.Linear(2, 2))
+    size = dist.get_world_size()"""
+        },
+    ),
+]

@@ -1,0 +1,142 @@
+"""Two nodes, and a slow link between them: who sits next to whom?
+
+Within a node ranks talk fast, between nodes slowly. So each node shares one copy of the weights
+among its ranks, and gathers them from neighbours. Only gradients, summed and cut to slices before,
+cross to the other nodes. Right numbers come out of many other arrangements, too, many times slower.
+
+Read: the pictures in the docstring of `fsdp` in parallel.py, and the documentation of
+torch.distributed.device_mesh.init_device_mesh. Then write about 20 lines.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def hybrid_sharding(per_node: int) -> tuple[Callable, Callable, Callable]:
+    """Return three functions: shard, gather and reduce. Each rank calls this once.
+
+    per_node: number of ranks in a node. Ranks 0 .. per_node - 1 are the first node, and so on.
+    shard(weight [N, D]) -> [n, D]: the rows that this rank keeps; a node keeps each row once
+    gather(rows [n, D]) -> weight [N, D], from the ranks of the node
+    reduce(gradient [N, D]) -> [n, D]: this rank's rows of the sum over the ranks of all nodes
+    per_node divides N.
+    """
+    # >>>
+    nodes = dist.get_world_size() // per_node
+    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+    within, across = mesh.get_group("shard"), mesh.get_group("replicate")
+
+    def shard(weight: Tensor) -> Tensor:
+        return weight.chunk(within.size())[within.rank()].clone()
+
+    def gather(rows: Tensor) -> Tensor:
+        weight = rows.new_empty(within.size() * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(weight, rows, group=within)
+        return weight
+
+    def reduce(gradient: Tensor) -> Tensor:
+        rows = gradient.new_empty(len(gradient) // within.size(), gradient.shape[1])
+        dist.reduce_scatter_tensor(rows, gradient, group=within)
+        dist.all_reduce(rows, group=across)
+        return rows
+
+    return shard, gather, reduce
+    # <<<
+
+
+# Why: ranks are numbered node by node, and in a mesh the last dimension varies fastest: so `shard`
+# comes last. Of gradients of P bytes the reduce-scatter leaves P / per_node on each rank, and that
+# is all that crosses. A transposed mesh gives the same numbers, and gathers weights over the slow
+# link for every microbatch (pytorch #161776, #154888; Bagel PR #309; RLinf #1502). The first
+# version of PyTorch's own HSDP all-reduced before it reduce-scattered (pytorch PR #84590).
+
+
+WRONG = [
+    dict(
+        name="mesh transposed (pytorch #161776)",
+        says="The ranks that share one copy of the weights are in different nodes",
+        numbers="right",
+        change={
+            '(nodes, per_node), mesh_dim_names=("replicate", "shard")': (
+                '(per_node, nodes), mesh_dim_names=("shard", "replicate")'
+            )
+        },
+    ),
+    dict(
+        name="all-reduce before reduce-scatter (first version of pytorch PR #84590)",
+        says="The whole gradient crosses",
+        numbers="right",
+        change={
+            "        dist.all_reduce(rows, group=across)\n": "",
+            "        dist.reduce_scatter_tensor": """\
+        dist.all_reduce(gradient, group=across)
+        dist.reduce_scatter_tensor""",
+        },
+    ),
+    dict(
+        name="one replica of all ranks: FSDP",
+        says="A node does not hold a whole copy of the weights",
+        numbers="right",
+        change={"(nodes, per_node), mesh": "(1, nodes * per_node), mesh"},
+    ),
+    dict(
+        name="nodes never exchange",
+        says="Each node has the sum over its own ranks",
+        change={"        dist.all_reduce(rows, group=across)\n": ""},
+    ),
+    dict(
+        name="all-reduce over all ranks, and a cut",
+        says="The whole gradient crosses",
+        numbers="right",
+        change={
+            """\
+        rows = gradient.new_empty(len(gradient) // within.size(), gradient.shape[1])
+        dist.reduce_scatter_tensor(rows, gradient, group=within)
+        dist.all_reduce(rows, group=across)
+        return rows
+""": """\
+        dist.all_reduce(gradient)
+        return shard(gradient)
+"""
+        },
+    ),
+    dict(
+        name="a second sum within the node",
+        says="The sum was taken twice within the node, and never across",
+        change={"dist.all_reduce(rows, group=across)": "dist.all_reduce(rows, group=within)"},
+    ),
+    dict(
+        name="groups made by their members alone",
+        says="every rank has to make every group",
+        hangs=True,
+        change={
+            """
+    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+    within, across = mesh.get_group("shard"), mesh.get_group("replicate")
+""": """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for first in range(0, size, per_node):
+        if first <= rank < first + per_node:
+            within = dist.new_group(range(first, first + per_node))
+    for first in range(per_node):
+        if rank % per_node == first:
+            across = dist.new_group(range(first, size, per_node))
+"""
+        },
+    ),
+    dict(
+        name="fully_shard",
+        says="fully_shard is what you are to write",
+        change={
+            "    nodes = dist": """\
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(torch.nn.Linear(2, 2))
+    nodes = dist"""
+        },
+    ),
+]

@@ -1,0 +1,115 @@
+"""Why are four GPUs slower than one?
+
+LoRA trains two thin matrices beside each frozen one: less than one hundredth of the parameters. Put
+under FSDP as it is, a model gathers and drops its whole frozen base in every microbatch, to train
+what would fit in a pocket. Say what is trained, what is sharded, and what is left alone.
+
+Read: the head of lora.py, and ignored_params in the documentation of fully_shard. Then write about
+10 lines.
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from lora import init_adapters
+from model import Llama
+
+
+def prepare(model: Llama, mesh: DeviceMesh, seed: int) -> torch.optim.Optimizer:
+    """Let `model` train its adapters, and nothing else, on the ranks of `mesh`. Each rank calls it.
+
+    Each rank holds all of the model: the weights of the base, and factors lora_A and lora_B without
+    values. init_adapters(model, seed) gives them values. Afterwards fully_shard has sharded the
+    factors: those of each block in model.layers.values(), and then the model. It leaves the
+    base alone. Returns AdamW for what is trained, with lr = 0.01 and without weight decay.
+    """
+    # >>>
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lora_" in name
+    init_adapters(model, seed)
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, ignored_params=frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
+    # <<<
+
+
+# Why: FSDP gathers what it manages, trained or not. The frozen base is the same on every rank and
+# stays so: it needs no gradient, no optimizer state and no exchange, only memory. Where it does not
+# fit, fewer bits or tensor parallelism help; gathering it for every microbatch is the slowest way
+# (litgpt #1417 and PR #1538, torchtune PR #514). The optimizer comes last, since fully_shard puts
+# new parameters in place of the old ones.
+
+
+WRONG = [
+    dict(
+        name="fully_shard over everything",
+        says="of what you send never learns",
+        numbers="right",
+        change={", ignored_params=frozen": ""},
+    ),
+    dict(
+        name="adapters ignored as well",
+        says="No gradient was exchanged",
+        change={"ignored_params=frozen": "ignored_params=set(model.parameters())"},
+    ),
+    dict(
+        name="the base still has gradients",
+        says="The base is frozen, and has gradients",
+        numbers="right",
+        change={
+            """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lora_" in name
+""": "\n",
+            "[p for p in model.parameters() if p.requires_grad]\n    return": (
+                '[p for name, p in model.named_parameters() if "lora_" in name]\n    return'
+            ),
+            "frozen = {p for p in model.parameters() if not p.requires_grad}": (
+                'frozen = {p for name, p in model.named_parameters() if "lora_" not in name}'
+            ),
+        },
+    ),
+    dict(
+        name="each rank has a seed of its own",
+        says="Ranks drew different values",
+        change={
+            "init_adapters(model, seed)\n": "init_adapters(model, seed + mesh.get_local_rank())\n"
+        },
+    ),
+    dict(
+        name="everything is trained",
+        says="The base has changed",
+        change={'= "lora_" in name': "= True"},
+    ),
+    dict(
+        name="optimizer made before fully_shard",
+        says="The adapters have not changed",
+        change={
+            "    for module in (*model": """\
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
+    for module in (*model""",
+            """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
+""": """
+    return optimizer
+""",
+        },
+    ),
+    dict(
+        name="the project's",
+        says="fsdp is what you are to write",
+        change={
+            "    for name, parameter in model.named_parameters():\n": """\
+    import parallel
+
+    parallel.fsdp(model, None)
+    for name, parameter in model.named_parameters():
+"""
+        },
+    ),
+]

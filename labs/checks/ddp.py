@@ -1,0 +1,159 @@
+"""The check of labs/ddp.py."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lab import (
+    Mistake,
+    Property,
+    barred,
+    batch_of,
+    compare_gradients,
+    load_function,
+    share_of,
+    small_model,
+    summed_gradients,
+    world_of,
+)
+
+from perf.measure import Counted
+
+FUNCTION = "average_gradients"
+LEADS_TO = "parallel.py", "ddp"
+SIZES = 2, 3, 4
+BARRED = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_shard",
+    "parallel.parallelize",
+    "parallel.ddp",
+    "parallel.ZeRO1",
+)
+HINTS = (
+    "Look up register_post_accumulate_grad_hook: when does it run, and what is it given?",
+    "Count how many all-reduces are under way at once, and how many bytes a step sends in all.",
+    "A list of what is under way; a hook that starts an all-reduce and adds it to the list; a "
+    "function that waits for each and divides.",
+)
+STEPS, LR = 3, 0.01
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train a few steps with the student's function. Return gradients, what was sent, and when."""
+    world, model = world_of(rank, size), small_model(seed)
+    share, events, gradients = share_of(batch_of(seed), rank, size), [], []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
+    with barred(*BARRED), noted_order(events):
+        finish = load_function(path, FUNCTION)(model)
+        for _ in range(STEPS):
+            model.zero_grad()
+            with Counted(world) as counted:
+                events.clear()
+                model(*share.inputs).backward()
+                finish()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            torch.optim.SGD(model.parameters(), LR).step()
+    return {"gradients": gradients, "sent": counted.sent, "events": events}
+
+
+class NotedWork:
+    """What an asynchronous collective returned, with a note of when it was waited for."""
+
+    def __init__(self, work: dist.Work, events: list[str]):
+        self.work, self.events, self.waited_for = work, events, False
+
+    def wait(self, *args):
+        if not self.waited_for:
+            self.events.append("waited")
+        self.waited_for = True
+        return self.work.wait(*args)
+
+    def __getattr__(self, name: str):
+        return getattr(self.work, name)
+
+
+@contextlib.contextmanager
+def noted_order(events: list[str]) -> Iterator[None]:
+    """Within this context, append to `events` when an all-reduce is sent and waited for."""
+    original = dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        events.append("sent")
+        work = original(*args, **kwargs)
+        if work is None:
+            events.append("waited")
+            return None
+        return NotedWork(work, events)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = original
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    events = results[0]["events"]
+    left = events.count("sent") - events.count("waited")
+    yield Property(
+        "waited for",
+        f"{events.count('waited')} of {events.count('sent')} all-reduces",
+        left == 0,
+        f"{left} were not waited for: the optimizer would use gradients that are still under way.",
+    )
+    model, batch = small_model(seed), batch_of(seed)
+    expected = sum(p.nbytes for p in model.parameters())
+    sent = sum(nbytes for _, nbytes in results[0]["sent"].values())
+    tied = sent == expected + model.output.weight.nbytes
+    yield Property(
+        "bytes a step",
+        f"{sent:,}; gradients have {expected:,}",
+        sent == expected,
+        "A matrix that two layers share is one parameter, and is sent once." if tied else "",
+    )
+    for step in range(STEPS):
+        of_ranks = [summed_gradients(model, share_of(batch, rank, size))[2] for rank in range(size)]
+        average = {name: sum(g[name] for g in of_ranks) / size for name in of_ranks[0]}
+        not_exchanged = "No gradient was exchanged" + (
+            ", though bytes were sent. A hook is given the parameter: its gradient is "
+            "parameter.grad." if events.count("sent") else "."
+        )  # fmt: skip
+        found = compare_gradients(
+            [r["gradients"][step] for r in results],
+            [average] * size,
+            [
+                Mistake(of_ranks, not_exchanged),
+                Mistake(
+                    [{name: g * size for name, g in average.items()}] * size,
+                    "This is the sum over the ranks: the average is wanted.",
+                ),
+            ],
+            f"the average, in {STEPS} steps",
+        )
+        if not found.ok:
+            break
+        for name, parameter in model.named_parameters():
+            parameter.data -= LR * average[name]
+    yield found
+    before_the_last = events[: len(events) - events[::-1].index("ready")].count("sent")
+    yield Property(
+        "first to leave",
+        f"{before_the_last} left before the last gradient was ready",
+        before_the_last > 0,
+        "You send when backward is over, so each gradient waits for all others. A gradient may "
+        "leave as soon as it is there.",
+    )
+    under_way = most = 0
+    for event in events:
+        under_way += {"sent": 1, "waited": -1, "ready": 0}[event]
+        most = max(most, under_way)
+    yield Property(
+        "under way",
+        f"{most} at once",
+        most > 1,
+        "Each all-reduce is waited for before the next is sent: backward stands still meanwhile.",
+    )

@@ -1,0 +1,139 @@
+"""The check of labs/hsdp.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from lab import Mistake, Property, barred, compare_gradients, load_function
+from torch import Tensor
+
+from perf.measure import Counted
+
+FUNCTION = "hybrid_sharding"
+LEADS_TO = "parallel.py", "with_mesh"
+SIZES = 4, 6  # two nodes of two and of three ranks
+BARRED = (
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+    "parallel.with_mesh",
+    "parallel.parallelize",
+    "parallel.fsdp",
+)
+HINTS = (
+    "Look at the picture of the mesh at the head of parallel.py: which ranks are neighbours?",
+    "Count the bytes of each exchange whose ranks are in different nodes. Which one has to cross, "
+    "and how small can it be made before?",
+    "A mesh of nodes by ranks of a node, and the groups of its two dimensions. Gather within the "
+    "node; reduce-scatter within the node, then all-reduce the slices across.",
+)
+NODES = 2
+ROWS, WIDTH = 36, 7  # of the weight
+
+
+def tensors(seed: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the weight, and a rank's gradient of it."""
+    weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+    generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
+    return weight, torch.randn(ROWS, WIDTH, generator=generator).double()
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Shard, gather and reduce with the student's functions. Return what came out and was sent."""
+    weight, gradient = tensors(seed, rank)
+    with barred(*BARRED):
+        shard, gather, reduce = load_function(path, FUNCTION)(size // NODES)
+        rows = shard(weight)
+        with Counted(None) as gathered:
+            whole = gather(rows)
+        with Counted(None) as reduced:
+            total = reduce(gradient)
+    # Which rows this rank has, found by asking shard for rows that name themselves.
+    numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))
+    return {
+        "rows": [int(i) for i in numbered[:, 0]],
+        "whole": whole,
+        "sum": total,
+        "gather": gathered.sent,
+        "reduce": reduced.sent,
+    }
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    per_node = size // NODES
+    weight, _ = tensors(seed, 0)
+    gradients = [tensors(seed, rank)[1] for rank in range(size)]
+    total = sum(gradients)
+    rows = [r["rows"] for r in results]
+    counts = [len(own) for own in rows]
+    yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
+    yield compare_gradients(
+        [{"weight": r["whole"]} for r in results],
+        [{"weight": weight}] * size,
+        [],
+        "the whole weight",
+        "gathered",
+    )
+
+    def slices(of_ranks: list[Tensor]) -> list[dict[str, Tensor]]:
+        return [{"slice": value[own]} for value, own in zip(of_ranks, rows)]
+
+    node_of = [range(per_node), range(per_node, size)]
+    of_nodes = [sum(gradients[rank] for rank in node) for node in node_of]
+    own_node = [of_nodes[rank // per_node] for rank in range(size)]
+    twice = [sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
+             for rank in range(size)]  # fmt: skip
+    yield compare_gradients(
+        [{"slice": r["sum"]} for r in results],
+        slices([total] * size),
+        [
+            Mistake(
+                slices(own_node), "Each node has the sum over its own ranks: nodes drift apart."
+            ),
+            Mistake(
+                slices([total / size] * size),
+                "This is the average over the ranks: the sum is wanted.",
+            ),
+            Mistake(
+                [{"slice": of_rank} for of_rank in twice],
+                "The sum was taken twice within the node, and never across: the second is for the "
+                "ranks of other nodes that keep the same rows.",
+            ),
+        ],
+        "the sum over all ranks",
+    )
+
+    def crossing(sent: dict) -> tuple[int, str]:
+        """Return the bytes of a rank's collectives that cross between nodes, and a list of them."""
+        across = {(ranks, name): nbytes for (ranks, name), (_, nbytes) in sent.items()
+                  if len({rank // per_node for rank in ranks}) > 1}  # fmt: skip
+        listed = [f"{name} of {nbytes:,} bytes over ranks {', '.join(map(str, ranks))}"
+                  for (ranks, name), nbytes in across.items()]  # fmt: skip
+        return sum(across.values()), "; ".join(listed) or "nothing"
+
+    nbytes, listed = crossing(results[0]["gather"])
+    mistake = (
+        "The ranks that share one copy of the weights are in different nodes: every all-gather "
+        "crosses the slow link. The mesh is transposed."
+    )
+    if counts[0] * size == ROWS:
+        mistake = (
+            "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
+            "all-gathers cross the slow link."
+        )
+    yield Property("gather crosses", listed, nbytes == 0, mistake)
+    nbytes, listed = crossing(results[0]["reduce"])
+    expected = weight.nbytes // per_node
+    yield Property(
+        "reduce crosses",
+        listed,
+        nbytes == expected,
+        f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
+        f"the node first." * (nbytes == per_node * expected),
+    )
+    calls = {name: (n, b) for (_, name), (n, b) in results[0]["reduce"].items()}
+    yield Property(
+        "within the node",
+        ", ".join(f"{n} {name} of {b:,} bytes" for name, (n, b) in calls.items()),
+        calls.get("reduce-scatter") == (1, weight.nbytes),
+    )

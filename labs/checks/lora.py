@@ -1,0 +1,138 @@
+"""The check of labs/lora.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from lab import (
+    Mistake,
+    Property,
+    barred,
+    batch_of,
+    compare_gradients,
+    load_function,
+    share_of,
+    small_model,
+    summed_gradients,
+    world_of,
+)
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lora import LoRA, adapters, add_adapters, init_adapters
+from model import Llama
+from perf.measure import Counted
+
+FUNCTION = "prepare"
+LEADS_TO = "parallel.py", "fsdp"
+SIZES = 2, 3, 4
+BARRED = "parallel.parallelize", "parallel.fsdp", "parallel.ddp"
+HINTS = (
+    "Look at the last value of `reshard` in the docstring of `fsdp` in parallel.py.",
+    "Count the bytes of a step's all-gathers, and compare them with those of the adapters.",
+    "Freeze what is no factor; give the factors their values; fully_shard of each block and of the "
+    "model, which ignores what is frozen; AdamW for the rest.",
+)
+STEPS, LR = 5, 0.01
+
+
+def model_with_adapters(seed: int) -> Llama:
+    model = small_model(seed)
+    add_adapters(model, LoRA(rank=3))
+    model.requires_grad_(True)
+    return model
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train a few steps. Return the parameters at both ends, what was sent, and what is kept."""
+    world, model = world_of(rank, size), model_with_adapters(seed)
+    share = share_of(batch_of(seed), rank, size)
+    with barred(*BARRED):
+        optimizer = load_function(path, FUNCTION)(model, world.mesh["replicate"], seed)
+    start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with Counted(world) as counted:
+            model(*share.inputs).backward()
+        optimizer.step()
+    frozen = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+    return {
+        "start": start,
+        "end": {name: whole(p).detach() for name, p in adapters(model).items()},
+        "base": {name: whole(p).detach() for name, p in frozen.items()},
+        "with gradients": [name for name, p in frozen.items() if p.grad is not None],
+        "sent": counted.sent,
+    }
+
+
+def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
+    """Return the adapters after the same steps, without ranks; each step has the average of the
+    gradients of `shares`."""
+    model = model_with_adapters(seed)
+    init_adapters(model, seed)
+    factors = adapters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name in factors
+    optimizer = torch.optim.AdamW(factors.values(), lr=LR, weight_decay=0.0)
+    for _ in range(STEPS):
+        of_ranks = [summed_gradients(model, share)[2] for share in shares]
+        for name, factor in factors.items():
+            factor.grad = sum(g[name] for g in of_ranks) / len(shares)
+        optimizer.step()
+    return {name: factor.detach() for name, factor in factors.items()}
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    model = model_with_adapters(seed)
+    init_adapters(model, seed)
+    factors = adapters(model)
+    base = {name: p.detach() for name, p in model.named_parameters() if name not in factors}
+    start = {name: p.detach() for name, p in factors.items()}
+    found = compare_gradients(
+        [r["start"] for r in results], [start] * size, [], "init_adapters' with this seed", "start"
+    )
+    yield found._replace(
+        mistake="Ranks drew different values, or none: a model that one process began has one seed."
+    )
+    yield compare_gradients(
+        [r["base"] for r in results],
+        [base] * size,
+        [],
+        f"unchanged in {STEPS} steps",
+        "base",
+    )._replace(mistake="The base has changed: only the factors are to be trained.")
+    shares = [share_of(batch_of(seed), rank, size) for rank in range(size)]
+    yield compare_gradients(
+        [r["end"] for r in results],
+        [train_in_one_process(seed, shares)] * size,
+        [
+            Mistake([start] * size, "The adapters have not changed: the optimizer has parameters "
+                    "from before fully_shard, which puts new ones in their place."),
+            Mistake([train_in_one_process(seed, [share]) for share in shares],
+                    "No gradient was exchanged: each rank trains adapters of its own."),
+        ],
+        f"those of one process after {STEPS} steps",
+        "adapters",
+    )  # fmt: skip
+    with_gradients = results[0]["with gradients"]
+    yield Property(
+        "frozen base",
+        f"{len(with_gradients)} of its {len(base)} parameters have a gradient",
+        not with_gradients,
+        "The base is frozen, and has gradients: backward computes and keeps them for nothing.",
+    )
+    learns = sum(p.nbytes for p in factors.values())
+    largest = sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())  # padded
+    sent = sum(nbytes for _, nbytes in results[0]["sent"].values())
+    share = 1 - 3 * largest / sent if sent else 0
+    yield Property(
+        "bytes a step",
+        f"{sent:,}; the factors have {learns:,}",
+        sent <= 3 * largest,
+        f"{100 * share:.0f} % of what you send never learns: FSDP gathers the frozen base.",
+    )
