@@ -32,7 +32,8 @@ from parallel import World
 from perf import cost
 from plumbing.processes import UserError, run
 
-ROOT = Path(__file__).resolve().parent.parent
+LABS = Path(__file__).resolve().parent
+ROOT = LABS.parent
 STEPS = 30
 TEXT = "--model tiny --tokenizer bytes --seq-len 128 --batch 12 --microbatch 3".split()
 # Processes, and more flags. Two nodes of two ranks are emulated for hsdp.
@@ -86,9 +87,10 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
 
 def _launch(lab: str, file: str, processes: int, flags: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", __file__, lab, file, *flags]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment)
+    command += [f"--nproc-per-node={processes}", "-m", "training", lab, file, *flags]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{LABS}"  # labs/lora.py is not lora.py
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT)
     if ended.returncode:
         raise UserError(
             f"training failed with {Path(file).name if file else 'train.py'}, see above"
