@@ -19,6 +19,8 @@ python bench.py gpu --out gpu.json
 
 import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -112,16 +114,13 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     add_optimizer_flags(parser)
 
 
-def add_step_flags(parser: argparse.ArgumentParser) -> None:
+def add_step_flags(
+    add_script_flags: Callable[[argparse.ArgumentParser], None], parser: argparse.ArgumentParser
+) -> None:
+    """Add --repeats and the flags of the script whose step is measured."""
     parser.add_argument("--repeats", type=positive_int, default=15,
                         help="rounds of all measurements (default: %(default)s)")
-    add_pretraining_flags(parser)
-
-
-def add_lora_step_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=positive_int, default=15,
-                        help="rounds of all measurements (default: %(default)s)")
-    add_finetuning_flags(parser)
+    add_script_flags(parser)
 
 
 def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +188,8 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "loss": (add_loss_flags, measure_loss),
     "compare": (add_compare_flags, measure_compare),
     "comm": (add_comm_flags, measure_comm),
-    "step": (add_step_flags, measure_step),
-    "step-lora": (add_lora_step_flags, measure_lora_step),
+    "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
+    "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
     "plan": (add_plan_flags, plan_cluster),
     "gpu": (add_gpu_flags, measure_gpu),
 }

@@ -237,6 +237,7 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the first arguments of a model's forward."""
         return self.tokens, self.targets, self.positions
 
     @property

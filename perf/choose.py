@@ -177,7 +177,8 @@ def what_would_fit(
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
     sizes = [n for n in reversed(divisors(sequences)) if n <= args.microbatch]
     present = parallel.checkpointing, parallel.offload_activations
-    treatments = ACTIVATIONS[ACTIVATIONS.index(present) if present in ACTIVATIONS else 0 :]
+    next_ones = ACTIVATIONS.index(present) + 1 if present in ACTIVATIONS else -1
+    treatments = present, *ACTIVATIONS[next_ones:]
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
     dtypes = parallel.moments, torch.bfloat16
     for base, moments, (checkpointing, offload), size in itertools.product(

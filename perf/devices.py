@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-# Dense bf16 peaks in FLOP/s, from the makers' data sheets; the first name that matches counts.
+# Dense peaks in bfloat16, FLOP/s. The first name that matches counts.
 PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,

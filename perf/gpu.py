@@ -55,10 +55,12 @@ def measure_gpu(args: argparse.Namespace) -> str:
     started, left_out = time.monotonic(), []
     for number, name in enumerate(wanted, 1):
         estimates = [PARTS[part].seconds for part in wanted[number - 1 :]]
-        if time.monotonic() - started + estimates[0] > BUDGET:
+        rest = BUDGET - round(time.monotonic() - started)
+        if estimates[0] > rest:
             left_out.append(name)
             continue
-        left = f"about {sum(estimates) // 60}:{sum(estimates) % 60:02d} left"
+        minutes, seconds = divmod(min(sum(estimates), rest), 60)
+        left = f"about {minutes}:{seconds:02d} left"
         print(f"part {number} of {len(wanted)}, {name}: {left}", file=sys.stderr, flush=True)
         part_started = time.monotonic()
         result = run_part(name, args.rehearse, timeout=4 * estimates[0])

@@ -257,7 +257,7 @@ def measure_lora(case: Case) -> dict:
     steps, peaks = {}, {}
     for name, make in makers.items():
         with contextlib.suppress(UserError, torch.OutOfMemoryError):
-            before = allocated(world.device)
+            before = torch.cuda.memory_allocated() if case.on_gpu else 0
             step = make(config, case.args, batch, world, lora=lora, microbatch=case.microbatch)
             step()  # compiles
             peaks[name] = peak_of(step, world.device) - before
@@ -298,7 +298,9 @@ def measure_largest(case: Case) -> dict:
         parallel = case.parallel(variant)
         training = make_training(cases[1], parallel)
         device, found = training.world.device, 0
-        room = USABLE_FRACTION * memory_of(device)
+        room = math.inf
+        if case.on_gpu:
+            room = USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory
         predicted = [n for n in sizes if predicted_peak(cases[n], parallel) < room]
         for size in sizes:
             batch = random_batch(training.model.config, size, case.seq_len).to(device)
@@ -384,15 +386,6 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def memory_of(device: torch.device) -> float:
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> int:

@@ -287,8 +287,8 @@ def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
             f"--tp {tp}: use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
         )
     given = {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
-    fixed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
-    fixed = fixed.replace(" True", "")
+    flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    fixed = " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
     return (
         f"no plan for --batch {args.batch} on {args.gpus} GPUs has {fixed}: leave out some of "
         f"these flags"

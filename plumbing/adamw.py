@@ -41,8 +41,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict) -> None:
         state = self.state[parameter]
         if not state:
-            moments = (torch.zeros_like(parameter, dtype=torch.bfloat16) for _ in range(2))
-            state |= zip(("step", "exp_avg", "exp_avg_sq"), (torch.zeros(()), *moments))
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
         # [n] each. What is written must be a view; the gradient may be a copy.
         written = parameter, state["exp_avg"], state["exp_avg_sq"]

@@ -448,19 +448,19 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 
 
 def test_a_killed_run_resumes(shards, tmp_path):
-    given = dict(steps=60, save_every=10, dtype="float32", async_save=True)
+    given = dict(steps=300, save_every=10, dtype="float64", async_save=True)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert finish(start("train.py", *flags(shards, whole, **given)), timeout=200).code == 0
-    process = start("train.py", *flags(shards, killed, **given | dict(steps=100_000)))
+    process = start("train.py", *flags(shards, killed, **given))
     wait_for_lines(killed / "metrics.jsonl", 25)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     result = finish(start("train.py", *flags(shards, killed, **given), "--resume"), timeout=200)
     assert result.code == 0 and "resumed from" in result.out, result.err
     ours, theirs = metrics(killed), metrics(whole)
-    assert [row["step"] for row in ours] == [*range(1, 61)]
-    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
-    assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=0.05)
+    assert [row["step"] for row in ours] == [*range(1, 301)]
+    for row, expected in zip(ours, theirs):  # kernels on a GPU may add up in another order
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @needs_gpu
