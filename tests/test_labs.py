@@ -123,6 +123,17 @@ def test_each_lab_has_hints_and_leads_into_the_code(name, monkeypatch):
     assert f"labs/{name}.py" in ast.get_docstring(names[function])
 
 
+def test_the_page_names_each_lab_command_and_length():
+    page = (LABS / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", page, re.MULTILINE))
+    for name in ANSWERS:
+        assert f"| [{name}]({name}.py) |" in page
+        assert f'"about {rows[name]} lines"' in (LABS / f"{name}.py").read_text()
+    commands = set(re.findall(r"`?python labs/run.py (\w+)|^`(\w+)`", page))
+    known = re.findall(r'^    "(\w+)": \w+,$', (LABS / "run.py").read_text(), re.MULTILINE)
+    assert {one or other for one, other in commands} <= set(known)
+
+
 def test_commands(copy):
     name, other = "mean", "accumulate"
     assert f"next: read labs/{name}.py" in in_copy(copy)
