@@ -5,7 +5,6 @@ up over microbatches. DDP averages them over the ranks in backward: in every bac
 told otherwise. Once a step is enough.
 
 Read: the documentation of DistributedDataParallel.no_sync, then `gradient_sync` in parallel.py.
-Then write about 10 lines.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ Backward computes the gradients of the last layer first: they can be sent while 
 with the other layers.
 
 Read: the documentation of Tensor.register_post_accumulate_grad_hook, and of async_op in
-torch.distributed. Then write about 15 lines.
+torch.distributed.
 """
 
 from collections.abc import Callable

@@ -2,10 +2,9 @@
 
 Each rank keeps only some rows of every matrix. It borrows the others just before the matrix is
 used, and gives them back at once: in forward, and once more in backward. So more is sent than by
-DDP, and hardly more than one whole matrix exists at a time.
+DDP, and no whole matrix is kept from forward to backward.
 
 Read: the documentation of torch.autograd.Function, then the docstring of `fsdp` in parallel.py.
-Then write about 25 lines.
 """
 
 import torch

@@ -1,5 +1,18 @@
-"""What the checks of all labs share: the student's function, a small model and its batch, and how
-a property that was checked is written down."""
+"""What the checks of all labs share.
+
+A lab NAME is a file answers/NAME.py, with the solution between marks, and with changes of it that
+are wrong: `python labs/run.py reset NAME` makes the starter from it. And a module checks/NAME.py:
+
+    FUNCTION    name of the student's function
+    SIZES       numbers of ranks to check it on
+    HINTS       three: where to look, what to count, the shape of the code; no numbers
+    LEADS_TO    file and function of the project that do the same; its docstring names the lab
+    ERRORS      (may be left out) part of an exception's message -> the sentence for that mistake
+    on_rank     (path, size, seed, rank) -> what the student's function gave, sent and held there
+    properties  (results of all ranks, size, seed) -> yields a Property for each line of the report
+
+run.py lists it in NAMES, and training.py says what of train.py its function replaces.
+"""
 
 import contextlib
 import importlib.util
@@ -21,23 +34,29 @@ TOLERANCE = 1e-12
 
 
 class Property(NamedTuple):
-    """One line of a check's output: what was checked, what was found, and if that is wrong, why."""
+    """A line of a check's report: what was checked, what was found, and if that is wrong, why."""
 
     name: str
-    found: str
+    text: str
     ok: bool
-    mistake: str = ""  # the sentence for a recognized mistake
-
-
-class Mistake(NamedTuple):
-    """What a known mistake would give, and the sentence for it."""
-
-    value: object
-    sentence: str
+    mistake: str = ""  # the sentence for it, shown if it is not ok
 
 
 class Barred(Exception):
     """The student used what the lab is to replace."""
+
+
+class Refused:
+    """Stands for what is barred: calling it, or using what belongs to it, raises Barred."""
+
+    def __init__(self, name: str):
+        self.__dict__["name"] = name
+
+    def __call__(self, *args, **kwargs):
+        raise Barred(f"{self.name} is what you are to write")
+
+    def __getattr__(self, attribute: str):
+        self()
 
 
 def load_function(path: Path, name: str) -> Callable:
@@ -45,22 +64,29 @@ def load_function(path: Path, name: str) -> Callable:
     spec = importlib.util.spec_from_file_location("student", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise AttributeError(f"{path.name} defines no function {name}")
     return getattr(module, name)
+
+
+def check_returned(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise TypeError if a student's function did not return this kind of value, named `what`."""
+    values = value if isinstance(kind, tuple) and isinstance(value, tuple) else (value,)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
+        got = ", ".join(type(v).__name__ for v in values) if value is not None else "None"
+        raise TypeError(f"your function returned {got}, and should return {what}")
 
 
 @contextlib.contextmanager
 def barred(*places: str) -> Iterator[None]:
-    """Within this context, what stands at `places`, as "module.name", raises Barred when called."""
+    """Within this context, what stands at `places`, as "module.name", raises Barred when used."""
     originals = []
     for place in places:
         path, _, name = place.rpartition(".")
         module = importlib.import_module(path)
         originals.append((module, name, getattr(module, name)))
-
-        def refuse(*args, name=name, **kwargs):
-            raise Barred(f"{name} is what you are to write")
-
-        setattr(module, name, refuse)
+        setattr(module, name, Refused(name))
     try:
         yield
     finally:
@@ -107,10 +133,12 @@ def summed_gradients(model: Llama, batch: Batch) -> tuple[float, int, dict[str, 
 
 
 def norm_of(gradients: dict[str, Tensor]) -> float:
+    """Return the norm of all gradients together."""
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()
 
 
-def same(found: Tensor | float, expected: Tensor | float) -> bool:
+def same(found: object, expected: Tensor | float) -> bool:
+    """Return whether a tensor or number is the expected one, up to rounding in float64."""
     if not isinstance(found, Tensor | float | int):
         return False
     found, expected = (torch.as_tensor(v, dtype=torch.float64) for v in (found, expected))
@@ -119,43 +147,60 @@ def same(found: Tensor | float, expected: Tensor | float) -> bool:
     return bool((found - expected).norm() <= TOLERANCE * max(expected.norm(), 1e-300))
 
 
-def compare_gradients(
-    found: list[dict[str, Tensor]],
-    expected: list[dict[str, Tensor]],
-    mistakes: list[Mistake],
+def unexpected(values: list, expected: object) -> object:
+    """Return the first of the ranks' values that is not the expected one, or else that one."""
+    return next((value for value in values if value != expected), expected)
+
+
+Values = list[dict[str, Tensor]]  # of each rank: name -> tensor
+
+
+def compare_tensors(
+    name: str,
+    found: Values,
+    expected: Values,
+    mistakes: dict[str, Values],
     reference: str = "those of one process",
-    name: str = "gradients",
+    otherwise: str = "",
 ) -> Property:
-    """Return whether each rank has the tensors that are expected there, those of `reference`. The
-    value of a mistake is a list of the tensors of each rank, too."""
+    """Return whether each rank has the tensors that are expected there, those of `reference`.
+
+    `mistakes` maps a sentence to what the mistake gives on each rank; `otherwise` is the sentence
+    for values that none of them gives."""
     wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
              if not same(found[rank][key], of_rank[key])]  # fmt: skip
     if not wrong:
         return Property(name, f"{reference}, on all ranks", True)
     rank, key = wrong[0]
-    text = f"{len(wrong)} differ from {reference}; first: {key} on rank {rank}"
-    for mistake in mistakes:
-        if all(same(of_rank[k], value[k]) for of_rank, value in zip(found, mistake.value)
-               for k in value):  # fmt: skip
-            return Property(name, text, False, mistake.sentence)
+    keys, ranks = len({key for _, key in wrong}), len({rank for rank, _ in wrong})
+    text = f"{keys} of {len(expected[0])} differ, on {ranks} of {len(expected)} ranks"
+    for sentence, of_ranks in mistakes.items():
+        if all(same(ours[k], theirs[k]) for ours, theirs in zip(found, of_ranks) for k in theirs):
+            return Property(name, text, False, sentence)
     one, other = found[rank][key], expected[rank][key]
+    where = f"{key} on rank {rank}"
     if not isinstance(one, Tensor):
-        return Property(name, f"{text}, which is {one}", False)
+        return Property(name, f"{where} is {one}", False, otherwise)
     if one.shape != other.shape:
-        return Property(name, f"{text}, {list(one.shape)} for {list(other.shape)}", False)
-    ratio = (one * other).sum() / other.norm() ** 2
-    relation = f"{ratio:.4g} times as large" if same(one, ratio * other) else "no multiple"
-    return Property(name, f"{text}, {relation}", False)
+        text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
+        return Property(name, text, False, otherwise)
+    ratio = float((one * other).sum() / other.norm() ** 2)
+    if same(one, ratio * other):
+        text += f"; {where} is {ratio:.10g} times as large"
+    else:
+        text += f"; {where} has another direction, too"
+    return Property(name, text, False, otherwise)
 
 
 def compare_numbers(
-    name: str, found: list[float], expected: list[float], mistakes: list[Mistake]
+    name: str, found: list[float], expected: list[float], mistakes: dict[str, list[float]]
 ) -> Property:
-    """Return whether each rank has the number that is expected there. The value of a mistake is the
-    number of each rank, too."""
+    """Return whether each rank has the number that is expected there. `mistakes` maps a sentence to
+    what the mistake gives on each rank."""
     if all(map(same, found, expected)):
         return Property(name, f"that of one process, {expected[0]:.6g} on rank 0", True)
     rank = next(r for r, value in enumerate(found) if not same(value, expected[r]))
-    text = f"{found[rank]:.6g} on rank {rank}, and {expected[rank]:.6g} in one process"
-    recognized = (mistake.sentence for mistake in mistakes if all(map(same, found, mistake.value)))
+    text = f"{found[rank]:.10g} on rank {rank}, and {expected[rank]:.10g} in one process"
+    recognized = (sentence for sentence, of_ranks in mistakes.items()
+                  if all(map(same, found, of_ranks)))  # fmt: skip
     return Property(name, text, False, next(recognized, ""))

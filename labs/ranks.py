@@ -2,13 +2,14 @@
 
 Ranks are forks of this process, which has made all imports: they start in milliseconds. They meet
 in a file, so no port is taken, and talk over the loopback interface. Each rank writes down every
-call of torch.distributed before it makes it. If nothing happens for PATIENCE seconds, the ranks are
-ended, and these notes tell where each of them waits.
+call of torch.distributed before it makes it. If nothing happens for a while, the ranks are ended,
+and these notes tell where each of them waits.
 """
 
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -25,7 +26,8 @@ import torch.distributed as dist
 
 from plumbing.processes import register_gloo
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 5.0  # seconds, after which ranks that do nothing are ended
+LONGEST = 30.0  # seconds that they may compute without a call of torch.distributed
 CALLS = """
 all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
@@ -39,7 +41,8 @@ class Ended:
 
     results: list | None = None  # of each rank
     error: "RankError | None" = None
-    hang: list["Call | None"] | None = None  # the last call of each rank, in which it waits
+    hangs: bool = False
+    returned: list[bool] = field(default_factory=list)  # whether each rank's function did
     calls: list[list["Call"]] = field(default_factory=list)  # of each rank
 
 
@@ -72,10 +75,12 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
             processes.add(process)
         hung = _wait(processes, directory)
         calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
+        _show_output(directory)
+        if hung:  # ranks that are killed make others fail
+            returned = [(directory / f"result-{rank}").exists() for rank in range(size)]
+            return Ended(hangs=True, returned=returned, calls=calls)
         if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
-        if hung:
-            return Ended(hang=[of_rank[-1] if of_rank else None for of_rank in calls], calls=calls)
         results = [torch.load(directory / f"result-{rank}", weights_only=False)
                    for rank in range(size)]  # fmt: skip
         return Ended(results, calls=calls)
@@ -86,7 +91,9 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
 
     Who leaves breaks its connections to ranks that still wait for it, which then fail as well. So a
     rank stays until all have their results, or until it is killed."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 2)
+    threading.Thread(target=_watch, args=(os.getppid(), directory, rank), daemon=True).start()
     try:
         torch.set_num_threads(1)
         # The functions that 2.13 calls deprecated are those that 2.11 has, too.
@@ -99,7 +106,7 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
                 result = function(rank)
         torch.save(result, directory / f"result-{rank}")
         while len(list(directory.glob("result-*"))) < size:
-            time.sleep(0.01)
+            time.sleep(0.05)
     except BaseException as error:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
                  if f.filename == str(student)]  # fmt: skip
@@ -112,27 +119,51 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
     os._exit(0)
 
 
-def _end_with(parent: int) -> None:
-    """End this rank when the process that started it has ended, even if it waits in a call."""
+def _show_output(directory: Path) -> None:
+    """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts."""
+    lines = {}
+    for path in sorted(directory.glob("output-*")):
+        lines |= dict.fromkeys(path.read_text(errors="replace").splitlines())
+    for line in lines:
+        if not re.match(r"terminate called|  what\(\):|$", line):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _watch(parent: int, directory: Path, rank: int) -> None:
+    """Note every moment how long this rank has computed. End it when the process that started it
+    has ended, even if it waits in a call."""
     while os.getppid() == parent:
-        time.sleep(0.2)
+        with contextlib.suppress(OSError):  # the directory is gone when all is over
+            (directory / f"seconds-{rank}").write_text(f"{time.process_time():9.2f}")
+        time.sleep(0.1)
     os._exit(1)
 
 
 def _wait(processes: set[int], directory: Path) -> bool:
-    """Wait until all ranks have ended, or one has failed, or nothing has happened for PATIENCE
-    seconds. Return whether they hung. No rank is left then."""
-    running, last_change, seen = processes, time.monotonic(), None
+    """Wait until all ranks have ended, or one has failed, or they hang. Return whether they hung.
+    No rank is left then.
+
+    Ranks hang if they have neither called nor computed anything for PATIENCE seconds. A loop that
+    computes without end gets LONGEST."""
+    running, seen = processes, None
+    called = computed = time.monotonic()
     while running:
         running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
         has_failed = any(directory.glob("error-*"))
-        files = {path.name: path.stat().st_size for path in directory.iterdir()}
-        if files != seen:
-            seen, last_change = files, time.monotonic()
-        patience = 0.2 if has_failed else PATIENCE  # so that others can tell of the same error
-        if running and time.monotonic() - last_change > patience:
+        notes = {path.name: path.stat().st_size for path in directory.glob("[!s]*")}
+        seconds = sum(float(path.read_text() or 0) for path in directory.glob("seconds-*"))
+        now = time.monotonic()
+        if seen is None or notes != seen[0]:
+            called = computed = now
+            seen = notes, seconds
+        elif seconds > seen[1] + 0.05 * (now - computed):
+            computed, seen = now, (notes, seconds)
+        # Others can still tell of the same error.
+        patience = 0.2 if has_failed else PATIENCE
+        if running and (now - computed > patience or now - called > LONGEST):
             for process in running:
                 os.kill(process, signal.SIGKILL)
+            for process in running:
                 os.waitpid(process, 0)
             return not has_failed
         time.sleep(0.02)

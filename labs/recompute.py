@@ -4,7 +4,8 @@ Backward needs what forward computed. A block saves all of that, until its backw
 long sequences this is most of the memory. Recomputation saves only what goes into the block, and in
 backward runs the block's forward once more.
 
-Read: `recompute` in parallel.py. Write it here without torch.utils.checkpoint, in about 20 lines.
+Read: the docstring of `recompute` in parallel.py, and the documentation of torch.autograd.Function.
+Write it without torch.utils.checkpoint.
 """
 
 from collections.abc import Callable

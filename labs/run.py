@@ -24,6 +24,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import textwrap
@@ -34,10 +35,10 @@ from functools import partial
 from types import ModuleType
 
 import torch
-from ranks import Call, Ended, RankError, run_ranks
+from ranks import Call, Ended, run_ranks
 from training import train_twice
 
-from plumbing.flags import Parser
+from plumbing.parser import Parser
 from plumbing.processes import UserError, run
 
 NAMES = ("mean", "accumulate", "ddp", "fsdp", "hsdp", "recompute", "lora")  # in teaching's order
@@ -81,81 +82,116 @@ def starter_of(lab: str) -> str:
 
 
 def question_of(lab: str) -> str:
-    """Return the first line of a lab's file."""
-    return (LABS / f"{lab}.py").read_text().removeprefix('"""').split("\n")[0]
+    """Return the first line of a lab's starter."""
+    return starter_of(lab).removeprefix('"""').split("\n")[0]
+
+
+def file_of(args: argparse.Namespace) -> Path:
+    """Return the student's file. Raises UserError if there is none."""
+    check_of(args.lab)
+    path = args.file or LABS / f"{args.lab}.py"
+    if not path.exists():
+        remedy = "give another --file" if args.file else f"python labs/run.py reset {args.lab}"
+        raise UserError(f"{path} does not exist: {remedy}")
+    return path.resolve()
 
 
 # ------------------------------------------------------------------------------------- checking
 
 
-def check(lab: str, size: int, seed: int, path: Path | None = None) -> tuple[bool, str]:
+def check(lab: str, size: int, seed: int, path: Path) -> tuple[bool, str]:
     """Return whether a student's file passes on `size` ranks, and the report."""
-    module, path = check_of(lab), (path or LABS / f"{lab}.py").resolve()
-    source = path.read_text().splitlines()
+    module, source = check_of(lab), path.read_text().splitlines()
     started = time.monotonic()
     ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
     elapsed = time.monotonic() - started
     lines = [f"{path}  {len(source)} lines, {size} ranks, seed {seed}  {elapsed:.1f} s"]
-    if ended.error:
-        return False, "\n".join([*lines, *explain_error(ended, source)])
-    if ended.hang:
-        return False, "\n".join([*lines, *explain_hang(ended)])
-    for found in module.properties(ended.results, size, seed):
-        lines.append(f"  {found.name:<14} {found.found:<64} {'ok' if found.ok else 'no'}")
-        if not found.ok:
-            lines += textwrap.wrap(found.mistake, 98, initial_indent="  ", subsequent_indent="  ")
-            lines += show_calls(ended.calls[0], source)
-            return False, "\n".join([*lines, f"  hint: python labs/run.py hint {lab}"])
-    return True, "\n".join(lines)
+    if ended.error and ended.error.kind == "NotImplementedError":
+        lines.append(
+            f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
+        )
+        return False, "\n".join(lines)
+    passed = False
+    if ended.hangs:
+        lines += explain_hang(ended)
+    elif ended.error:
+        lines += explain_error(ended, source, getattr(module, "ERRORS", {}))
+    else:
+        passed = True
+        for line in module.properties(ended.results, size, seed):
+            lines.append(f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}")
+            if not line.ok:
+                lines += wrapped(line.mistake) + show_calls(ended.calls[0], source)
+                passed = False
+                break
+    if not passed:
+        lines.append(f"  hint: python labs/run.py hint {lab}")
+    return passed, "\n".join(lines)
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 98, initial_indent="  ", subsequent_indent="  ")
 
 
 def show_calls(calls: list[Call], source: list[str]) -> list[str]:
     """Return the lines of a student's file in which a rank called torch.distributed."""
     by_line = Counter((call.line, call.name) for call in calls if call.line)
-    return [f"  line {line:<4} {name} {times} times on rank 0: {source[line - 1].strip()}"
+    return [f"  line {line:<4} {name}, on rank 0 {times} times: {source[line - 1].strip()}"
             for (line, name), times in sorted(by_line.items())]  # fmt: skip
 
 
-def explain_error(ended: Ended, source: list[str]) -> list[str]:
+def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> list[str]:
+    """Return what an exception means. If ranks called torch.distributed differently, that is the
+    cause, and the exception, which comes from a broken connection, says nothing."""
     error = ended.error
-    if error.kind == "NotImplementedError":
-        return [f"  not written yet: {error.message}, in place of line {error.line}"]
-    where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
-    lines = [f"  rank {error.rank} failed{where}", f"  {error.kind}: {error.message}"]
     if parted := first_difference(ended.calls):
-        lines.append(f"  {parted}")
-    return lines
+        return wrapped(parted)
+    where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
+    sentences = [sentence for part, sentence in known.items() if part in error.message]
+    return [
+        f"  rank {error.rank} failed{where}",
+        *wrapped(f"{error.kind}: {error.message}"),
+        *wrapped(sentences[0] if sentences else ""),
+    ]
 
 
 def explain_hang(ended: Ended) -> list[str]:
     """Return where each rank waits, and the first call in which the ranks differ."""
-    lines = ["  stopped after 5 s without progress"]
-    for rank, call in enumerate(ended.hang):
-        number = len(ended.calls[rank])
-        if call:
-            shape = "" if call.shape is None else f" {call.shape}"
-            lines.append(f"  rank {rank}  call {number}: {call.name}{shape}, line {call.line}")
+    lines = ["  stopped: ranks wait for each other, or compute without end"]
+    for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
+        if returned:
+            lines.append(f"  rank {rank}  has returned, after {len(calls)} calls")
+        elif calls:
+            shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
+            place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
+            lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
         else:
             lines.append(f"  rank {rank}  has called nothing")
-    return [*lines, f"  {where_they_parted(ended)}"]
+    return [*lines, *wrapped(where_they_parted(ended))]
 
 
 def first_difference(calls: list[list[Call]]) -> str:
     """Return the first call whose name or shape differs between ranks; "" if there is none."""
     for number, of_ranks in enumerate(zip(*calls), 1):
         if len({(call.name, str(call.shape)) for call in of_ranks}) > 1:
-            what = ", ".join(f"rank {r} {c.name} {c.shape}" for r, c in enumerate(of_ranks))
+            what = ", ".join(f"rank {r} {c.name} {c.shape}, line {c.line}"
+                             for r, c in enumerate(of_ranks))  # fmt: skip
             return f"They parted at call {number}: {what}. Ranks must call alike, in one order."
     return ""
 
 
 def where_they_parted(ended: Ended) -> str:
+    """Return why ranks wait for ever, as far as their calls show it."""
+    if not any(ended.calls):
+        return "No rank has called torch.distributed: does a loop not end?"
     if parted := first_difference(ended.calls):
         return parted
-    shortest = min(map(len, ended.calls))
-    if any(call.name == "new_group" for calls in ended.calls for call in calls):
+    if any(calls and calls[-1].name == "new_group" for calls in ended.calls):
         return "They parted in new_group: every rank has to make every group, its own or not."
+    shortest = min(map(len, ended.calls))
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
+    if len(behind) == len(ended.calls):
+        return f"All ranks made the same {shortest} calls: do their groups have the same ranks?"
     ranks = ", ".join(map(str, behind))
     return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."
 
@@ -174,34 +210,34 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
 
 def check_lab(args: argparse.Namespace) -> Iterator[str]:
     """Check on several numbers of ranks, or on --ranks, until one case fails."""
-    if args.file and not args.file.exists():
-        raise UserError(f"--file {args.file} does not exist")
-    sizes = check_of(args.lab).SIZES
-    if args.ranks and args.ranks not in sizes:
-        raise UserError(
-            f"--ranks {args.ranks}: {args.lab} is checked on {', '.join(map(str, sizes))}"
-        )
-    for size in [args.ranks] if args.ranks else sizes:
-        passed, report = check(args.lab, size, args.seed, args.file)
+    module, path = check_of(args.lab), file_of(args)
+    if args.ranks and args.ranks not in module.SIZES:
+        sizes = ", ".join(map(str, module.SIZES))
+        raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
+    for size in [args.ranks] if args.ranks else module.SIZES:
+        passed, report = check(args.lab, size, args.seed, path)
         yield report
         if not passed:
             args.failed = True
             return
+    if args.ranks:
+        yield f"\npassed on {args.ranks} ranks; without --ranks it is checked on others, too"
+        return
     state = read_state()
     if args.lab not in state["passed"] and not args.file:
         state["passed"].append(args.lab)
         write_state(state)
-    file, function = check_of(args.lab).LEADS_TO
+    file, function = module.LEADS_TO
     yield f"\npassed. The project's own is `{function}` in {file}."
     yield f"why it is so: python labs/run.py why {args.lab}"
+    yield f"in training:  python labs/run.py train {args.lab}"
 
 
 def watch_lab(args: argparse.Namespace) -> Iterator[str]:
-    """Check whenever the file has changed, which is looked up: not all systems tell of changes."""
-    path, seen = LABS / f"{args.lab}.py", None
-    check_of(args.lab)
+    """Check again whenever the file's time changes, which is polled."""
+    seen = None
     while True:
-        if (changed := path.stat().st_mtime_ns) != seen:
+        if (changed := file_of(args).stat().st_mtime_ns) != seen:
             seen = changed
             yield from check_lab(args)
             yield "\nwaiting for a change; Ctrl-C ends"
@@ -218,27 +254,38 @@ def hint(args: argparse.Namespace) -> Iterator[str]:
 
 
 def why(args: argparse.Namespace) -> Iterator[str]:
+    """Show the solution, its reasons, and what is wrong with other answers."""
     check_of(args.lab)
     if args.lab not in read_state()["passed"] and not args.give_up:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
-    yield answer_of(args.lab)
+    answer = answer_of(args.lab)
+    yield answer[: answer.index("\nWRONG = [")].strip()
+    for wrong in runpy.run_path(str(LABS / "answers" / f"{args.lab}.py"))["WRONG"]:
+        yield f"\n\nWrong: {wrong['name']}\n  > {wrong['says']}"
+        for old, new in wrong["change"].items():
+            yield textwrap.indent(old.strip("\n"), "  - ", lambda line: True)
+            yield textwrap.indent(new.strip("\n"), "  + ", lambda line: True)
 
 
 def reset(args: argparse.Namespace) -> Iterator[str]:
+    """Write the starter again. What the student wrote gets a number."""
     check_of(args.lab)
     path, number = LABS / f"{args.lab}.py", 1
     starter = starter_of(args.lab)
     while (kept := path.with_suffix(f".py.{number}")).exists():
         number += 1
-    path.rename(kept)
+    existed = path.exists()
+    if existed:
+        path.rename(kept)
     path.write_text(starter)
-    yield f"labs/{args.lab}.py is as it was; yours is labs/{kept.name}"
+    yield f"labs/{args.lab}.py is as it was" + f"; yours is labs/{kept.name}" * existed
 
 
 def train_lab(args: argparse.Namespace) -> Iterator[str]:
     """Compare the losses of train.py with those that it has with the student's function."""
-    check_of(args.lab)
-    path = (args.file or LABS / f"{args.lab}.py").resolve()
+    path = file_of(args)
+    if re.search(r"^ +raise NotImplementedError", path.read_text(), re.MULTILINE):
+        raise UserError(f"{path.name} is not written yet: try python labs/run.py check {args.lab}")
     yield from train_twice(args.lab, path)
 
 
@@ -278,7 +325,9 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
     parser.add_argument("lab", nargs="?", help=f"one of {', '.join(NAMES)}; release: a directory")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: 2, then 3, then 4)")
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks (default: several, one after the other)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="other weights and data")
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")

@@ -120,29 +120,31 @@ def after_backward(finish: Callable[[], None]) -> None:
     train.accumulate = accumulate
 
 
-def mean(average: Callable) -> None:
+def install_mean(average: Callable) -> None:
     replace_ddp(lambda model, world: model)
 
     def update(optimizer, loss, batch: Batch, clip: float, world: World, step, stop=()):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         targets = int((batch.targets != IGNORE).sum())
-        mean, norm = average(parameters, loss, targets, clip)
+        mean_loss, norm = average(parameters, loss, targets, clip)
         optimizer.step()
         optimizer.zero_grad()
         sums = world.all_gather_scalars([targets, batch.text_bytes, bool(stop)]).sum(0).tolist()
-        return train.Totals(float(mean) * sums[0], int(sums[0]), int(sums[1]), float(norm), sums[2])
+        return train.Totals(
+            float(mean_loss) * sums[0], int(sums[0]), int(sums[1]), float(norm), sums[2]
+        )
 
     train.update = update
 
 
-def accumulate(accumulate: Callable) -> None:
+def install_accumulate(student: Callable) -> None:
     def of_batch(runner, batch: Batch, microbatch: int, world: World) -> Tensor:
-        return accumulate(runner, [part.inputs[:2] for part in batch.microbatches(microbatch)])
+        return student(runner, [part.inputs[:2] for part in batch.microbatches(microbatch)])
 
     train.accumulate = of_batch
 
 
-def ddp(average_gradients: Callable) -> None:
+def install_ddp(average_gradients: Callable) -> None:
     def apply(model: Llama, world: World) -> Llama:
         after_backward(average_gradients(model))
         return model
@@ -150,7 +152,7 @@ def ddp(average_gradients: Callable) -> None:
     replace_ddp(apply)
 
 
-def fsdp(sharded_linear: Callable) -> None:
+def install_fsdp(sharded_linear: Callable) -> None:
     """Shard the matrices of the blocks; average the gradients of the other parameters as DDP."""
 
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ def fsdp(sharded_linear: Callable) -> None:
     replace_ddp(apply)
 
 
-def hsdp(hybrid_sharding: Callable) -> None:
+def install_hsdp(hybrid_sharding: Callable) -> None:
     """Let the optimizer have the rows that this rank keeps; gather them after each update."""
     per_node = 2
 
@@ -211,11 +213,11 @@ def hsdp(hybrid_sharding: Callable) -> None:
     replace_ddp(apply)
 
 
-def recompute(recompute: Callable) -> None:
-    parallel.recompute = lambda forward, selective: recompute(forward)
+def install_recompute(student: Callable) -> None:
+    parallel.recompute = lambda forward, selective: student(forward)
 
 
-def lora(prepare: Callable) -> None:
+def install_lora(prepare: Callable) -> None:
     """The optimizer is the project's: here `prepare` says what is sharded."""
 
     def apply(model: Llama, world: World) -> Llama:
@@ -223,6 +225,17 @@ def lora(prepare: Callable) -> None:
         return model
 
     replace_ddp(apply)
+
+
+INSTALL = {
+    "mean": install_mean,
+    "accumulate": install_accumulate,
+    "ddp": install_ddp,
+    "fsdp": install_fsdp,
+    "hsdp": install_hsdp,
+    "recompute": install_recompute,
+    "lora": install_lora,
+}
 
 
 class NothingSaved(checkpoint.Saver):
@@ -241,7 +254,7 @@ def main() -> None:
         checkpoint.Saver = NothingSaved
     if file:
         function = importlib.import_module(f"checks.{lab}").FUNCTION
-        globals()[lab](load_function(Path(file), function))
+        INSTALL[lab](load_function(Path(file), function))
     (finetune_lora if lab == "lora" else train).main()
 
 

@@ -19,7 +19,7 @@ from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_config, launc
 
 from data import train_tokenizer
 from model import LlamaConfig
-from plumbing.flags import Parser
+from plumbing.parser import Parser
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

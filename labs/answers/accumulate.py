@@ -5,7 +5,6 @@ up over microbatches. DDP averages them over the ranks in backward: in every bac
 told otherwise. Once a step is enough.
 
 Read: the documentation of DistributedDataParallel.no_sync, then `gradient_sync` in parallel.py.
-Then write about 10 lines.
 """
 
 import contextlib
@@ -103,6 +102,23 @@ WRONG = [
     total.backward()
     return total.detach()
 """
+        },
+    ),
+    dict(
+        name="losses with their graphs",
+        says="Who keeps this loss keeps what its graph holds",
+        numbers="right",
+        change={"total += loss.detach()": "total += loss"},
+    ),
+    dict(
+        name="the project's",
+        says="accumulate is what you are to write",
+        change={
+            "    total = 0.0": """\
+    import train
+
+    train.accumulate(runner, None, 1, None)
+    total = 0.0"""
         },
     ),
 ]

@@ -5,7 +5,7 @@ Backward computes the gradients of the last layer first: they can be sent while 
 with the other layers.
 
 Read: the documentation of Tensor.register_post_accumulate_grad_hook, and of async_op in
-torch.distributed. Then write about 15 lines.
+torch.distributed.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def average_gradients(model: nn.Module) -> Callable[[], None]:
 
 WRONG = [
     dict(
-        name="the weight is averaged (picotron #39)",
+        name="the weight is averaged (picotron's DataParallelNaive, its #39)",
         says="A hook is given the parameter: its gradient is parameter.grad",
         change={
             "dist.all_reduce(parameter.grad, async_op=True)": (

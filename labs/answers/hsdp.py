@@ -1,11 +1,11 @@
 """Two nodes, and a slow link between them: who sits next to whom?
 
 Within a node ranks talk fast, between nodes slowly. So each node shares one copy of the weights
-among its ranks, and gathers them from neighbours. Only gradients, summed and cut to slices before,
-cross to the other nodes. Right numbers come out of many other arrangements, too, many times slower.
+among its ranks, and gathers them from neighbours. Across nodes go only gradients, already summed
+and cut to slices. Other arrangements give the same numbers, many times slower.
 
 Read: the pictures in the docstring of `fsdp` in parallel.py, and the documentation of
-torch.distributed.device_mesh.init_device_mesh. Then write about 20 lines.
+torch.distributed.device_mesh.init_device_mesh.
 """
 
 from collections.abc import Callable
@@ -137,6 +137,18 @@ WRONG = [
 
     fully_shard(torch.nn.Linear(2, 2))
     nodes = dist"""
+        },
+    ),
+    dict(
+        name="the weight is remembered",
+        says="gather returns the weight as it was",
+        change={
+            "        return weight.chunk(within": """\
+        shard.whole = weight
+        return weight.chunk(within""",
+            "        weight = rows.new_empty(within.size() * len(rows), rows.shape[1])\n": "",
+            "        dist.all_gather_into_tensor(weight, rows, group=within)\n": "",
+            "        return weight\n": "        return shard.whole\n",
         },
     ),
 ]

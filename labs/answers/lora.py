@@ -4,8 +4,7 @@ LoRA trains two thin matrices beside each frozen one: less than one hundredth of
 under FSDP as it is, a model gathers and drops its whole frozen base in every microbatch, to train
 what would fit in a pocket. Say what is trained, what is sharded, and what is left alone.
 
-Read: the head of lora.py, and ignored_params in the documentation of fully_shard. Then write about
-10 lines.
+Read: the head of lora.py, and ignored_params in the documentation of fully_shard.
 """
 
 import torch
@@ -20,9 +19,9 @@ def prepare(model: Llama, mesh: DeviceMesh, seed: int) -> torch.optim.Optimizer:
     """Let `model` train its adapters, and nothing else, on the ranks of `mesh`. Each rank calls it.
 
     Each rank holds all of the model: the weights of the base, and factors lora_A and lora_B without
-    values. init_adapters(model, seed) gives them values. Afterwards fully_shard has sharded the
-    factors: those of each block in model.layers.values(), and then the model. It leaves the
-    base alone. Returns AdamW for what is trained, with lr = 0.01 and without weight decay.
+    values: init_adapters(model, seed) gives them values. Call fully_shard on each block in
+    model.layers.values(), then on the model; it must ignore the base. Returns an AdamW for what is
+    trained, with lr = 0.01 and without weight decay.
     """
     # >>>
     for name, parameter in model.named_parameters():
@@ -74,7 +73,7 @@ WRONG = [
     ),
     dict(
         name="each rank has a seed of its own",
-        says="Ranks drew different values",
+        says="The factors do not start with the values",
         change={
             "init_adapters(model, seed)\n": "init_adapters(model, seed + mesh.get_local_rank())\n"
         },
@@ -111,5 +110,16 @@ WRONG = [
     for name, parameter in model.named_parameters():
 """
         },
+    ),
+    dict(
+        name="without the seed",
+        says="The factors do not start with the values",
+        change={"init_adapters(model, seed)\n": "init_adapters(model)\n"},
+    ),
+    dict(
+        name="one fully_shard for everything",
+        says="Each block gathers its factors twice",
+        numbers="right",
+        change={"for module in (*model.layers.values(), model):": "for module in (model,):"},
     ),
 ]

@@ -4,7 +4,8 @@ Backward needs what forward computed. A block saves all of that, until its backw
 long sequences this is most of the memory. Recomputation saves only what goes into the block, and in
 backward runs the block's forward once more.
 
-Read: `recompute` in parallel.py. Write it here without torch.utils.checkpoint, in about 20 lines.
+Read: the docstring of `recompute` in parallel.py, and the documentation of torch.autograd.Function.
+Write it without torch.utils.checkpoint.
 """
 
 from collections.abc import Callable
@@ -87,6 +88,32 @@ WRONG = [
 from torch.utils.checkpoint import checkpoint
 
     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)"""
+        },
+    ),
+    dict(
+        name="random state not put back",
+        says="Backward leaves the generator where forward was",
+        numbers="right",
+        change={"            torch.set_rng_state(now)\n": ""},
+    ),
+    dict(
+        name="PyTorch's Function",
+        says="CheckpointFunction is what you are to write",
+        change={
+            "return Recompute.apply": """\
+from torch.utils import checkpoint
+
+    return lambda *inputs: checkpoint.CheckpointFunction.apply(forward, True, *inputs)"""
+        },
+    ),
+    dict(
+        name="the project's",
+        says="recompute is what you are to write",
+        change={
+            "return Recompute.apply": """\
+import parallel
+
+    return parallel.recompute(forward, selective=False)"""
         },
     ),
 ]

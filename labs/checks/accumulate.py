@@ -5,15 +5,17 @@ from pathlib import Path
 
 import torch
 from lab import (
-    Mistake,
     Property,
+    barred,
     batch_of,
-    compare_gradients,
+    check_returned,
     compare_numbers,
+    compare_tensors,
     load_function,
     share_of,
     small_model,
     summed_gradients,
+    unexpected,
     world_of,
 )
 
@@ -22,6 +24,7 @@ from perf.measure import Counted, Live
 FUNCTION = "accumulate"
 LEADS_TO = "parallel.py", "gradient_sync"
 SIZES = 2, 3, 4
+BARRED = "train.accumulate", "train.train_step", "parallel.gradient_sync"
 HINTS = (
     "Look for the sentence on forward in the documentation of no_sync.",
     "Count the all-reduces of a step. Which microbatch needs one, and what does it average?",
@@ -33,7 +36,6 @@ HINTS = (
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Run the student's function on a rank. Return what it gave, sent and held."""
     world, model = world_of(rank, size), small_model(seed)
-    accumulate = load_function(path, FUNCTION)
     runner = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
     microbatches = [
         part.inputs[:2] for part in share_of(batch_of(seed), rank, size).microbatches(1)
@@ -43,11 +45,20 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         runner(*microbatches[-1]).backward()
     peaks.append(live.peak)
     model.zero_grad()
-    with Live(model.parameters()) as live, Counted(world) as counted:
-        loss = accumulate(runner, microbatches)
+    with barred(*BARRED):
+        accumulate = load_function(path, FUNCTION)
+        with Live(model.parameters()) as live, Counted(world) as counted:
+            loss = accumulate(runner, microbatches)
+    check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
     peaks.append(live.peak)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": float(loss), "gradients": gradients, "sent": counted.sent, "peaks": peaks}
+    return {
+        "loss": loss.item(),
+        "has a graph": loss.requires_grad,
+        "gradients": gradients,
+        "sent": counted.sent,
+        "peaks": peaks,
+    }
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
@@ -60,44 +71,49 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     average = {name: sum(g[name] for *_, g in of_ranks) / size for name in names}
     first = {name: sum(g[name] for g in firsts) / size for name in names}
     losses = [loss for loss, *_ in of_ranks]
-    yield compare_numbers("loss", [r["loss"] for r in results], losses, [])
-    yield compare_gradients(
+    yield compare_numbers("loss", [r["loss"] for r in results], losses, {})
+    yield compare_tensors(
+        "gradients",
         [r["gradients"] for r in results],
         [average] * size,
-        [
-            Mistake(
-                [g for *_, g in of_ranks],
-                "No gradient was exchanged: DDP decides in forward whether the next backward will "
-                "communicate, and it was told so too late.",
-            ),
-            Mistake(
-                [
-                    {name: first[name] + g[name] - own[name] for name in names}
-                    for (*_, g), own in zip(of_ranks, firsts)
-                ],
-                "The first microbatch's gradient was averaged, the others' not: what adds up "
-                "afterwards stays on its rank.",
-            ),
-            Mistake(
-                [{name: g / m for name, g in average.items()}] * size,
-                f"The gradient is divided by the number of microbatches, {m}: these are sums, "
-                f"which are divided once, by the number of targets.",
-            ),
-        ],
+        {
+            "No gradient was exchanged: DDP decides in forward whether the next backward will "
+            "communicate, and in the last forward it was still told not to.": [
+                g for *_, g in of_ranks
+            ],
+            "The first microbatch's gradient was averaged, the others' not: what adds up "
+            "afterwards stays on its rank.": [
+                {name: first[name] + g[name] - own[name] for name in names}
+                for (*_, g), own in zip(of_ranks, firsts)
+            ],
+            f"The gradient is divided by the number of microbatches, {m}: these are sums, which "
+            f"are divided once, by the number of targets.": [
+                {name: g / m for name, g in average.items()}
+            ]
+            * size,
+        },
     )
     expected = sum(p.nbytes for p in model.parameters())
-    calls, sent = results[0]["sent"].get(("replicate", "all-reduce"), (0, 0))
-    text, mistake = f"{sent:,} by {calls} all-reduces", ""
-    if sent == m * expected:
-        mistake = (
-            f"Gradients are sent in each of the {m} microbatches: numbers are right, and slow."
-        )
-    text += "" if sent == expected else f"; gradients have {expected:,}"
-    yield Property("bytes a step", text, sent == expected, mistake)
-    one, all_of_them = results[0]["peaks"]
+    sent = unexpected(
+        [r["sent"].get(("replicate", "all-reduce"), (0, 0))[1] for r in results], expected
+    )
+    yield Property(
+        "bytes a step",
+        f"{sent:,}; gradients have {expected:,}",
+        sent == expected,
+        f"Gradients are sent in each of the {m} microbatches: numbers are right, and slow."
+        * (sent == m * expected),
+    )
+    one, most = max((r["peaks"] for r in results), key=lambda peaks: peaks[1] / peaks[0])
     yield Property(
         "live memory",
-        f"{all_of_them:,} bytes at most, with one microbatch {one:,}",
-        all_of_them < 1.5 * one,
+        f"{most:,} bytes at most, with one microbatch {one:,}",
+        most < 1.5 * one,
         "Activations of all microbatches exist at once: backward of each frees them.",
+    )
+    yield Property(
+        "returned loss",
+        "without a graph" if not results[0]["has a graph"] else "with its graph",
+        not results[0]["has a graph"],
+        "Who keeps this loss keeps what its graph holds: detach it.",
     )

@@ -1,10 +1,10 @@
 """The check of labs/hsdp.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from lab import Mistake, Property, barred, compare_gradients, load_function
+from lab import Property, barred, check_returned, compare_tensors, load_function
 from torch import Tensor
 
 from perf.measure import Counted
@@ -20,7 +20,7 @@ BARRED = (
     "parallel.fsdp",
 )
 HINTS = (
-    "Look at the picture of the mesh at the head of parallel.py: which ranks are neighbours?",
+    "Look at the mesh at the head of parallel.py: which ranks are neighbours?",
     "Count the bytes of each exchange whose ranks are in different nodes. Which one has to cross, "
     "and how small can it be made before?",
     "A mesh of nodes by ranks of a node, and the groups of its two dimensions. Gather within the "
@@ -41,10 +41,13 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Shard, gather and reduce with the student's functions. Return what came out and was sent."""
     weight, gradient = tensors(seed, rank)
     with barred(*BARRED):
-        shard, gather, reduce = load_function(path, FUNCTION)(size // NODES)
+        three = load_function(path, FUNCTION)(size // NODES)
+        check_returned(three, (Callable,) * 3, "three functions: shard, gather and reduce")
+        shard, gather, reduce = three
         rows = shard(weight)
+        check_returned(rows, Tensor, "the rows of a rank from shard, a tensor")
         with Counted(None) as gathered:
-            whole = gather(rows)
+            whole = gather(rows + 1)  # as after an update
         with Counted(None) as reduced:
             total = reduce(gradient)
     # Which rows this rank has, found by asking shard for rows that name themselves.
@@ -67,12 +70,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     rows = [r["rows"] for r in results]
     counts = [len(own) for own in rows]
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
-    yield compare_gradients(
-        [{"weight": r["whole"]} for r in results],
-        [{"weight": weight}] * size,
-        [],
-        "the whole weight",
+    yield compare_tensors(
         "gathered",
+        [{"weight": r["whole"]} for r in results],
+        [{"weight": weight + 1}] * size,
+        {"gather returns the weight as it was when it was sharded.": [{"weight": weight}] * size},
+        "the whole weight, of rows that have changed",
     )
 
     def slices(of_ranks: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -83,35 +86,31 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     own_node = [of_nodes[rank // per_node] for rank in range(size)]
     twice = [sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
              for rank in range(size)]  # fmt: skip
-    yield compare_gradients(
+    yield compare_tensors(
+        "gradients",
         [{"slice": r["sum"]} for r in results],
         slices([total] * size),
-        [
-            Mistake(
-                slices(own_node), "Each node has the sum over its own ranks: nodes drift apart."
-            ),
-            Mistake(
-                slices([total / size] * size),
-                "This is the average over the ranks: the sum is wanted.",
-            ),
-            Mistake(
-                [{"slice": of_rank} for of_rank in twice],
-                "The sum was taken twice within the node, and never across: the second is for the "
-                "ranks of other nodes that keep the same rows.",
-            ),
-        ],
+        {
+            "Each node has the sum over its own ranks: nodes drift apart.": slices(own_node),
+            "This is the average over the ranks: the sum is wanted.": slices([total / size] * size),
+            "The sum was taken twice within the node, and never across: the second is for the "
+            "ranks of other nodes that keep the same rows.": [
+                {"slice": of_rank} for of_rank in twice
+            ],
+        },
         "the sum over all ranks",
     )
 
-    def crossing(sent: dict) -> tuple[int, str]:
-        """Return the bytes of a rank's collectives that cross between nodes, and a list of them."""
-        across = {(ranks, name): nbytes for (ranks, name), (_, nbytes) in sent.items()
-                  if len({rank // per_node for rank in ranks}) > 1}  # fmt: skip
-        listed = [f"{name} of {nbytes:,} bytes over ranks {', '.join(map(str, ranks))}"
-                  for (ranks, name), nbytes in across.items()]  # fmt: skip
-        return sum(across.values()), "; ".join(listed) or "nothing"
+    def exchanges(what: str, across: bool) -> list[tuple]:
+        """Return rank 0's collectives that cross between nodes, or do not: (name, bytes, ranks)."""
+        return [(name, nbytes, ranks) for (ranks, name), (_, nbytes) in results[0][what].items()
+                if (len({rank // per_node for rank in ranks}) > 1) == across]  # fmt: skip
 
-    nbytes, listed = crossing(results[0]["gather"])
+    def show(found: list[tuple]) -> str:
+        return "; ".join(f"{name} of {nbytes:,} bytes over ranks {', '.join(map(str, ranks))}"
+                         for name, nbytes, ranks in found) or "nothing"  # fmt: skip
+
+    crossing = exchanges("gather", across=True)
     mistake = (
         "The ranks that share one copy of the weights are in different nodes: every all-gather "
         "crosses the slow link. The mesh is transposed."
@@ -121,19 +120,24 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
             "all-gathers cross the slow link."
         )
-    yield Property("gather crosses", listed, nbytes == 0, mistake)
-    nbytes, listed = crossing(results[0]["reduce"])
-    expected = weight.nbytes // per_node
+    yield Property("gather crosses", show(crossing), not crossing, mistake)
+    within = exchanges("gather", across=False)
+    one = [("all-gather", weight.nbytes, tuple(range(per_node)))]
+    yield Property("gather in node", show(within), within == one, "One all-gather is enough.")
+    crossing, expected = exchanges("reduce", across=True), weight.nbytes // per_node
+    nbytes = sum(n for _, n, _ in crossing)
     yield Property(
         "reduce crosses",
-        listed,
+        show(crossing),
         nbytes == expected,
         f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
         f"the node first." * (nbytes == per_node * expected),
     )
-    calls = {name: (n, b) for (_, name), (n, b) in results[0]["reduce"].items()}
+    within = exchanges("reduce", across=False)
+    one = [("reduce-scatter", weight.nbytes, tuple(range(per_node)))]
     yield Property(
-        "within the node",
-        ", ".join(f"{n} {name} of {b:,} bytes" for name, (n, b) in calls.items()),
-        calls.get("reduce-scatter") == (1, weight.nbytes),
+        "reduce in node",
+        show(within),
+        within == one,
+        "Within the node each rank needs its slice of the sum: one reduce-scatter.",
     )

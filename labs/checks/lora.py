@@ -5,15 +5,16 @@ from pathlib import Path
 
 import torch
 from lab import (
-    Mistake,
     Property,
     barred,
     batch_of,
-    compare_gradients,
+    check_returned,
+    compare_tensors,
     load_function,
     share_of,
     small_model,
     summed_gradients,
+    unexpected,
     world_of,
 )
 from torch import Tensor
@@ -52,7 +53,8 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     world, model = world_of(rank, size), model_with_adapters(seed)
     share = share_of(batch_of(seed), rank, size)
     with barred(*BARRED):
-        optimizer = load_function(path, FUNCTION)(model, world.mesh["replicate"], seed)
+        optimizer = load_function(path, FUNCTION)(model, world.mesh["replicate"], seed + 1)
+        check_returned(optimizer, torch.optim.AdamW, "an AdamW")
     start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -64,6 +66,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         "start": start,
         "end": {name: whole(p).detach() for name, p in adapters(model).items()},
         "base": {name: whole(p).detach() for name, p in frozen.items()},
+        "sharded": sum(isinstance(p, DTensor) for p in adapters(model).values()),
         "with gradients": [name for name, p in frozen.items() if p.grad is not None],
         "sent": counted.sent,
     }
@@ -73,7 +76,7 @@ def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
     """Return the adapters after the same steps, without ranks; each step has the average of the
     gradients of `shares`."""
     model = model_with_adapters(seed)
-    init_adapters(model, seed)
+    init_adapters(model, seed + 1)
     factors = adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name in factors
@@ -89,36 +92,47 @@ def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     """Yield what is checked, in order, with what known mistakes would give."""
     model = model_with_adapters(seed)
-    init_adapters(model, seed)
+    init_adapters(model, seed + 1)
     factors = adapters(model)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in factors}
     start = {name: p.detach() for name, p in factors.items()}
-    found = compare_gradients(
-        [r["start"] for r in results], [start] * size, [], "init_adapters' with this seed", "start"
+    yield compare_tensors(
+        "start",
+        [r["start"] for r in results],
+        [start] * size,
+        {},
+        "those of init_adapters",
+        "The factors do not start with the values that init_adapters(model, seed) gives them.",
     )
-    yield found._replace(
-        mistake="Ranks drew different values, or none: a model that one process began has one seed."
-    )
-    yield compare_gradients(
+    yield compare_tensors(
+        "base",
         [r["base"] for r in results],
         [base] * size,
-        [],
-        f"unchanged in {STEPS} steps",
-        "base",
-    )._replace(mistake="The base has changed: only the factors are to be trained.")
+        {},
+        f"as it was, after {STEPS} steps",
+        "The base has changed: only the factors are to be trained.",
+    )
     shares = [share_of(batch_of(seed), rank, size) for rank in range(size)]
-    yield compare_gradients(
+    yield compare_tensors(
+        "adapters",
         [r["end"] for r in results],
         [train_in_one_process(seed, shares)] * size,
-        [
-            Mistake([start] * size, "The adapters have not changed: the optimizer has parameters "
-                    "from before fully_shard, which puts new ones in their place."),
-            Mistake([train_in_one_process(seed, [share]) for share in shares],
-                    "No gradient was exchanged: each rank trains adapters of its own."),
-        ],
+        {
+            "The adapters have not changed: the optimizer has parameters from before fully_shard, "
+            "which puts new ones in their place.": [start] * size,
+            "No gradient was exchanged: each rank trains adapters of its own.": [
+                train_in_one_process(seed, [share]) for share in shares
+            ],
+        },
         f"those of one process after {STEPS} steps",
-        "adapters",
-    )  # fmt: skip
+    )
+    sharded = unexpected([r["sharded"] for r in results], len(factors))
+    yield Property(
+        "sharded",
+        f"{sharded} of {len(factors)} factors",
+        sharded == len(factors),
+        "fully_shard turns what it shards into DTensors: here some factors are none.",
+    )
     with_gradients = results[0]["with gradients"]
     yield Property(
         "frozen base",
@@ -126,13 +140,14 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         not with_gradients,
         "The base is frozen, and has gradients: backward computes and keeps them for nothing.",
     )
-    learns = sum(p.nbytes for p in factors.values())
-    largest = sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())  # padded
-    sent = sum(nbytes for _, nbytes in results[0]["sent"].values())
-    share = 1 - 3 * largest / sent if sent else 0
-    yield Property(
-        "bytes a step",
-        f"{sent:,}; the factors have {learns:,}",
-        sent <= 3 * largest,
-        f"{100 * share:.0f} % of what you send never learns: FSDP gathers the frozen base.",
-    )
+    # In forward, in backward, and reduce-scattered; rounded up to equal slices.
+    wanted = 3 * sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())
+    sent = unexpected([sum(n for _, n in r["sent"].values()) for r in results], wanted)
+    mistake = "Each block gathers its factors twice and reduce-scatters them once, as by default."
+    if sent > wanted:
+        never = 1 - wanted / sent
+        mistake = (
+            f"{100 * never:.0f} % of what you send never learns: FSDP gathers the frozen base."
+        )
+    text = f"{sent:,}; three times the factors, padded, are {wanted:,}"
+    yield Property("bytes a step", text, sent == wanted, mistake)

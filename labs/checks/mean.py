@@ -5,18 +5,21 @@ from pathlib import Path
 
 import torch
 from lab import (
-    Mistake,
     Property,
+    barred,
     batch_of,
-    compare_gradients,
+    check_returned,
     compare_numbers,
+    compare_tensors,
     load_function,
     norm_of,
     share_of,
     small_model,
     summed_gradients,
+    unexpected,
     world_of,
 )
+from torch import Tensor
 
 from model import IGNORE
 from perf.measure import Counted
@@ -24,26 +27,32 @@ from perf.measure import Counted
 FUNCTION = "average"
 LEADS_TO = "train.py", "update"
 SIZES = 2, 3, 4
+BARRED = "train.update", "train.train_step"
 HINTS = (
     "Look at the docstring of `update` in train.py: what is accumulated, and when is it divided?",
     "Count the targets of each rank on paper. Whose number belongs under the sum of all gradients?",
     "One all-reduce for loss and number of targets; one for each gradient; divide; then the norm.",
 )
-CLIP = 0.01  # below the norm of any gradient here
+CLIPS = 1e9, 0.01  # above the norms here, and below
 
 
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
-    """Run the student's function on a rank. Return what it gave and sent."""
-    world, model = world_of(rank, size), small_model(seed)
-    average = load_function(path, FUNCTION)
-    batch = share_of(batch_of(seed), rank, size)
-    loss = model(*batch.inputs)
-    loss.backward()
-    targets = int((batch.targets != IGNORE).sum())
-    with Counted(world) as counted:
-        mean, norm = average(list(model.parameters()), loss, targets, CLIP)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    mean, norm = (torch.as_tensor(value).item() for value in (mean, norm))
+    """Run the student's function on a rank, without and with clipping. Return what it gave and
+    sent."""
+    world, batch = world_of(rank, size), share_of(batch_of(seed), rank, size)
+    targets, gradients = int((batch.targets != IGNORE).sum()), []
+    with barred(*BARRED):
+        average = load_function(path, FUNCTION)
+        for clip in CLIPS:
+            model = small_model(seed)
+            loss = model(*batch.inputs)
+            loss.backward()
+            with Counted(world) as counted:
+                result = average(list(model.parameters()), loss, targets, clip)
+            number = Tensor | float
+            check_returned(result, (number, number), "the mean loss and the norm, two numbers")
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+    mean, norm = (v.item() if isinstance(v, torch.Tensor) else v for v in result)
     return {"loss": mean, "norm": norm, "gradients": gradients, "sent": counted.sent}
 
 
@@ -52,75 +61,85 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     total, count, sums = summed_gradients(model, batch)
     of_ranks = [summed_gradients(model, share_of(batch, rank, size)) for rank in range(size)]
-    means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
     counts = [n for _, n, _ in of_ranks]
+    mean_of_means = (
+        f"This is the mean of the ranks' means. The ranks here have {counts} targets: one with few "
+        f"counts as much as one with many."
+    )
+    own_count = (
+        "Here each rank divides the sum by its own number of targets, and ranks have different "
+        "ones."
+    )
+    by_ranks = (
+        "The sum is divided by the number of ranks: right for means of equal batches, and these "
+        "are sums."
+    )
     yield compare_numbers(
         "loss",
         [r["loss"] for r in results],
         [total / count] * size,
-        [
-            Mistake(
-                [loss / n for loss, n, _ in of_ranks],
-                "The loss is the mean over this rank's own targets: ranks report different losses.",
-            ),
-        ],
+        {
+            "The loss is the mean over this rank's own targets: ranks report different losses.": [
+                loss / n for loss, n, _ in of_ranks
+            ],
+            mean_of_means: [sum(loss / n for loss, n, _ in of_ranks) / size] * size,
+        },
     )
-    yield compare_gradients(
-        [r["gradients"] for r in results],
-        [clipped(sums, norm_of(sums), count)] * size,
-        [
-            Mistake([clipped(g, norm_of(g)) for _, _, g in of_ranks], "No gradient was exchanged."),
-            Mistake(
-                [clipped(means, norm_of(means))] * size,
-                f"This is the mean of the ranks' means. The ranks here have {counts} targets: one "
-                f"with few counts as much as one with many.",
-            ),
-            Mistake(
-                [clipped(sums, norm_of(g), count) for _, _, g in of_ranks],
-                "Here each rank clips by the norm of its own gradients: the norm of a sum is not "
-                "known before the sum.",
-            ),
-            Mistake(
-                [{name: g / count for name, g in sums.items()}] * size,
-                "The gradient is not clipped.",
-            ),
-        ],
+    means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
+    mean = scaled(sums, 1 / count)
+    plain, clipped = ([r["gradients"][i] for r in results] for i in range(2))
+    yield compare_tensors(
+        "gradients",
+        plain,
+        [mean] * size,
+        {
+            "No gradient was exchanged.": [scaled(g, 1 / count) for *_, g in of_ranks],
+            "No gradient was exchanged: each rank has the mean over its own targets.": [
+                scaled(g, 1 / n) for _, n, g in of_ranks
+            ],
+            "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
+            "This is the sum over all targets: the mean is wanted.": [sums] * size,
+            mean_of_means: [means] * size,
+            own_count: [scaled(sums, 1 / n) for n in counts],
+            by_ranks: [scaled(sums, 1 / size)] * size,
+            "Gradients are scaled to the norm `clip` although theirs is smaller.": [
+                scaled(mean, CLIPS[0] / norm_of(mean))
+            ]
+            * size,
+        },
     )
-    yield compare_numbers(
-        "norm",
-        [r["norm"] for r in results],
-        [norm_of(sums) / count] * size,
-        [
-            Mistake(
-                [norm_of(sums) / n for n in counts],
-                "Here each rank divides the sum by its own number of targets, and ranks have "
-                "different ones.",
-            ),
-            Mistake(
-                [norm_of(sums) / size] * size,
-                "The sum is divided by the number of ranks: right for means of equal batches, and "
-                "these are sums.",
-            ),
-        ],
+    norm, clip = norm_of(mean), CLIPS[1]
+    right = scaled(mean, clip / norm)
+    as_torch = scaled(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
+    near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in clipped)
+    yield compare_tensors(
+        "clipped",
+        clipped,
+        [as_torch if near else right] * size,
+        {
+            "Here each rank clips by the norm of its own gradients: the norm of a sum is not known "
+            "before the sum.": [
+                scaled(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
+            ],
+            "The gradient is not clipped.": [mean] * size,
+        },
     )
+    yield compare_numbers("norm", [r["norm"] for r in results], [norm] * size, {})
     expected = sum(p.nbytes for p in model.parameters())
-    calls, sent = map(max, zip(*(totals(r["sent"]) for r in results)))
-    ok = expected <= sent <= expected + 64
+    most = max(totals(r["sent"]) for r in results)
     yield Property(
         "bytes a step",
-        f"{sent:,} by {calls} collectives; gradients have {expected:,}",
-        ok,
+        f"{most[0]:,} by {most[1]} collectives; gradients have {expected:,}",
+        expected <= most[0] <= expected + 64,
         "Here every rank receives the gradients of all others, to add them up itself. An "
-        "all-reduce puts out one sum." * (sent >= size * expected),
+        "all-reduce puts out one sum." * (most[0] >= size * expected),
     )
 
 
-def clipped(gradients: dict, norm: float, divisor: float = 1.0) -> dict:
-    """Return gradients divided by `divisor`, then scaled from so divided a norm down to CLIP."""
-    scale = min(1.0, CLIP / (norm / divisor)) / divisor
-    return {name: g * scale for name, g in gradients.items()}
+def scaled(gradients: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: g * factor for name, g in gradients.items()}
 
 
 def totals(sent: dict) -> tuple[int, int]:
-    """Return the calls and the bytes of all collectives of a rank."""
-    return sum(calls for calls, _ in sent.values()), sum(nbytes for _, nbytes in sent.values())
+    """Return the bytes and the calls of all collectives of a rank."""
+    return sum(nbytes for _, nbytes in sent.values()), sum(calls for calls, _ in sent.values())

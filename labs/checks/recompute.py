@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from lab import (
     CONFIG,
-    Mistake,
     Property,
     barred,
     batch_of,
-    compare_gradients,
+    check_returned,
+    compare_tensors,
     load_function,
     same,
     share_of,
@@ -29,6 +29,12 @@ from plumbing.shards import assign_shard
 FUNCTION = "recompute"
 LEADS_TO = "parallel.py", "recompute"
 SIZES = 2, 3, 4
+BARRED = (
+    "torch.utils.checkpoint.checkpoint",
+    "torch.utils.checkpoint.checkpoint_sequential",
+    "torch.utils.checkpoint.CheckpointFunction",
+    "parallel.recompute",
+)
 HINTS = (
     "Look for torch.autograd.Function, and for ctx.save_for_backward, in PyTorch's documentation.",
     "Count how often attention runs, and which tensors are alive between forward and backward.",
@@ -51,6 +57,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         runner = parallelize(model, world, lambda m: m.init_weights(seed, assign_shard))
         for block in model.layers.values():
             block.forward = wrap(partial(with_dropout, block.forward, dropout))
+            check_returned(block.forward, Callable, "a function")
         torch.manual_seed(seed)
         with Live(model.parameters()) as live, Counted(world) as counted:
             runner(*share.inputs).backward()
@@ -60,6 +67,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         }
         gathers, _ = counted.sent["shard", "all-gather"]
         return {
+            "random state": torch.get_rng_state(),
             "gradients": gradients,
             "attentions": counted.attentions,
             "gathers": gathers,
@@ -68,7 +76,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
 
     found = {"plain": step(unchanged, 0.2), "plain without dropout": step(unchanged, 0.0)}
     found["torch"] = step(lambda forward: partial(checkpoint_of, forward), 0.2)
-    with barred("torch.utils.checkpoint.checkpoint"):
+    with barred(*BARRED):
         recompute = load_function(path, FUNCTION)
         found["yours"] = step(recompute, 0.2)
         found["yours without dropout"] = step(recompute, 0.0)
@@ -102,16 +110,14 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         return
     without = [r["yours without dropout"]["gradients"] for r in results]
     expected = [r["plain without dropout"]["gradients"] for r in results]
-    mistakes = []
+    mistakes = {}
     if all(same(f[name], e[name]) for f, e in zip(without, expected) for name in e):
-        mistakes.append(
-            Mistake(
-                [r["gradients"] for r in yours],
-                "Without dropout they are equal. So dropout drops others in backward than in "
-                "forward: begin both with the same random state.",
-            )
-        )
-    yield compare_gradients(
+        mistakes = {
+            "Without dropout they are equal. So dropout drops others in backward than in forward: "
+            "begin both with the same random state.": [r["gradients"] for r in yours]
+        }
+    yield compare_tensors(
+        "gradients",
         [r["gradients"] for r in yours],
         [r["gradients"] for r in plain],
         mistakes,
@@ -125,9 +131,20 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     }
     text = f"{times} times a layer"
     yield Property("attention runs", text, times == 2, sentences.get(times, ""))
-    gathers = yours[0]["gathers"]
-    text = f"{gathers}; FSDP has {plain[0]['gathers']} without recomputation"
-    yield Property("all-gathers", text, gathers == plain[0]["gathers"])
+    gathers, wanted = yours[0]["gathers"], plain[0]["gathers"]
+    yield Property(
+        "all-gathers",
+        f"{gathers}; FSDP has {wanted} without recomputation",
+        gathers == wanted,
+        "Backward gathers a block's weights anyway: recompute within the block, not around FSDP.",
+    )
+    states = [r["random state"] for r in (yours[0], plain[0])]
+    yield Property(
+        "random state",
+        "after backward that of a step without recomputation",
+        torch.equal(*states),
+        "Backward leaves the generator where forward was: what is drawn next is drawn twice.",
+    )
     peak, bound = yours[0]["peak"], round(1.05 * results[0]["torch"]["peak"])
     text = f"{peak:,} bytes at most; {plain[0]['peak']:,} without recomputation"
     yield Property(
