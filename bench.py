@@ -33,14 +33,8 @@ from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.step import measure_lora_step, measure_step
-from plumbing.flags import (
-    Parser,
-    add_finetuning_flags,
-    add_optimizer_flags,
-    add_pretraining_flags,
-    nonnegative_int,
-    positive_int,
-)
+from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import run
 
 # fmt: off

@@ -59,7 +59,6 @@ from plumbing.checkpoint_files import (
     write_checksums,
 )
 from plumbing.fingerprint import check_computes_llama
-from plumbing.flags import Parser
 from plumbing.model_directories import (
     check_tokenizer,
     checkpoints,
@@ -70,6 +69,7 @@ from plumbing.model_directories import (
     read_config,
 )
 from plumbing.optimizer_state import optimizer_state
+from plumbing.parser import Parser
 from plumbing.peft_files import (
     gather_adapters,
     is_adapter,

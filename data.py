@@ -38,7 +38,7 @@ from torch import Tensor
 
 from model import IGNORE, Documents
 from plumbing.corpora import VAL_FRACTION, find_files, read_pieces
-from plumbing.flags import Parser, nonnegative_float, positive_int
+from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import UserError, run
 from plumbing.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 

@@ -31,7 +31,8 @@ from model import Llama, generate
 from perf.choose import sent_by_strategy
 from plumbing.chat import open_samples
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
-from plumbing.flags import Parser, add_finetuning_flags
+from plumbing.flags import add_finetuning_flags
+from plumbing.parser import Parser
 from plumbing.peft_files import load_adapter as load_adapter  # re-exported for users' scripts
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard

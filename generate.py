@@ -23,7 +23,7 @@ from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pret
 from lora import LoRALinear
 from model import generate, stream
 from plumbing.chat import encode_prompt
-from plumbing.flags import Parser, nonnegative_float, nonnegative_int, positive_int
+from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.peft_files import load_adapter
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from plumbing.tokenizer import load_tokenizer

@@ -5,14 +5,13 @@ A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds
     x ── RMSNorm ── attention (mixes earlier tokens) ──(+)── RMSNorm ── feed-forward ──(+)── x
     └───────────────────────────────────────────────────┘ └─────────────────────────────┘
 
-Nothing here communicates: parallel.py splits this model over processes without changing a line of
-it. Three conventions make that possible. Modules find their parts by name, so that a layer
-can be replaced or sharded. There are no buffers, so that a model built on the `meta` device lacks
-nothing but its parameters. And token positions may be passed explicitly.
+Nothing here communicates: parallel.py splits this model without changing a line of it. Three
+conventions make that possible. Modules find their parts by name, so that a layer can be replaced or
+sharded. There are no buffers, so that a model built on `meta` lacks nothing but its parameters. And
+token positions may be passed explicitly.
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
-E head width (D / H), F feed-forward width, V vocabulary, S keys and values (cached ones included),
-N = B * T.
+E head width (D / H), F feed-forward width, V vocabulary, S keys and values, N = B * T.
 """
 
 import contextlib
@@ -103,8 +102,7 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     training meet familiar angles: wavelengths above 8,192 tokens are multiplied by `rope_scaling`,
     those below 8,192 / 4 stay, those in between are interpolated. In float32, as in Meta's code.
 
-    positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32.
-    """
+    positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32."""
     E = config.head_dim
     exponents = torch.arange(0, E, 2, device=positions.device, dtype=torch.float32) / E
     frequencies = 1.0 / config.rope_theta**exponents  # [E/2] radians per token
@@ -266,8 +264,7 @@ class Llama(nn.Module):
     """Llama 3. Parameter names match Meta's checkpoints. Values come from `init_weights` or a file.
 
     `compute_dtype`, if set, is the autocast dtype of forward. `loss(hidden, weight, targets)` maps
-    the last hidden states and the output matrix to the loss; tensor parallelism replaces it.
-    """
+    the last hidden states and the output matrix to the loss; tensor parallelism replaces it."""
 
     writes_to_stream = ()
 
@@ -284,7 +281,7 @@ class Llama(nn.Module):
 
     def tie_weights(self) -> None:
         """Let output and embedding share one parameter, where the configuration says so."""
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.output and self.tok_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def forward(
@@ -305,8 +302,10 @@ class Llama(nn.Module):
         cache. `documents` says the same; in bfloat16 on a GPU, attention then needs no mask."""
         if positions is None and not (cache is None and documents is None):
             raise ValueError("cache and documents need positions: else each row is one document")
+        # A later stage of a pipeline is given x [B, T, D] in place of tokens.
+        x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
         device, dtype = tokens.device.type, self.compute_dtype
-        widths = DOCUMENT_KERNELS.get((device, dtype or self.tok_embeddings.weight.dtype), ())
+        widths = DOCUMENT_KERNELS.get((device, dtype or x.dtype), ())
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         elif documents and cache is None and self.config.head_dim in widths:
@@ -317,9 +316,10 @@ class Llama(nn.Module):
         cos, sin = rope_angles(self.config, positions)
 
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
-            x = self.tok_embeddings(tokens)  # [B, T, D]
             for block in self.layers.values():
                 x = block(x, cos, sin, mask, cache)
+            if self.norm is None:  # the next stage of a pipeline goes on
+                return x
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)

@@ -8,14 +8,15 @@ r"""Split one training over many processes: mesh, data parallelism, recomputatio
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
 A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out.
 
-Ranks form a mesh of three dimensions, and each technique works along some of them:
+Ranks form a mesh of four dimensions, and each technique works along some of them:
 
+    pp           ranks with different layers, the same sequences                (pipeline.py)
     replicate    ranks with the same weights and different sequences            (DDP, ZeRO-1, HSDP)
     shard        ranks that share one copy of the weights, different sequences  (FSDP, HSDP)
     tp           ranks that share one copy of the weights, the same sequences   (tensor parallelism)
 
 Row-major, the last dimension varies fastest: 8 ranks as 2 x 2 x 2 are ((0 1) (2 3)) ((4 5) (6 7)).
-Ranks that communicate most are nearest: tp within a node, then shard; replicate crosses nodes.
+Ranks that communicate most are nearest: tp within a node, then shard; replicate and pp cross nodes.
 
 What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
@@ -29,7 +30,6 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,9 +55,11 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from offload import offload_activations
+from pipeline import Pipeline, cut, splits_backward, stages_of
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
-from plumbing.shards import chunk_of, to_local
+from plumbing.shards import chunk_of
+from plumbing.split_backward import make_deferrable
 from tensor_parallel import tensor_parallel
 
 
@@ -76,16 +78,19 @@ class ParallelConfig:
     offload_activations: bool = False
     dtype: torch.dtype = torch.float32  # of computation
     moments: torch.dtype | None = None  # of AdamW; None: the parameters' dtype
+    pp: int = 1  # ranks along this mesh dimension
+    stages_per_rank: int = 1
+    schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
 
     @property
     def strategy(self) -> "Strategy":
-        """The entry of STRATEGIES. DDP with tensor parallelism runs as HSDP with shard = 1, since
-        the parameters are DTensors then, which DDP does not take."""
-        return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp > 1 else self.dp]
+        """The entry of STRATEGIES. DDP with tensor or pipeline parallelism runs as HSDP with shard
+        = 1: DDP takes no DTensors, and no microbatches that overlap."""
+        return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp * self.pp > 1 else self.dp]
 
     @property
     def size(self) -> int:
-        return self.replicate * self.shard * self.tp
+        return self.pp * self.replicate * self.shard * self.tp
 
     @property
     def uses_fsdp(self) -> bool:
@@ -110,7 +115,7 @@ class World(Process):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks with different sequences; ranks along tp share theirs."""
+        """Number of ranks with different sequences; ranks along tp and pp share theirs."""
         return self.parallel.replicate * self.parallel.shard
 
     @property
@@ -130,38 +135,47 @@ class World(Process):
 
 
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
-    """Arrange the processes in the mesh of a configuration; by default, all are replicas.
-    labs/hsdp.py is about who sits next to whom."""
+    """Arrange the processes in a configuration's mesh; by default as replicas (labs/hsdp.py)."""
     parallel = parallel or ParallelConfig(replicate=process.size)
     mesh = init_device_mesh(
         process.device.type,
-        (parallel.replicate, parallel.shard, parallel.tp),
-        mesh_dim_names=("replicate", "shard", "tp"),
+        (parallel.pp, parallel.replicate, parallel.shard, parallel.tp),
+        mesh_dim_names=("pp", "replicate", "shard", "tp"),
     )
     return World(**vars(process) | dict(parallel=parallel, mesh=mesh))
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
-    """Apply tensor parallelism, recomputation, compilation and data parallelism, in this order.
+    """Apply pipeline, tensor parallelism, recomputation, compilation, data parallelism, in order.
 
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns the
     module that a training step calls: the model, whose modules now have the hooks of tensor
-    parallelism and FSDP, or DDP or ZeRO-1 around it. For evaluation, generation and checkpoints use
-    `model` itself."""
+    parallelism and FSDP, or DDP, ZeRO-1 or a Pipeline around it. For evaluation, generation and
+    checkpoints use `model` itself."""
     parallel = world.parallel
     if parallel.dtype == torch.float64:
         model.double()
     if parallel.dtype == torch.bfloat16:
         mixed_precision(model, parallel)
+    if parallel.pp > 1:
+        place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
+        cut(model, *place)
+        if splits_backward(parallel.schedule):
+            make_deferrable(model)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"])
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
         offload_activations(model, world.device)
+    stages = stages_of(model, *place) if parallel.pp > 1 else [model]
     if parallel.uses_fsdp:  # on meta, so that no rank ever holds the whole model
-        parallel.strategy.apply(model, world)
+        for stage in stages:
+            parallel.strategy.apply(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
+    if parallel.pp > 1:
+        sync = partial(gradient_sync, parallel)
+        return Pipeline(model, stages, world.mesh, parallel.schedule, parallel.dtype, sync)
     if parallel.uses_fsdp or world.size == 1:
         return model
     return parallel.strategy.apply(model, world)
@@ -361,7 +375,7 @@ STRATEGIES = {
 
 
 @contextlib.contextmanager
-def gradient_sync(runner: nn.Module, parallel: ParallelConfig, last: bool) -> Iterator[None]:
+def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
     """Wrap forward and backward of a microbatch: only the `last` one of a step communicates
     gradients (labs/accumulate.py). Until then they accumulate on the rank, except with
     reshard = all."""
@@ -472,20 +486,3 @@ def _selective_context():
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-# ------------------------------------------------------------------------------- gradient norm
-
-
-def local_squared_norm(gradients: list[Tensor], world: World) -> Tensor:
-    """Return this rank's contribution to the squared gradient norm: the sum over all ranks is the
-    squared norm. A gradient that n ranks hold alike is weighted by 1/n."""
-    by_copies = {}
-    for gradient in gradients:
-        copies = world.size
-        if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            copies = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
-        by_copies.setdefault(copies, []).append(to_local(gradient))
-    norms = ((n, torch.nn.utils.get_total_norm(group)) for n, group in by_copies.items())
-    return sum(norm.double() ** 2 / n for n, norm in norms)

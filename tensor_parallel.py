@@ -181,7 +181,8 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     # The embedding's output is an AsyncCollectiveTensor, which still waits for its reduce-scatter.
     # A clone is a plain tensor: block 0 then gets the same type as the other blocks, and one
     # compiled graph serves all of them.
-    model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
+    if model.tok_embeddings:
+        model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 
 
 def _make_contiguous(module: nn.Module, inputs: tuple) -> tuple | None:

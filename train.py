@@ -36,7 +36,6 @@ from parallel import (
     World,
     all_gather_updates,
     gradient_sync,
-    local_squared_norm,
     optimizer_parameters,
     parallelize,
     unsharded,
@@ -44,6 +43,7 @@ from parallel import (
 )
 from perf.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
 from perf.cost import describe_traffic, mask_width, predict_traffic, prediction_caveat
+from pipeline import Pipeline
 from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
 from plumbing.check_model import check_documents, check_tensor_parallel, loss_caveat
@@ -54,9 +54,10 @@ from plumbing.checks import (
     choose_tokenizer,
     requested_parallel,
 )
-from plumbing.flags import Parser, add_pretraining_flags
+from plumbing.flags import add_pretraining_flags
+from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import assign_shard, local_squared_norm, to_local
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -139,11 +140,13 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
 
     `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
     the communication of forward and backward. Returns the sum of the losses, a float64 scalar that
-    has not left the device."""
+    has not left the device; in a pipeline, that of the last stage."""
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.microbatches(microbatch)
+    if isinstance(runner, Pipeline):
+        return runner.accumulate(microbatches)
     for i, part in enumerate(microbatches):
-        with gradient_sync(runner, world.parallel, last=i == len(microbatches) - 1):
+        with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
             microbatch_loss.backward()
         loss += microbatch_loss.detach()
@@ -167,30 +170,31 @@ def update(
     (labs/mean.py).
     `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    gradients = []
+    parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             if parameter.grad is None:
                 raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
-            gradients.append(parameter.grad)
+            parameters.append(parameter)
     rows = world.all_gather_scalars(
         [
             loss,
             (batch.targets != IGNORE).sum(),
             batch.text_bytes,
-            local_squared_norm(gradients, world),
+            local_squared_norm(parameters, world.size),
             bool(stop),
         ]
     )
     sums = rows.sum(0)
     sums[:3] /= world.parallel.tp  # ranks along tp have the same loss and the same targets
+    sums[1:3] /= world.parallel.pp  # those along pp the same targets; the last stage has the loss
 
     # Data parallelism has averaged over data_size ranks what should be summed.
     scale = world.data_size / sums[1]
     norm = sums[3].sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
-    shards = [to_local(gradient) for gradient in gradients]
+    shards = [to_local(parameter.grad) for parameter in parameters]
     torch._foreach_mul_(shards, scale.to(shards[0]))
 
     # The only point where the host waits for the device: what is not finite must not be used.
@@ -234,6 +238,7 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
     total = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0) / world.parallel.tp
+    total[1:] /= world.parallel.pp
     loss, tokens, text_bytes = total.tolist()
     return Totals(loss, round(tokens), round(text_bytes))
 

@@ -34,9 +34,10 @@ def check_parallel(
             f"--tp {tp} cannot shard {config.n_kv_heads} key/value heads and a feed-forward width "
             f"of {config.ffn_dim} evenly: --tp must divide {shareable}"
         )
-    data_ranks, rest = divmod(process.size, tp)
+    data_ranks, rest = divmod(process.size, tp * requested.pp)
     if rest:
-        raise UserError(f"{process.size} processes are no multiple of --tp {tp}")
+        pp = f" x --pp {requested.pp}" if requested.pp > 1 else ""
+        raise UserError(f"{process.size} processes are no multiple of --tp {tp}{pp}")
     if strategy and tp > 1 and not strategy.with_tp:
         raise UserError(f"--dp {dp} does not combine with --tp: use --dp fsdp --reshard none")
     if requested.offload and not (strategy and strategy.uses_fsdp):
@@ -98,7 +99,7 @@ def choose_parallel(
         preferred, smallest = "weights", "all"
     candidates = [requested.dp]
     if requested.dp == "auto":
-        data_ranks = process.size // requested.tp
+        data_ranks = process.size // (requested.tp * requested.pp)
         in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
         candidates = [
             name
@@ -212,7 +213,7 @@ def with_mesh_sizes(
 ) -> ParallelConfig:
     """Return a configuration with the sizes of replicate and shard that its strategy and its tp
     give on `size` processes. `shard`: the value of --shard, if given."""
-    data_ranks = size // parallel.tp
+    data_ranks = size // (parallel.tp * parallel.pp)
     in_node = shard or data_ranks_in_node(data_ranks, parallel.tp, per_node)
     shard = STRATEGIES[parallel.dp].shard_size(data_ranks, in_node)
     return replace(parallel, replicate=data_ranks // shard, shard=shard)

@@ -103,11 +103,12 @@ def world_of(name: str, base: World) -> World:
     """Return the processes in the mesh of a contestant."""
     parallel, dim_names = configure(name, base), base.mesh.mesh_dim_names
     if name == "one":
-        ranks = torch.zeros(1, 1, 1, dtype=torch.int)
+        ranks = torch.zeros(1, 1, 1, 1, dtype=torch.int)
         mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
         return replace(base, size=1, parallel=parallel, mesh=mesh, group=dist.new_group([0]))
     if name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
-        ranks = torch.arange(base.size).view(parallel.shard, parallel.replicate, 1).transpose(0, 1)
+        ranks = torch.arange(base.size).view(1, parallel.shard, parallel.replicate, 1)
+        ranks = ranks.transpose(1, 2)
         mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
         return replace(base, parallel=parallel, mesh=mesh)
     return with_mesh(base, parallel)

@@ -29,7 +29,8 @@ from perf.devices import peak_flops
 from perf.limit import bare_products, flatllama_step, transformers_step
 from perf.measure import build_on_meta, quartiles, random_batch, time_interleaved
 from perf.step import Training, count_step, parts_of_step, plain_step, time_variants
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from plumbing.shards import assign_shard
 from train import make_optimizer, train_step, zero_gradients

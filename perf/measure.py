@@ -41,7 +41,8 @@ from parallel import (
 )
 from perf.cost import Traffic
 from plumbing.allocate import allocate
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients

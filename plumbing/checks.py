@@ -12,7 +12,8 @@ from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig, World
 from perf.choose import check_parallel
-from plumbing.flags import MODEL_SIZES, Given
+from plumbing.flags import MODEL_SIZES
+from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from plumbing.shards import to_local
 from plumbing.tokenizer import DEFAULT_TOKENIZER
@@ -113,12 +114,14 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     other files on a second node or weights drawn differently. Compares their norms."""
     norm = torch.nn.utils.get_total_norm([to_local(p) for p in model.parameters()])
     parallel = world.parallel
-    norms = world.all_gather_scalars([norm]).view(parallel.replicate, parallel.shard * parallel.tp)
-    different = ((norms - norms[0]).abs() > 1e-6 * norms[0]).nonzero().tolist()
+    of_replica = parallel.shard * parallel.tp
+    norms = world.all_gather_scalars([norm]).view(parallel.pp, parallel.replicate, of_replica)
+    different = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).nonzero().tolist()
     if different:
-        replica, place = different[0]
-        rank = replica * parallel.shard * parallel.tp + place
+        stage, replica, place = different[0]
+        first = stage * parallel.replicate * of_replica + place
         raise UserError(
-            f"rank {rank} begins with other weights than rank {place}: give every node the same "
-            f"files, and draw weights from generator_for(name, seed) as Llama.init_weights does"
+            f"rank {first + replica * of_replica} begins with other weights than rank {first}: "
+            f"give every node the same files, and draw weights from generator_for(name, seed) as "
+            f"Llama.init_weights does"
         )

@@ -1,78 +1,15 @@
-"""Command-line flags: one argument parser, argument types, and the groups that scripts share."""
+"""Command-line flags: the groups that scripts share."""
 
 import argparse
-import difflib
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES
-from plumbing.processes import UserError
+from plumbing.parser import given_int, nonnegative_float, nonnegative_int, positive_int
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError: one line once, not a usage page from every rank."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message}; see --help")
-
-    @classmethod
-    def defaults(cls, add_flags: Callable[["Parser"], None], **given) -> argparse.Namespace:
-        """Return the defaults of the flags that a function adds, and the `given` values."""
-        parser = cls()
-        add_flags(parser)
-        parser.set_defaults(**given)
-        return parser.parse_args([])
-
-    def parse_known_args(self, args=None, namespace=None):
-        """Raise UserError for unknown flags; the message suggests a similar one."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            similar = difflib.get_close_matches(flag, self._option_string_actions, 1)
-            hint = f": did you mean {similar[0]}?" if similar else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return namespace, unknown
-
-
-def positive_int(text: str) -> int:
-    """Argument type: an integer of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got '{text}'")
-    return int(text)
-
-
-def nonnegative_int(text: str) -> int:
-    """Argument type: an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got '{text}'")
-    return int(text)
-
-
-class Given(int):
-    """An integer that was typed on the command line, where a default is a plain int."""
-
-
-def given_int(text: str) -> Given:
-    """Argument type: nonnegative_int as Given."""
-    return Given(nonnegative_int(text))
-
-
-def nonnegative_float(text: str) -> float:
-    """Argument type: a finite number of at least 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got '{text}'")
-    return number
-
 
 # fmt: off
 

@@ -1,5 +1,8 @@
 """The part of a tensor that this rank holds."""
 
+import math
+
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,3 +31,19 @@ def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tenso
     empty on the last ranks if the dimension is too short."""
     chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+
+
+def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
+    """Return this rank's contribution to the squared norm of gradients: the sum over all ranks is
+    the squared norm. A gradient that n ranks hold alike is weighted by 1/n: a plain tensor is held
+    by all `ranks`; `copies` of a parameter are those in several stages of a pipeline."""
+    by_copies = {}
+    for parameter in parameters:
+        gradient, copies = parameter.grad, ranks
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            copies = math.prod(mesh.size(i) for i, p in enumerate(placements) if p.is_replicate())
+        copies *= getattr(parameter, "copies", 1)
+        by_copies.setdefault(copies, []).append(to_local(gradient))
+    norms = ((n, torch.nn.utils.get_total_norm(group)) for n, group in by_copies.items())
+    return sum(norm.double() ** 2 / n for n, norm in norms)

@@ -13,7 +13,8 @@ import checkpoint
 from model import Llama
 from plumbing import adamw
 from plumbing.adamw import BFloat16AdamW
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.tokenizer import load_tokenizer
 from train import make_optimizer

@@ -15,7 +15,8 @@ import checkpoint
 from model import Llama, LlamaConfig
 from parallel import optimizer_parameters
 from plumbing.checkpoint_files import CHECKSUMS, checksums
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import warn_about_changed_flags
 from plumbing.tokenizer import load_tokenizer, train_tokenizer

@@ -21,7 +21,8 @@ from perf.choose import (
 )
 from perf.cost import predict_memory, predict_traffic, prediction_caveat, sent_bytes
 from perf.measure import Live, build_on_meta, emulate, state_tensors
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from train import accumulate, make_optimizer
 

@@ -30,7 +30,8 @@ from perf.cost import predict_memory
 from perf.measure import Counted, build_on_meta, make_step, random_batch
 from perf.step import silenced
 from plumbing.check_model import check_documents
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from plumbing.tokenizer import load_tokenizer

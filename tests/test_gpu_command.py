@@ -9,7 +9,7 @@ from conftest import launch, refused, succeed
 from perf import gpu
 from perf.gpu_parts import PARTS, Case
 from perf.gpu_report import markdown_section, replace_section
-from plumbing.flags import Parser
+from plumbing.parser import Parser
 
 
 def rehearse(file, *more) -> str:

@@ -15,8 +15,9 @@ from lora import TARGETS, LoRA, LoRALinear, adapters, add_adapters, init_adapter
 from model import Llama, LlamaConfig
 from parallel import recompute_and_compile
 from plumbing import formats
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
 from plumbing.formats import save_hf
+from plumbing.parser import Parser
 from plumbing.peft_files import (
     PEFT_FILES,
     gather_adapters,

@@ -15,7 +15,8 @@ from perf.cost import predict_memory
 from perf.measure import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
 from train import make_optimizer, train_step
 

@@ -14,7 +14,8 @@ from conftest import by_torchrun, launch, metrics, slow, succeed
 from checkpoint import load_pretrained
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.tokenizer import load_tokenizer
 from train import learning_rate, make_optimizer
 

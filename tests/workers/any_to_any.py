@@ -17,7 +17,8 @@ import checkpoint
 from data import Batch
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard
 from plumbing.tokenizer import load_tokenizer

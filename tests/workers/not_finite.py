@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from data import Batch
 from model import Llama, LlamaConfig
 from parallel import parallelize, with_mesh
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed, run
 from train import make_optimizer, train_step
 

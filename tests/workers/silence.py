@@ -17,7 +17,8 @@ from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.measure import build_on_meta
 from perf.step import Training, plain_step, silenced, silenced_pass
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from train import make_optimizer

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -23,7 +24,8 @@ from model import IGNORE, Llama, LlamaConfig, generate
 from parallel import ParallelConfig, optimizer_parameters, parallelize, unsharded, with_mesh
 from perf.cost import predict_traffic
 from perf.measure import Counted
-from plumbing.flags import Parser, add_optimizer_flags
+from plumbing.flags import add_optimizer_flags
+from plumbing.parser import Parser
 from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
 from plumbing.records import describe_mesh
@@ -47,6 +49,15 @@ def batch_of(packed: bool) -> Batch:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def of_all_stages(values: dict) -> dict:
+    """Merge what ranks have under different names: each stage of a pipeline has its own layers."""
+    if not dist.is_initialized():
+        return values
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def profiled_attentions(profile: torch.profiler.profile) -> int:
@@ -119,9 +130,9 @@ def train(process, case: dict) -> dict:
         "sampling": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
         "saving": sum(nbytes for _, nbytes in saving.sent.values()),
         "adapters": gathered,
-        "gradients": gradients,
-        "first": first,
-        "last": {name: whole(p) for name, p in model.named_parameters()},
+        "gradients": of_all_stages(gradients),
+        "first": of_all_stages(first),
+        "last": of_all_stages({name: whole(p) for name, p in model.named_parameters()}),
         "sent": None if compiled else measure.sent,
         "predicted": predicted,
         "mesh": describe_mesh(world),

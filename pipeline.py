@@ -1,0 +1,408 @@
+r"""Pipeline parallelism: each rank has some of the layers, and microbatches pass through the ranks.
+
+    python pipeline.py --stages 4 --microbatches 8 --schedule 1f1b              a schedule, drawn
+    torchrun --nproc-per-node 4 train.py --pp 4 --microbatch 1 --out out/pp     trains by it
+
+A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
+backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
+keep all ranks busy, a batch is cut into microbatches. A *schedule* says in which order each rank
+computes them. It is text, a line for each rank; perf/timeline.py checks, times and draws it:
+
+    F0 F1 B0 F2 B1 B2      F2 is the forward of microbatch 2, B2 its backward
+    F0@0 F0@2 B0@2 B0@0    @2: at stage 2, where a rank has several stages
+    F0 B0 F1 W0 B1 W1      B computes the gradient of the input alone, W those of the weights
+
+Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
+B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
+Communication, of the ranks of a pipeline together, a step: 2 m (v p - 1) messages of B T D w bytes.
+With tied embeddings the first and the last rank also exchange gradients of V D g bytes.
+Use across nodes, where FSDP's all-gathers would take longer than these messages, with many more
+microbatches than stages. Avoid when the model fits otherwise: ranks wait (p - 1) / (m + p - 1) of
+the time.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from model import KVCache, Llama
+from perf.timeline import (
+    Action,
+    Schedule,
+    bubble,
+    check_schedule,
+    draw_svg,
+    draw_text,
+    held,
+    read_schedule,
+)
+from plumbing.processes import UserError, run
+from plumbing.shards import chunk_of, to_local
+from plumbing.split_backward import deferred
+
+# -------------------------------------------------------------------------------------- schedules
+
+
+def gpipe(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965). Holds m microbatches.
+
+    rank 0 F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+    rank 1 .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .
+    """
+    return [f"F{i}" for i in range(m)] + [f"B{i}" for i in range(m)]
+
+
+def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """Backwards as soon as possible, one after each forward (Narayanan et al. 2019, PipeDream).
+    The bubble is GPipe's, but a rank holds min(m, p - rank) microbatches.
+
+        rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+        rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
+    """
+    forwards, backwards = [f"F{i}" for i in range(m)], [f"B{i}" for i in range(m)]
+    return alternate(forwards, backwards, first=min(m, p - 1 - rank))
+
+
+def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
+    """1F1B with v stages on a rank: p microbatches pass through its first stage, then through its
+    second, and so on (Narayanan et al. 2021, arXiv:2104.04473). The bubble is v times shorter, and
+    v times as much is sent. m must be a multiple of p. Holds min(m v, 2 (p - 1 - rank) + (v - 1) p
+    + 1) microbatches, each of one stage.
+
+        rank 0 F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B0@2 .    B1@2 B1@2 B0@0 B0@0 B1@0 B1@0
+        rank 1 .    F0@1 F1@1 F0@3 B0@3 B0@3 F1@3 B1@3 B1@3 B0@1 B0@1 B1@1 B1@1 .    .
+    """
+    if m % p:
+        raise UserError(f"interleaved takes a multiple of {p} microbatches, not {m}")
+    turns = [(first + i, c) for first in range(0, m, p) for c in range(v) for i in range(p)]
+    forwards = [f"F{i}@{c * p + rank}" for i, c in turns]
+    backwards = [f"B{i}@{(v - 1 - c) * p + rank}" for i, c in turns]
+    return alternate(forwards, backwards, first=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
+
+
+def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """1F1B that splits backward: the rank before waits for B alone, and W fills the waiting (Qi et
+    al. 2023, arXiv:2401.10241, ZB-H1). Rank r puts off W by r backwards. The bubble is a third of
+    1F1B's, and every rank holds min(m, p) microbatches, until their W.
+
+        rank 0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+        rank 1 .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    """
+    order, backwards = [], 0
+    for action in one_f_one_b(rank, p, m):
+        order.append(action)
+        if action.startswith("B"):
+            backwards += 1
+            order += [f"W{backwards - 1 - rank}"] * (backwards > rank)
+    return order + [f"W{i}" for i in range(max(0, m - rank), m)]
+
+
+def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str]:
+    """Return the `first` forwards, then a forward and a backward in turn, then other backwards."""
+    turns = [action for pair in zip(forwards[first:], backwards) for action in pair]
+    return forwards[:first] + turns + backwards[len(forwards) - first :]
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
+
+
+def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule by its name, or from a file with a line for each rank. Raises UserError if
+    it cannot be carried out with these numbers."""
+    if name in SCHEDULES:
+        lines = [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
+    elif Path(name).is_file():
+        lines = [line.partition("#")[0] for line in Path(name).read_text().splitlines()]
+        lines = [line for line in lines if line.strip()]
+    else:
+        raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
+    if len(lines) != p:
+        raise UserError(f"schedule {name} has {len(lines)} lines, and {p} ranks need one each")
+    try:
+        schedule = read_schedule(lines)
+        check_schedule(schedule, m, p * v)
+    except ValueError as error:
+        raise UserError(f"schedule {name}: {error}")
+    return schedule
+
+
+def splits_backward(name: str) -> bool:
+    """Return whether a schedule has W, by its name or in its file."""
+    return name == "zero-bubble" or (name not in SCHEDULES and "W" in Path(name).read_text())
+
+
+# ----------------------------------------------------------------------------------------- stages
+
+
+def layers_of(stage: int, stages: int, n_layers: int) -> range:
+    """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
+    each, more = divmod(n_layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def cut(model: Llama, rank: int, p: int, v: int) -> None:
+    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model.
+
+    With tied embeddings, the last rank keeps the embedding too, as its output."""
+    stages = p * v
+    own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
+    for name in model.layers.keys() - own:
+        del model.layers[name]
+    is_last = rank == p - 1
+    if rank > 0 and not (is_last and model.config.tie_embeddings):
+        model.tok_embeddings = None
+    if not is_last:
+        model.norm = model.output = None
+
+
+def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
+    """Return a rank's stages as modules of their own, which share the parts of `model`."""
+    stages, made = p * v, []
+    for s in range(rank, stages, p):
+        with torch.device("meta"):
+            stage = Llama(replace(model.config, n_layers=0))
+        own = layers_of(s, stages, model.config.n_layers)
+        stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
+        stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
+        stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
+        stage.config, stage.loss = model.config, model.loss
+        made.append(stage)
+    return made
+
+
+# ----------------------------------------------------------------------------------------- runner
+
+
+class Pipeline(nn.Module):
+    """One rank of a pipeline, which computes the steps of training by a schedule.
+
+    After each tick of the schedule, every rank posts in one batch what it sends and receives. It
+    waits for a batch only before an action that needs it. Ranks post their batches in one order, so
+    none waits for a rank that waits for it: be messages matched in pairs (gloo) or queued (NCCL).
+
+    torch.distributed.pipelining has the same schedules. But with FSDP its zero-bubble schedules
+    lose gradients without an error, and its 1F1B refuses fewer microbatches than stages.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        stages: list[Llama],
+        mesh: DeviceMesh,
+        schedule: str,
+        dtype: torch.dtype,
+        gradient_sync: Callable[[Llama, bool], contextlib.AbstractContextManager],
+    ):
+        """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `mesh` has
+        dimensions pp and tp; `dtype` is that of the residual stream. gradient_sync(stage, last) is
+        a context for a backward, which communicates gradients if it is the last of a step."""
+        super().__init__()
+        self.schedule, self.dtype, self.gradient_sync = schedule, dtype, gradient_sync
+        self.group, self.tp = mesh.get_group("pp"), mesh["tp"]
+        self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
+        self.last = self.p * len(stages) - 1  # the last stage of all
+        ends = model.config.tie_embeddings and self.rank in (0, self.p - 1)
+        self.tied = ends and model.tok_embeddings.weight.requires_grad
+        self.model = model
+        if self.tied:
+            model.tok_embeddings.weight.copies = 2  # each counts half in the gradient norm
+        self.products: dict[tuple, list[Callable]] = {}  # what W of a microbatch and stage computes
+        model.forward = self.forward  # for evaluation and generation
+        self.ticks = functools.cache(self.make_ticks)
+        dist.barrier(self.group)  # NCCL wants all ranks in the first call of a group
+
+    def make_ticks(self, m: int) -> list[dict[int, Action]]:
+        """Return for each tick in which an action ends: rank -> action."""
+        schedule = make_schedule(self.schedule, self.p, m, len(self.stages))
+        ticks: dict[float, dict[int, Action]] = {}
+        for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
+            for span in spans:
+                ticks.setdefault(span.end, {})[rank] = span.action
+        return [ticks[end] for end in sorted(ticks)]
+
+    def accumulate(self, microbatches: list) -> Tensor:
+        """Run forward and backward of all microbatches, Batches of data.py; gradients add up. All
+        ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
+        with the last stage, 0 on the others."""
+        ticks = self.ticks(len(microbatches))
+        self.microbatches, self.inbox, self.kept = microbatches, {}, {}
+        self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+        self.left = dict.fromkeys(self.stages, len(microbatches))  # microbatches to finish
+        self.splits = any(action.kind == "W" for tick in ticks for action in tick.values())
+        batches = []
+        for tick in ticks:
+            result = self.compute(tick[self.rank]) if self.rank in tick else None
+            batches.append(self.exchange(tick, result))
+        for messages in batches:
+            wait(messages)
+        if self.tied:
+            self.sum_tied_gradients()
+        return self.loss
+
+    def compute(self, action: Action) -> Tensor | None:
+        """Run an action; return what the next stage, or the one before, waits for."""
+        kind, i, stage = action
+        part, module = self.microbatches[i], self.stages[stage]
+        if kind == "F":
+            x = part.tokens if stage == 0 else self.take(action).requires_grad_()
+            y = module(
+                self.as_stream(x, part.tokens),
+                part.targets if stage == self.last else None,
+                part.positions,
+                documents=part.documents,
+            )
+            if stage == self.last:
+                self.loss += y.detach()
+            self.kept[i, stage] = x, y
+            return to_local(y).detach()
+        if kind == "B" and self.splits:
+            x, y = self.kept[i, stage]
+            with self.sync(module, False), deferred(self.products, (i, stage)):
+                to_local(y).backward(None if stage == self.last else self.take(action))
+            return x.grad
+        x, y = self.kept.pop((i, stage))
+        self.left[stage] -= 1
+        with self.sync(module, self.left[stage] == 0):
+            if kind == "B":
+                to_local(y).backward(None if stage == self.last else self.take(action))
+            else:
+                for add_gradient in self.products.pop((i, stage)):
+                    add_gradient()
+                # A backward from y to itself computes nothing. But FSDP has a hook at y, and then
+                # takes the new gradients as at the end of any backward.
+                torch.autograd.grad(y, y, torch.zeros_like(y))
+        return x.grad
+
+    @contextlib.contextmanager
+    def sync(self, module: Llama, is_last: bool) -> Iterator[None]:
+        """Wrap a backward of a stage: the last one of a step communicates gradients. Until then
+        FSDP keeps embedding and output unsharded, since other microbatches need them."""
+        with self.gradient_sync(module, is_last):
+            module.set_reshard_after_backward(is_last, recurse=False)
+            yield
+
+    def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
+        """Send this rank's result of a tick, and receive what others computed for it."""
+        operations, received = [], {}
+        for source, (kind, i, stage) in sorted(tick.items()):
+            stage += {"F": 1, "B": -1, "W": self.last + 1}[kind]
+            if not 0 <= stage <= self.last:
+                continue
+            if source == self.rank:
+                send = partial(dist.P2POp, dist.isend, result.contiguous())
+                operations.append(send(group=self.group, group_peer=stage % self.p))
+            elif stage % self.p == self.rank:
+                buffer = self.empty_stream(self.microbatches[i].tokens)
+                receive = partial(dist.P2POp, dist.irecv, buffer)
+                operations.append(receive(group=self.group, group_peer=source))
+                received[Action(kind, i, stage)] = buffer
+        messages = dist.batch_isend_irecv(operations) if operations else []
+        self.inbox |= {action: (buffer, messages) for action, buffer in received.items()}
+        return messages
+
+    def take(self, action: Action) -> Tensor:
+        """Return what another rank sent for an action, once it is there."""
+        tensor, messages = self.inbox.pop(action)
+        wait(messages)
+        return tensor
+
+    def empty_stream(self, tokens: Tensor) -> Tensor:
+        """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
+        own = chunk_of(tokens, self.tp, 0, dim=1)
+        return own.new_empty(*own.shape, self.model.config.dim, dtype=self.dtype)
+
+    def as_stream(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return x as blocks take it: under tensor parallelism, a DTensor sharded by tokens."""
+        if self.tp.size() == 1 or x is tokens:
+            return x
+        B, T, D = *tokens.shape, x.shape[2]
+        shape, stride = torch.Size((B, T, D)), (T * D, D, 1)
+        return DTensor.from_local(x, self.tp, [Shard(1)], shape=shape, stride=stride)
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Add the gradients of the embedding, on the first rank, and of the output, on the last."""
+        own = to_local(self.model.tok_embeddings.weight.grad)
+        other, peer = torch.empty_like(own), self.p - 1 - self.rank
+        send = dist.P2POp(dist.isend, own.contiguous(), group=self.group, group_peer=peer)
+        receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
+        wait(dist.batch_isend_irecv([send, receive]))
+        own += other
+
+    @torch.no_grad()
+    def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
+        """Compute what the whole model would, stage by stage, without overlap: for evaluation and
+        generation. All ranks have the logits; the rank with the last stage has the loss, the others
+        0."""
+        caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
+        x = tokens
+        for stage in range(self.last + 1):
+            here, there = stage % self.p, (stage + 1) % self.p
+            if here == self.rank:
+                given = self.as_stream(x, tokens), targets if stage == self.last else None
+                x = self.stages[stage](*given, positions, caches and caches[stage], documents)
+                if stage < self.last:
+                    dist.send(to_local(x).contiguous(), group=self.group, group_dst=there)
+            elif there == self.rank and stage < self.last:
+                x = self.empty_stream(tokens)
+                dist.recv(x, group=self.group, group_src=here)
+        is_last = self.last in self.stages
+        if targets is not None:
+            return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)
+        if not is_last:
+            T = tokens.shape[1] if cache is None else 1
+            shape = len(tokens), T, self.model.config.vocab_size
+            x = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+        x = x.contiguous()
+        dist.broadcast(x, group=self.group, group_src=self.p - 1)
+        return x
+
+
+def wait(messages: list[dist.Work]) -> None:
+    """Wait for messages, once for each: gloo would wait for another message the second time."""
+    while messages:
+        messages.pop().wait()
+
+
+def main() -> None:
+    from plumbing.parser import Parser, positive_int
+
+    parser = Parser(description="Draw a schedule.")
+    parser.add_argument("--stages", type=positive_int, default=4, help="stages (default: 4)")
+    parser.add_argument("--microbatches", type=positive_int, default=8, help="(default: 8)")
+    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or a file")
+    parser.add_argument("--stages-per-rank", type=positive_int, help="(default: 1; interleaved: 2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it there, too")
+    args = parser.parse_args()
+    v = args.stages_per_rank or (2 if args.schedule == "interleaved" else 1)
+    p, rest = divmod(args.stages, v)
+    if rest:
+        raise UserError(f"--stages {args.stages} is no multiple of --stages-per-rank {v}")
+    schedule = make_schedule(args.schedule, p, args.microbatches, v)
+    timeline = check_schedule(schedule, args.microbatches, args.stages)
+    print(draw_text(timeline))
+    most = ", ".join(str(held(order)) for order in schedule)
+    waits = f"{bubble(timeline):.1%} of the time is waiting, if backward takes twice a forward"
+    print(f"{waits}; ranks hold {most} microbatches" + " of a stage each" * (v > 1))
+    if args.plot:
+        args.plot.write_text(draw_svg(timeline, f"{args.schedule}: {waits}"))
+
+
+if __name__ == "__main__":
+    run(main)
