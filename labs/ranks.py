@@ -59,7 +59,7 @@ class Call:
     """A call of torch.distributed."""
 
     name: str
-    shape: list[int] | None  # of the first tensor
+    shape: list[int] | None  # of the first tensor; of new_group, its ranks
     line: int | None  # of the student's file
 
 
@@ -81,9 +81,11 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
             return Ended(hangs=True, returned=returned, calls=calls)
         if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
-        results = [torch.load(directory / f"result-{rank}", weights_only=False)
-                   for rank in range(size)]  # fmt: skip
-        return Ended(results, calls=calls)
+        paths = [directory / f"result-{rank}" for rank in range(size)]
+        for rank, path in enumerate(paths):
+            if not path.exists():
+                return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
+        return Ended([torch.load(path, weights_only=False) for path in paths], calls=calls)
 
 
 def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
@@ -130,7 +132,7 @@ def _show_output(directory: Path) -> None:
 
 
 def _watch(parent: int, directory: Path, rank: int) -> None:
-    """Note every moment how long this rank has computed. End it when the process that started it
+    """Note now and then how long this rank has computed. End it when the process that started it
     has ended, even if it waits in a call."""
     while os.getppid() == parent:
         with contextlib.suppress(OSError):  # the directory is gone when all is over
@@ -158,9 +160,10 @@ def _wait(processes: set[int], directory: Path) -> bool:
             seen = notes, seconds
         elif seconds > seen[1] + 0.05 * (now - computed):
             computed, seen = now, (notes, seconds)
-        # Others can still tell of the same error.
-        patience = 0.2 if has_failed else PATIENCE
-        if running and (now - computed > patience or now - called > LONGEST):
+        hangs = now - computed > PATIENCE or now - called > LONGEST
+        if has_failed:  # others have a moment to tell of the same error
+            hangs = now - called > 0.2
+        if running and hangs:
             for process in running:
                 os.kill(process, signal.SIGKILL)
             for process in running:
@@ -183,6 +186,8 @@ def noted_calls(notes, student: Path) -> Iterator[None]:
             tensors = (a for value in (*args, *kwargs.values())
                        for a in (value if isinstance(value, list) else [value]))  # fmt: skip
             shape = next((list(t.shape) for t in tensors if isinstance(t, torch.Tensor)), None)
+            if name == "new_group":
+                shape = sorted(kwargs.get("ranks", args[0] if args else None) or [])
             print(json.dumps([name, shape, frame and frame.f_lineno]), file=notes)
             return originals[name](*args, **kwargs)
 

@@ -112,7 +112,9 @@ def check(lab: str, size: int, seed: int, path: Path) -> tuple[bool, str]:
         )
         return False, "\n".join(lines)
     passed = False
-    if ended.hangs:
+    if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
+        lines += wrapped(differing)
+    elif ended.hangs:
         lines += explain_hang(ended)
     elif ended.error:
         lines += explain_error(ended, source, getattr(module, "ERRORS", {}))
@@ -180,14 +182,26 @@ def first_difference(calls: list[list[Call]]) -> str:
     return ""
 
 
+def different_groups(calls: list[list[Call]]) -> str:
+    """Return which ranks made different groups where they should have made one; "" if none did."""
+    of_ranks = [[call for call in of_rank if call.name == "new_group"] for of_rank in calls]
+    for groups in zip(*of_ranks):
+        for rank, group in enumerate(groups):
+            if group.shape != groups[0].shape:
+                return (
+                    f"Every rank has to make every group, its own or not, in one order. In line "
+                    f"{group.line} rank 0 made a group of ranks {groups[0].shape}, and rank {rank} "
+                    f"one of {group.shape}."
+                )
+    return ""
+
+
 def where_they_parted(ended: Ended) -> str:
     """Return why ranks wait for ever, as far as their calls show it."""
     if not any(ended.calls):
         return "No rank has called torch.distributed: does a loop not end?"
     if parted := first_difference(ended.calls):
         return parted
-    if any(calls and calls[-1].name == "new_group" for calls in ended.calls):
-        return "They parted in new_group: every rank has to make every group, its own or not."
     shortest = min(map(len, ended.calls))
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     if len(behind) == len(ended.calls):
@@ -332,10 +346,10 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
     args = parser.parse_args()
+    if args.command == "release" and not args.lab:
+        raise UserError("release to which new directory?")
     if args.command != "list" and not args.lab:
-        what = "to which new directory?" if args.command == "release" else "which lab? One of "
-        names = "" if args.command == "release" else ", ".join(NAMES)
-        raise UserError(f"{args.command} {what}{names}")
+        raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False
     for text in COMMANDS[args.command](args):
         print(text, flush=True)

@@ -109,12 +109,25 @@ WRONG = [
         },
     ),
     dict(
-        name="a rank leaves out a collective",
+        name="rank 0 alone adds up what it reports",
         says="They parted",
         change={
-            "        dist.all_reduce(parameter.grad)": """\
-        if targets < 30:
-            dist.all_reduce(parameter.grad)"""
+            "    dist.all_reduce(totals)\n": """\
+    dist.all_reduce(totals)
+    if dist.get_rank() == 0:
+        dist.all_reduce(loss.detach())
+"""
+        },
+    ),
+    dict(
+        name="rank 0 waits for the others",
+        says="made no more, and the others wait",
+        hangs=True,
+        change={
+            "    return totals[0] / totals[1], norm": """\
+    if clip < 1 and dist.get_rank() == 0:
+        dist.barrier()
+    return totals[0] / totals[1], norm"""
         },
     ),
     dict(
