@@ -35,7 +35,9 @@ from plumbing.processes import UserError, run
 LABS = Path(__file__).resolve().parent
 ROOT = LABS.parent
 STEPS = 30
-TEXT = "--model tiny --tokenizer bytes --seq-len 128 --batch 12 --microbatch 3".split()
+TEXT = (
+    "--model tiny --tokenizer bytes --seq-len 128 --batch 12 --microbatch 3 --dtype float64".split()
+)
 # Processes, and more flags. Two nodes of two ranks are emulated for hsdp.
 RUNS = {
     "mean": (2, []),
@@ -61,7 +63,7 @@ def train_twice(lab: str, path: Path) -> Iterator[str]:
         for step in (1, 2, 5, *range(10, STEPS + 1, 5)):
             yield f"{step:>6}{project[step - 1]:>14.6f}{student[step - 1]:>18.6f}"
         apart = max(abs(a - b) / a for a, b in zip(project, student))
-        yield f"largest difference: {apart:.1e} of the loss, in float32"
+        yield f"largest difference: {apart:.1e} of the loss, in float64"
         if apart > 1e-3:
             raise UserError(f"the losses differ: see python labs/run.py check {lab}")
 
@@ -78,6 +80,7 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
             chats.write_text("\n".join(map(json.dumps, lines)))
             _launch("", "", 1, [*flags, "--steps", "1", "--eval-every", "0", "--out", str(base)])
         flags = ["--init", str(base), "--data", str(chats), "--seq-len", "128", "--batch", "12"]
+        flags += ["--dtype", "float64"]
         flags += more
     flags += ["--steps", str(STEPS), "--eval-every", "0", "--out", str(out)]
     _launch(lab, file, processes, flags)
