@@ -152,7 +152,8 @@ def _wait(processes: set[int], directory: Path) -> bool:
     while running:
         running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
         has_failed = any(directory.glob("error-*"))
-        notes = {path.name: path.stat().st_size for path in directory.glob("[!s]*")}
+        paths = [*directory.glob("calls-*"), *directory.glob("error-*")]
+        notes = {path.name: path.stat().st_size for path in paths}
         seconds = sum(float(path.read_text() or 0) for path in directory.glob("seconds-*"))
         now = time.monotonic()
         if seen is None or notes != seen[0]:
