@@ -55,7 +55,7 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from offload import offload_activations
-from pipeline import Pipeline, cut, splits_backward, stages_of
+from pipeline import Pipeline, cut, has_w, stages_of
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
 from plumbing.shards import chunk_of
@@ -158,9 +158,13 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     if parallel.dtype == torch.bfloat16:
         mixed_precision(model, parallel)
     if parallel.pp > 1:
+        if not parallel.uses_fsdp or parallel.offload or parallel.offload_activations:
+            raise UserError("--pp combines with ddp, fsdp and hsdp, and not with offloading")
+        if parallel.compile and has_w(parallel.schedule):
+            raise UserError("compiled blocks do not split their backward: --no-compile, or 1f1b")
         place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
         cut(model, *place)
-        if splits_backward(parallel.schedule):
+        if has_w(parallel.schedule):
             make_deferrable(model)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"])

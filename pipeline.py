@@ -45,6 +45,7 @@ from perf.timeline import (
     held,
     read_schedule,
 )
+from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from plumbing.shards import chunk_of, to_local
 from plumbing.split_backward import deferred
@@ -140,7 +141,7 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return schedule
 
 
-def splits_backward(name: str) -> bool:
+def has_w(name: str) -> bool:
     """Return whether a schedule has W, by its name or in its file."""
     return name == "zero-bubble" or (name not in SCHEDULES and "W" in Path(name).read_text())
 
@@ -161,6 +162,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     With tied embeddings, the last rank keeps the embedding too, as its output."""
     stages = p * v
     own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
+    parts = {"tok_embeddings", "layers", "norm", "output"}
+    for name, _ in model.named_parameters():
+        if name.split(".")[0] not in parts:
+            raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
     for name in model.layers.keys() - own:
         del model.layers[name]
     is_last = rank == p - 1
@@ -175,7 +180,7 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     stages, made = p * v, []
     for s in range(rank, stages, p):
         with torch.device("meta"):
-            stage = Llama(replace(model.config, n_layers=0))
+            stage = type(model)(replace(model.config, n_layers=0))
         own = layers_of(s, stages, model.config.n_layers)
         stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
         stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
@@ -213,6 +218,7 @@ class Pipeline(nn.Module):
         a context for a backward, which communicates gradients if it is the last of a step."""
         super().__init__()
         self.schedule, self.dtype, self.gradient_sync = schedule, dtype, gradient_sync
+        self.splits = has_w(schedule)
         self.group, self.tp = mesh.get_group("pp"), mesh["tp"]
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
@@ -244,11 +250,12 @@ class Pipeline(nn.Module):
         self.microbatches, self.inbox, self.kept = microbatches, {}, {}
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
         self.left = dict.fromkeys(self.stages, len(microbatches))  # microbatches to finish
-        self.splits = any(action.kind == "W" for tick in ticks for action in tick.values())
         batches = []
         for tick in ticks:
             result = self.compute(tick[self.rank]) if self.rank in tick else None
             batches.append(self.exchange(tick, result))
+            if len(batches) > 2 * self.p:  # long sent: this frees their tensors
+                wait(batches.pop(0))
         for messages in batches:
             wait(messages)
         if self.tied:
@@ -381,8 +388,6 @@ def wait(messages: list[dist.Work]) -> None:
 
 
 def main() -> None:
-    from plumbing.parser import Parser, positive_int
-
     parser = Parser(description="Draw a schedule.")
     parser.add_argument("--stages", type=positive_int, default=4, help="stages (default: 4)")
     parser.add_argument("--microbatches", type=positive_int, default=8, help="(default: 8)")

@@ -141,10 +141,10 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
     the communication of forward and backward. Returns the sum of the losses, a float64 scalar that
     has not left the device; in a pipeline, that of the last stage."""
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
     microbatches = batch.microbatches(microbatch)
     if isinstance(runner, Pipeline):
         return runner.accumulate(microbatches)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for i, part in enumerate(microbatches):
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
@@ -238,7 +238,7 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
     total = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0) / world.parallel.tp
-    total[1:] /= world.parallel.pp
+    total[1:] /= world.parallel.pp  # the last stage alone has the loss
     loss, tokens, text_bytes = total.tolist()
     return Totals(loss, round(tokens), round(text_bytes))
 

@@ -50,7 +50,7 @@ class Refused:
     """Stands for what is barred: calling it, or using what belongs to it, raises Barred."""
 
     def __init__(self, name: str):
-        self.__dict__["name"] = name
+        self.name = name
 
     def __call__(self, *args, **kwargs):
         raise Barred(f"{self.name} is what you are to write")

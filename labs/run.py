@@ -143,14 +143,17 @@ def show_calls(calls: list[Call], source: list[str]) -> list[str]:
 
 
 def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> list[str]:
-    """Return what an exception means. If ranks called torch.distributed differently, that is the
-    cause, and the exception, which comes from a broken connection, says nothing."""
+    """Return what an exception means. If ranks made different collectives, that comes first; an
+    exception of gloo's, which then comes from a broken connection, says nothing more."""
     error = ended.error
-    if parted := first_difference(ended.calls):
+    pairs = ("send", "recv", "isend", "irecv")  # may differ between ranks
+    parted = first_difference([[c for c in calls if c.name not in pairs] for calls in ended.calls])
+    if parted and "gloo" in error.message:
         return wrapped(parted)
     where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
     sentences = [sentence for part, sentence in known.items() if part in error.message]
     return [
+        *wrapped(parted),
         f"  rank {error.rank} failed{where}",
         *wrapped(f"{error.kind}: {error.message}"),
         *wrapped(sentences[0] if sentences else ""),

@@ -74,10 +74,9 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     return simulate(schedule, {"F": 1, "B": 1 if splits else 2, "W": 1})
 
 
-def simulate(schedule: Schedule, seconds: dict[str, float], message: float = 0.0) -> Timeline:
-    """Return when each rank computes what, if an action of each kind takes so many `seconds`, and a
-    `message` so many until another rank has the result. Raises ValueError where ranks wait for each
-    other."""
+def simulate(schedule: Schedule, seconds: dict[str, float]) -> Timeline:
+    """Return when each rank computes what, if an action of each kind takes so many `seconds`, and
+    messages none. Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
     ended: dict[Action, float] = {}
     spans: Timeline = [[] for _ in schedule]
@@ -89,8 +88,8 @@ def simulate(schedule: Schedule, seconds: dict[str, float], message: float = 0.0
                 needed = inputs_of(action, last)
                 if not all(other in ended for other in needed):
                     break
-                arrivals = (ended[o] + message * (o.stage % p != rank) for o in needed)
-                start = max([spans[rank][-1].end if spans[rank] else 0.0, *arrivals])
+                free = spans[rank][-1].end if spans[rank] else 0.0
+                start = max([free, *(ended[other] for other in needed)])
                 ended[action] = start + seconds[action.kind]
                 spans[rank].append(Span(action, start, ended[action]))
                 progress = True

@@ -110,8 +110,12 @@ def test_doing_nothing_fails(name, body, tmp_path):
     if body == "everything":  # is commented out
         path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
     out = lab("check", name, "--file", path, "--ranks", 4, code=1)
-    reason = {"pass": "returned None, and should return", "everything": "defines no function"}
-    assert reason.get(body, "no\n") in out or "returned" in out
+    says = {
+        "pass": "returned None, and should return",
+        "return 0.0, 0.0": "0 on rank 0, and " if name == "mean" else ", and should return",
+        "everything": "defines no function",
+    }
+    assert says[body] in " ".join(out.split()), out
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,10 @@ def test_doing_nothing_fails(name, body, tmp_path):
         ("assert dist.get_rank() != 1; return loss, loss", "rank 1 failed in line"),
         ("dist.get_rank() or dist.barrier(); return loss, loss", "rank 1 has"),
         ("dist.all_reduce(loss.detach().view(-1)[: dist.get_rank()])", "They parted at call 1"),
+        (
+            "(dist.send if dist.get_rank() else dist.recv)(loss, 1 - dist.get_rank()); 1 / 0",
+            "ZeroDivisionError: division by zero",
+        ),
     ],
 )
 def test_other_mistakes_are_explained(line, says, tmp_path):

@@ -42,10 +42,8 @@ WIDTHS = [50, 97] * 6 + [50]
 TOKENS = 5  # of a rank
 # Bytes that may be kept from forward to backward: input and output of each tanh, and one matrix.
 LIMIT = sum(2 * TOKENS * width * 8 for width in WIDTHS[1:]) + 97 * 50 * 8
-ERRORS = {
-    "size": "The last ranks have fewer rows, and collectives take as much of each rank: pad them.",
-    "shape": "The last ranks have fewer rows, and collectives take as much of each rank: pad them.",
-}
+UNEVEN = "The last ranks have fewer rows, and collectives take as much of each rank: pad them."
+ERRORS = {"invalid tensor size": UNEVEN, "outputShape": UNEVEN}
 
 
 def matrices(seed: int) -> list[Tensor]:
