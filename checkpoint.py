@@ -25,7 +25,7 @@ import json
 import os
 import shutil
 import sys
-import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -62,6 +62,7 @@ from plumbing.fingerprint import check_computes_llama
 from plumbing.model_directories import (
     check_tokenizer,
     checkpoints,
+    describe_differences,
     find_adapter,
     find_checkpoint,
     has_weights,
@@ -146,20 +147,26 @@ class Saver:
         """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
         OUT, or if OUT has too little space for a checkpoint."""
         rank, kind = dist.get_rank(), type(self.optimizer).__name__
+        weights = adapters(self.model) if self.lora else _weights(self.model)
         is_new = not self.optimizer.state
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
         if not state and rank == 0:
             print(f"warning: {kind} has no state, so checkpoints hold none", file=sys.stderr)
-        names = zlib.crc32(" ".join(state).encode())
-        if len(set(self._on_every_rank(lambda: names))) > 1:
+        mine = [{name: t.nbytes for name, t in named.items()} for named in (weights, state)]
+        of_ranks = self._on_every_rank(lambda: mine)
+        names = {(" ".join(weights), " ".join(state)) for weights, state in of_ranks}
+        if len({weights for weights, _ in names}) < len(names):
             raise UserError(
-                f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
-                f"DTensors, of which each rank holds a shard"
+                f"{kind} cannot be saved: ranks with the same weights hold the state of different "
+                f"parameters; keep it as DTensors, of which each rank holds a shard"
             )
-        weights = adapters(self.model) if self.lora else _weights(self.model)
-        size = sum(tensor.nbytes for tensor in (*state.values(), *weights.values()))
+        size, self.holders = 0, defaultdict(list)  # name -> ranks that hold it
+        for holder, sizes in enumerate(weights | state for weights, state in of_ranks):
+            size += sum(sizes[name] for name in sizes.keys() - self.holders)
+            for name in sizes:
+                self.holders[name].append(holder)
         probe = self.out / ".step-probe"
         try:
             self._on_every_rank(lambda: rank == 0 and probe.mkdir(parents=True, exist_ok=True))
@@ -182,10 +189,13 @@ class Saver:
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        tensors = {"optimizer": _written_by_this_rank(optimizer_state(self.optimizer))}
-        factors = gather_adapters(self.model) if self.lora else {}
+        tensors = {"optimizer": self._written_by_this_rank(optimizer_state(self.optimizer))}
+        factors = {}
+        if self.lora:
+            first = {ranks[0] for ranks in self.holders.values()}
+            factors = gather_adapters(self.model, sorted(first), self.group)
         if not self.lora:
-            tensors["weights"] = _written_by_this_rank(_weights(self.model))
+            tensors["weights"] = self._written_by_this_rank(_weights(self.model))
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
@@ -193,6 +203,16 @@ class Saver:
         else:
             self._write(step, tensors, factors)
         return self.out / f"step-{step:08d}"
+
+    def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes: all DTensors, of which it writes its shards,
+        and a share of the other tensors, which are equal on all ranks that hold them."""
+        written = {}
+        for i, (name, tensor) in enumerate(tensors.items()):
+            holders = self.holders[name]
+            if isinstance(tensor, DTensor) or holders[i % len(holders)] == dist.get_rank():
+                written[name] = tensor
+        return written
 
     def wait(self) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed."""
@@ -268,19 +288,8 @@ def _weights(model: Llama) -> dict[str, Tensor]:
     """Return a model's weights by name, without adapters, sharing its memory."""
     tensors = {name: t for name, t in model.state_dict().items() if ".lora_" not in name}
     if model.config.tie_embeddings:
-        del tensors["output.weight"]
+        tensors.pop("output.weight", None)  # of a pipeline's ranks, the last alone has it
     return tensors
-
-
-def _written_by_this_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that this rank writes: all DTensors, of which it writes its shards, and a
-    share of the other tensors, which are equal on all ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return {
-        name: tensor
-        for i, (name, tensor) in enumerate(tensors.items())
-        if isinstance(tensor, DTensor) or i % size == rank
-    }
 
 
 def complete(
@@ -363,8 +372,8 @@ def load_weights(directory: Path, model: Llama) -> None:
         load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
-    for name, weight in stored.items():
-        assign_shard(model.get_parameter(name), weight.read())
+    for name, parameter in _weights(model).items():
+        assign_shard(parameter, stored[name].read())
 
 
 def load_pretrained(
@@ -379,12 +388,6 @@ def load_pretrained(
     allocate(model, device)
     load_weights(directory, model)
     return model.eval()
-
-
-def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
-    """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
-    fields = zip(asdict(theirs).items(), asdict(ours).values())
-    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)
 
 
 # ---------------------------------------------------------------------- import, export and merge

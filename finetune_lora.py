@@ -19,6 +19,7 @@ Every checkpoint is an adapter in PEFT's format; --merge also writes the model w
 
 import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
+import copy
 import shlex
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         checkpoint.load_weights(args.init, model)
         init_adapters(model, args.seed, assign_shard, process.device)
 
-    return Job(model, initialize, tokenizer, train_set, val_set), examples
+    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
+    return job, examples
 
 
 def main() -> None:
@@ -98,8 +100,8 @@ def main() -> None:
     process = setup(args)
     job, examples = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    if process.size > args.tp:
-        sent = sent_by_strategy(requested_parallel(args), args, job.model, process)
+    if process.size > args.tp * args.pp:
+        sent = sent_by_strategy(requested_parallel(args), args, job.whole, process)
         print_rank_zero(f"per step, each rank would send: {sent}")
     world, runner = build(args, job, process)
 

@@ -82,6 +82,18 @@ class ParallelConfig:
     stages_per_rank: int = 1
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
 
+    def __post_init__(self):
+        """Raise UserError for what does not combine."""
+        strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
+        if strategy and self.tp * self.pp > 1 and not strategy.splits_layers:
+            raise UserError(
+                f"--dp {self.dp} does not combine with {flag}: use --dp fsdp --reshard none"
+            )
+        if self.pp > 1 and (self.offload or self.offload_activations):
+            raise UserError("--pp does not combine with offloading: give one of them")
+        if self.pp > 1 and self.compile and has_w(self.schedule):
+            raise UserError("compiled blocks cannot split backward: give --no-compile")
+
     @property
     def strategy(self) -> "Strategy":
         """The entry of STRATEGIES. DDP with tensor or pipeline parallelism runs as HSDP with shard
@@ -158,10 +170,6 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     if parallel.dtype == torch.bfloat16:
         mixed_precision(model, parallel)
     if parallel.pp > 1:
-        if not parallel.uses_fsdp or parallel.offload or parallel.offload_activations:
-            raise UserError("--pp combines with ddp, fsdp and hsdp, and not with offloading")
-        if parallel.compile and has_w(parallel.schedule):
-            raise UserError("compiled blocks do not split their backward: --no-compile, or 1f1b")
         place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
         cut(model, *place)
         if has_w(parallel.schedule):
@@ -354,7 +362,7 @@ class Strategy:
     uses_fsdp: bool = False  # parameters are DTensors, sharded while the model is still on meta
     grads_in_buckets: bool = False  # gradients are views of DDP's buckets
     automatic: bool = True  # --dp auto may choose it
-    with_tp: bool = True  # it can be combined with tensor parallelism
+    splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
         """Return the number of ranks along shard, of `data_ranks` ranks with different sequences,
@@ -371,7 +379,7 @@ STRATEGIES = {
         "rank",
         sharded={"gradients": "replicate", "optimizer": "replicate"},
         automatic=False,
-        with_tp=False,
+        splits_layers=False,
     ),
     "hsdp": Strategy(fsdp, "node", sharded=EVERYTHING, uses_fsdp=True),
     "fsdp": Strategy(fsdp, "world", sharded=EVERYTHING, uses_fsdp=True),

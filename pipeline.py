@@ -22,6 +22,7 @@ the time.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -141,9 +142,14 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     return schedule
 
 
+def default_stages(schedule: str) -> int:
+    """Return the stages of a rank where --stages-per-rank is not given."""
+    return 2 if schedule == "interleaved" else 1
+
+
 def has_w(name: str) -> bool:
     """Return whether a schedule has W, by its name or in its file."""
-    return name == "zero-bubble" or (name not in SCHEDULES and "W" in Path(name).read_text())
+    return name == "zero-bubble" or (Path(name).is_file() and "W" in Path(name).read_text())
 
 
 # ----------------------------------------------------------------------------------------- stages
@@ -173,6 +179,14 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
         model.tok_embeddings = None
     if not is_last:
         model.norm = model.output = None
+
+
+def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
+    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    part = copy.copy(model)
+    part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
+    cut(part, rank, p, v)
+    return part
 
 
 def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
@@ -395,7 +409,7 @@ def main() -> None:
     parser.add_argument("--stages-per-rank", type=positive_int, help="(default: 1; interleaved: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it there, too")
     args = parser.parse_args()
-    v = args.stages_per_rank or (2 if args.schedule == "interleaved" else 1)
+    v = args.stages_per_rank or default_stages(args.schedule)
     p, rest = divmod(args.stages, v)
     if rest:
         raise UserError(f"--stages {args.stages} is no multiple of --stages-per-rank {v}")

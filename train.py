@@ -19,6 +19,7 @@ Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to
 from plumbing.startup import signals_collected  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
+import copy
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ from parallel import (
     with_mesh,
 )
 from perf.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
-from perf.cost import describe_traffic, mask_width, predict_traffic, prediction_caveat
+from perf.cost import describe_traffic, predict_traffic
+from perf.memory import mask_width, prediction_caveat
 from pipeline import Pipeline
 from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
@@ -250,7 +252,8 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
 class Job:
     """The model, how its parameters are initialized, its tokenizer and its data."""
 
-    model: Llama  # on meta until `build`
+    model: Llama  # on meta until `build`; then what this rank has of it
+    whole: Llama  # the same, but it stays on meta and whole: what is predicted follows from shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
     train_set: Windows  # or plumbing/chat.py's Packed, which is used alike
@@ -296,37 +299,37 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
         initialize = partial(Llama.init_weights, **options)
     with torch.device("meta"):
         model = Llama(config)
-    return Job(model, initialize, tokenizer, train_set, val_set)
+    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
 
 
 def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, nn.Module]:
     """Split the model as the flags, or its size, ask for; return what a training step calls."""
-    share = args.batch // (process.size // args.tp)  # sequences of a step on this rank
+    share = args.batch // (process.size // (args.tp * args.pp))  # sequences of a step on this rank
     args.microbatch = args.microbatch or share
     microbatches = share // args.microbatch
     masked = job.mask_width(args, process.device)
     parallel, reason = choose_parallel(
         requested_parallel(args),
         args.shard,
-        job.model,
+        job.whole,
         process,
         tokens=args.microbatch * args.seq_len,
         microbatches=microbatches,
         room=process.minimum(usable_memory(process.device, process.per_node)),
         masked=masked,
     )
-    advice = partial(what_would_fit, args, job.model, parallel, process, masked)
+    advice = partial(what_would_fit, args, job.whole, parallel, process, masked)
     processes.advise_if_out_of_memory(advice)
-    if args.dp == "auto" and process.size > args.tp:
+    if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
-    traffic = predict_traffic(job.model, parallel, microbatches, args.microbatch, args.seq_len)
+    traffic = predict_traffic(job.whole, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
     check_tensor_parallel(job.model.config, world.mesh["tp"])
     check_documents(job.model.config, process.device, parallel.dtype)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
         print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")
-    traffic_caveat = prediction_caveat(job.model) if process.size > 1 else ""
+    traffic_caveat = prediction_caveat(job.whole) if process.size > 1 else ""
     for caveat in filter(None, (traffic_caveat, loss_caveat(job.model.config))):
         print_rank_zero(caveat)
     runner = parallelize(job.model, world, job.initialize)
@@ -365,9 +368,9 @@ def train(
     if done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
         return True
-    print_rank_zero(records.describe_run(args, model, world, len(job.train_set)))
+    print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set)))
 
-    gather_once = fits_unsharded(model, world)
+    gather_once = fits_unsharded(job.whole, world)
 
     def evaluate_and_show(step: int) -> dict[str, float]:
         model.eval()
@@ -390,7 +393,7 @@ def train(
     )
     steps = range(done + 1, args.steps + 1)
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
-    recorder = records.Recorder(args, world, model, tokenizer, done)
+    recorder = records.Recorder(args, world, job.whole, tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected() as stop, saver:
         for step, batch in zip(steps, batches):

@@ -28,8 +28,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 from model import PRESETS  # noqa: E402
 from parallel import ParallelConfig  # noqa: E402
 from perf.compare import configure  # noqa: E402
-from perf.cost import predict_memory, predict_traffic, sent_bytes  # noqa: E402
+from perf.cost import predict_traffic, sent_bytes  # noqa: E402
 from perf.measure import build_on_meta  # noqa: E402
+from perf.memory import predict_memory  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"

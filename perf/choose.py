@@ -12,7 +12,8 @@ import torch
 
 from model import Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy, World
-from perf.cost import predict_memory, predict_traffic, sent_bytes
+from perf.cost import parts_of, predict_traffic, sent_bytes
+from perf.memory import predict_memory
 from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
@@ -38,8 +39,11 @@ def check_parallel(
     if rest:
         pp = f" x --pp {requested.pp}" if requested.pp > 1 else ""
         raise UserError(f"{process.size} processes are no multiple of --tp {tp}{pp}")
-    if strategy and tp > 1 and not strategy.with_tp:
-        raise UserError(f"--dp {dp} does not combine with --tp: use --dp fsdp --reshard none")
+    if (stages := requested.pp * requested.stages_per_rank) > config.n_layers:
+        raise UserError(
+            f"--pp {requested.pp} makes {stages} stages, and the model has {config.n_layers} "
+            f"layers: --pp must be at most {config.n_layers // requested.stages_per_rank}"
+        )
     if requested.offload and not (strategy and strategy.uses_fsdp):
         raise UserError(f"--offload is for {fsdp_flags}")
     if requested.offload and reshard == "adapters":
@@ -56,7 +60,7 @@ def check_parallel(
     if shard and data_ranks % shard:
         raise UserError(
             f"--shard {shard} must divide the {data_ranks} ranks with different sequences "
-            f"({process.size} processes with --tp {tp})"
+            f"({process.size} processes with --tp {tp} --pp {requested.pp})"
         )
 
 
@@ -130,7 +134,7 @@ def sent_by_strategy(
     requested: ParallelConfig, args: argparse.Namespace, model: Llama, process: Process
 ) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy."""
-    share = args.batch // (process.size // args.tp)
+    share = args.batch // (process.size // (args.tp * args.pp))
     microbatch = args.microbatch or share
     room = process.minimum(usable_memory(process.device, process.per_node))
     choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
@@ -140,7 +144,7 @@ def sent_by_strategy(
     for flags, choice in choices.items():
         strategy = STRATEGIES[choice["dp"]]
         same_as_fsdp = strategy.copy_per == "node" and process.per_node == process.size
-        if same_as_fsdp or (args.tp > 1 and not strategy.with_tp):
+        if same_as_fsdp or (args.tp * args.pp > 1 and not strategy.splits_layers):
             continue
         parallel, _ = choose_parallel(
             replace(requested, **choice),
@@ -236,7 +240,8 @@ def fits_unsharded(model: Llama, world: World) -> bool:
     """Return whether every rank has room for all weights beside what it holds between steps; where
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel = world.parallel
-    nbytes = sum(p.numel() for p in model.parameters()) * parallel.weight_bytes // parallel.tp
+    parts = (sum(p.numel() for p in part.parameters()) for part in parts_of(model, parallel))
+    nbytes = max(parts) * parallel.weight_bytes // parallel.tp
     held = predict_memory(model, parallel, tokens=0, microbatches=1)
     room = world.minimum(usable_memory(world.device, world.per_node))
     fits = nbytes + held["parameters"] + held["optimizer"] < room

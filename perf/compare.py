@@ -22,7 +22,7 @@ from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.choose import check_parallel, usable_memory, with_mesh_sizes
-from perf.cost import Traffic, describe_traffic, predict_memory, sent_bytes
+from perf.cost import Traffic, describe_traffic, sent_bytes
 from perf.measure import (
     Counted,
     Live,
@@ -38,6 +38,7 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
+from perf.memory import predict_memory
 from plumbing.checks import moments_dtype
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically

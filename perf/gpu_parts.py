@@ -24,10 +24,11 @@ from lora import LoRA
 from model import PRESETS, Documents, Llama, attention_in_documents, cross_entropy_sum
 from parallel import ParallelConfig, World, parallelize, recompute_and_compile, with_mesh
 from perf.choose import USABLE_FRACTION
-from perf.cost import flops_per_token, predict_memory
+from perf.cost import flops_per_token
 from perf.devices import peak_flops
 from perf.limit import bare_products, flatllama_step, transformers_step
 from perf.measure import build_on_meta, quartiles, random_batch, time_interleaved
+from perf.memory import predict_memory
 from perf.step import Training, count_step, parts_of_step, plain_step, time_variants
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser

@@ -22,14 +22,7 @@ import torch
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
-from perf.cost import (
-    flops_per_token,
-    mask_width,
-    predict_memory,
-    predict_traffic,
-    prediction_caveat,
-    sent_bytes,
-)
+from perf.cost import flops_per_token, predict_traffic, sent_bytes
 from perf.devices import GPUS
 from perf.measure import (
     build_on_meta,
@@ -38,6 +31,7 @@ from perf.measure import (
     needs_real_tensors,
     problem_with_files,
 )
+from perf.memory import mask_width, predict_memory, prediction_caveat
 from perf.roofline import (
     Machine,
     assumed_machine,
@@ -137,7 +131,7 @@ class Plan:
 
     parallel: ParallelConfig
     microbatch: int  # sequences
-    memory: dict[str, int]  # bytes by kind, and the `peak`: see cost.predict_memory
+    memory: dict[str, int]  # bytes by kind, and the `peak`: see memory.predict_memory
     sent: dict[str, int]  # bytes that a rank sends in a step, by mesh dimension
     parts: dict[str, float]  # seconds of a step by part: see roofline.step_time
     fits: bool  # whether the peak fits in a GPU's memory
@@ -194,7 +188,7 @@ def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]
     HSDP's shard size may be any divisor of the ranks, not only the ranks of a node. A strategy that
     would be another one on these ranks is left out."""
     for dp, strategy in STRATEGIES.items():
-        if tp > 1 and not strategy.with_tp:
+        if tp > 1 and not strategy.splits_layers:
             continue
         for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
             sizes = {"replicate": data_ranks // shard, "shard": shard}

@@ -42,8 +42,9 @@ import torch
 
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import predict_memory, predict_traffic, saved_elements
+from perf.cost import predict_traffic
 from perf.devices import GPU, GPUS, LINKS
+from perf.memory import predict_memory, saved_elements
 from plumbing.processes import UserError
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products

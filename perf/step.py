@@ -23,7 +23,6 @@ The last lines say which parts take long, and which flags would shorten them (pe
 
 import argparse
 import contextlib
-import copy
 import itertools
 import statistics
 import sys
@@ -47,7 +46,7 @@ from data import Batch, read_ahead
 from model import Llama
 from parallel import World, is_attention
 from perf.choose import usable_memory
-from perf.cost import describe_traffic, flops_per_token, predict_memory, prediction_caveat
+from perf.cost import describe_traffic, flops_per_token
 from perf.devices import peak_flops
 from perf.measure import (
     Counted,
@@ -59,6 +58,7 @@ from perf.measure import (
     state_bytes,
     state_tensors,
 )
+from perf.memory import predict_memory, prediction_caveat
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import Process, print_rank_zero
 from train import (
@@ -89,8 +89,8 @@ class Training:
     runner: nn.Module  # what a training step calls: the model, or its DDP or ZeRO-1 wrapper
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
-    unsharded: Llama | None = None  # the model on meta, for predictions
-    masked: int = 0  # what cost.mask_width returns
+    whole: Llama | None = None  # the model on meta, for predictions
+    masked: int = 0  # what memory.mask_width returns
 
     @property
     def microbatches(self) -> int:
@@ -121,7 +121,6 @@ def measure_step(
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     job = prepare(args, process)
-    unsharded = copy.deepcopy(job.model)
     world, runner = build(args, job, process)
     # The learning rate of step 1 throughout, so that the loss stays finite.
     lr = learning_rate(1, args)
@@ -131,7 +130,7 @@ def measure_step(
     read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
         masked = job.mask_width(args, world.device)
-        training = Training(args, world, job.model, runner, optimizer, batches, unsharded, masked)
+        training = Training(args, world, job.model, runner, optimizer, batches, job.whole, masked)
         print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
         for _ in range(WARM_UP_STEPS):
             plain_step(training, next(batches))
@@ -408,11 +407,11 @@ def report(
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops_per_token(training.model, args.seq_len) * speed / (peak * world.size)
-    unsharded, tokens = training.unsharded, args.microbatch * args.seq_len
+    whole, tokens = training.whole, args.microbatch * args.seq_len
     fused = parallel.compile or on_gpu
     predicted = partial(
         predict_memory,
-        unsharded,
+        whole,
         tokens=tokens,
         microbatches=training.microbatches,
         fused=fused,
@@ -432,7 +431,7 @@ def report(
             name: predicted(other)["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
-        frozen=any(not p.requires_grad for p in unsharded.parameters()),
+        frozen=any(not p.requires_grad for p in whole.parameters()),
         attentions=attentions / (training.model.config.n_layers * training.microbatches),
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,
@@ -475,7 +474,7 @@ def report(
         ),
         "",
         f"counted: per step, each rank sends {traffic}",
-        *filter(None, [prediction_caveat(unsharded)]),
+        *filter(None, [prediction_caveat(whole)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         compiled,
         "",

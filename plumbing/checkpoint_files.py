@@ -126,8 +126,13 @@ def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = Fals
     All ranks call it together, or one rank `alone`, without communication.
     Raises UserError if the directory lacks a tensor or, unless `alone`, has one more."""
     saved = read_index(directory).state_dict_metadata.keys()
-    left_out = set() if alone else saved - tensors.keys()
-    for which, names in {"it": tensors.keys() - saved, "this run": left_out}.items():
+    needed = set(tensors)
+    if dist.is_initialized() and not alone:  # in a pipeline, ranks have different ones
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, needed)
+        needed = set().union(*of_ranks)
+    left_out = set() if alone else saved - needed
+    for which, names in {"it": needed - saved, "this run": left_out}.items():
         if names:
             raise UserError(
                 f"cannot load {directory}: {which} lacks {min(names)}; use the flags and the code "

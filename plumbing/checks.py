@@ -7,12 +7,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-import checkpoint
 from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig, World
 from perf.choose import check_parallel
+from pipeline import default_stages, make_schedule
 from plumbing.flags import MODEL_SIZES
+from plumbing.model_directories import checkpoints, describe_differences
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from plumbing.shards import to_local
@@ -35,7 +36,7 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
     except ValueError as error:
         raise UserError(str(error))
     if wanted != found:
-        differences = checkpoint.describe_differences(found, wanted)
+        differences = describe_differences(found, wanted)
         raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
     return found
 
@@ -56,6 +57,9 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
     return ParallelConfig(
         dp=args.dp,
         tp=args.tp,
+        pp=args.pp,
+        stages_per_rank=args.stages_per_rank or default_stages(args.schedule),
+        schedule=args.schedule,
         reshard=args.reshard,
         checkpointing=args.checkpointing,
         compile=args.compile,
@@ -90,7 +94,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             f"torch {torch.__version__} cannot shard --seq-len {args.seq_len} over --tp {args.tp}: "
             f"use --seq-len {even}, or torch 2.13, which shards unevenly"
         )
-    data_ranks = process.size // args.tp
+    data_ranks = process.size // (args.tp * args.pp)
     share, rest = divmod(args.batch, data_ranks)
     if rest:
         raise UserError(
@@ -102,7 +106,12 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             f"--microbatch {args.microbatch} does not divide the {share} sequences of a rank "
             f"(--batch {args.batch} over {data_ranks} ranks)"
         )
-    if checkpoint.checkpoints(args.out) and not args.resume:
+    parallel, microbatches = requested_parallel(args), share // (args.microbatch or share)
+    if args.pp > 1:  # the schedule is proved
+        make_schedule(args.schedule, args.pp, microbatches, parallel.stages_per_rank)
+    elif args.schedule != "1f1b" or args.stages_per_rank:
+        raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
+    if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES
+from pipeline import SCHEDULES
 from plumbing.parser import given_int, nonnegative_float, nonnegative_int, positive_int
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
@@ -115,6 +116,15 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parallel.add_argument("--tp", type=positive_int, default=1,
                           help="tensor parallelism: ranks that share every matrix product and see "
                                "the same sequences (default: %(default)s)")
+    parallel.add_argument("--pp", type=positive_int, default=1,
+                          help="pipeline parallelism: ranks that each hold some of the layers and "
+                               "pass microbatches on (default: %(default)s)")
+    parallel.add_argument("--schedule", default="1f1b",
+                          help=f"order of a pipeline's microbatches: {', '.join(SCHEDULES)}, or a "
+                               f"file with a line for each rank (default: %(default)s)")
+    parallel.add_argument("--stages-per-rank", type=positive_int,
+                          help="stages that each rank of a pipeline holds (default: 2 with "
+                               "--schedule interleaved, else 1)")
     parallel.add_argument("--reshard", choices=["auto", "none", "adapters", "weights", "all"],
                           default="auto",
                           help="what fsdp and hsdp shard again after use: none; weights; all, that "

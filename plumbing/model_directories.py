@@ -6,12 +6,14 @@ checkpoints.
 """
 
 import re
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lora import LoRA
 from model import LlamaConfig
 from plumbing import formats
 from plumbing.checkpoint_files import CHECKSUMS, load_tensors, read_index, verify
@@ -117,3 +119,9 @@ def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]
         name: StoredTensor(entry.properties.dtype, tuple(entry.size), partial(read, name))
         for name, entry in entries.items()
     }
+
+
+def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
+    """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
+    fields = zip(asdict(theirs).items(), asdict(ours).values())
+    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)

@@ -8,10 +8,12 @@ have Hugging Face's names, and the factors B of wq and wk have Hugging Face's or
 """
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -65,12 +67,25 @@ def _peft_target(target: str) -> str:
 
 
 @torch.no_grad()
-def gather_adapters(model: Llama) -> dict[str, Tensor]:
-    """All-gather every factor and return copies on the CPU, by name. All ranks call it together."""
-    return {
+def gather_adapters(
+    model: Llama, holders: Iterable[int] = (0,), group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """All-gather every factor and return copies on the CPU, by name. All ranks call it together.
+
+    In a pipeline a rank returns those of its layers, but rank 0 all of them: `holders` are ranks
+    that together have all, and send theirs to it."""
+    factors = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True)
         for name, p in adapters(model).items()
     }
+    for holder in holders:
+        box = [factors]
+        if holder > 0 and dist.get_rank() == holder:
+            dist.send_object_list(box, 0, group)
+        elif holder > 0 and dist.get_rank() == 0:
+            dist.recv_object_list(box, holder, group)
+            factors |= box[0]
+    return factors
 
 
 def save_adapter(

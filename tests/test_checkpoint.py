@@ -367,7 +367,11 @@ def test_directories_without_a_checkpoint(tmp_path):
 
 # ------------------------------------------------------------------------- from any mesh to any
 
-LAYOUTS = {1: ["one"], 2: ["ddp2", "zero2", "fsdp2", "tp2"], 4: ["fsdp4", "hsdp2x2", "fsdp2tp2"]}
+LAYOUTS = {
+    1: ["one"],
+    2: ["ddp2", "zero2", "fsdp2", "tp2", "pp2"],
+    4: ["fsdp4", "hsdp2x2", "fsdp2tp2", "pp2fsdp2", "pp4"],
+}
 
 
 def resume_all(directory, launches: list[tuple[int, list[str]]], dtype: str) -> None:
@@ -387,9 +391,9 @@ def resume_all(directory, launches: list[tuple[int, list[str]]], dtype: str) -> 
 
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path):
     launches = [
-        (2, ["tp2", "zero2", "zero2>zero2"]),
-        (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp4"]),
-        (1, ["fsdp2tp2>one", "zero2>one"]),
+        (2, ["tp2", "zero2", "zero2>zero2", "pp2"]),
+        (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp4", "pp2>pp4", "tp2>pp2fsdp2"]),
+        (1, ["fsdp2tp2>one", "zero2>one", "pp2>one"]),
     ]
     resume_all(tmp_path, launches, "float64")
 

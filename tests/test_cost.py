@@ -19,8 +19,9 @@ from perf.choose import (
     what_would_fit,
     with_mesh_sizes,
 )
-from perf.cost import predict_memory, predict_traffic, prediction_caveat, sent_bytes
+from perf.cost import predict_traffic, sent_bytes
 from perf.measure import Live, build_on_meta, emulate, state_tensors
+from perf.memory import predict_memory, prediction_caveat
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed

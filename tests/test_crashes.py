@@ -96,12 +96,12 @@ def test_a_run_killed_twice_gives_the_same_losses(shards, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc, kills", [(0, 14), (2, 22)])
-def test_a_run_killed_often_gives_the_same_losses(shards, tmp_path, nproc, kills):
-    assert kill_and_resume(shards, tmp_path, nproc, kills) >= kills / 4
+@pytest.mark.parametrize("nproc, kills, more", [(0, 14, {}), (2, 22, {}), (2, 8, dict(pp=2))])
+def test_a_run_killed_often_gives_the_same_losses(shards, tmp_path, nproc, kills, more):
+    assert kill_and_resume(shards, tmp_path, nproc, kills, **more) >= kills / 4
 
 
-def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
+def kill_and_resume(shards, tmp_path, nproc: int, kills: int, **more) -> int:
     """Kill one rank or all ranks of a run and resume it, `kills` times.
 
     Asserts that losses equal those of an uninterrupted run. Returns how often a kill interrupted a
@@ -111,8 +111,8 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
     dice = random.Random(seed)
     out, whole = tmp_path / "run", tmp_path / "whole"
     steps = 20 + 20 * kills
-    uninterrupted = start("train.py", *large(shards, whole, steps=steps), nproc=nproc)
-    arguments = [*large(shards, out, steps=steps, save_every=1, keep=2), "--resume"]
+    uninterrupted = start("train.py", *large(shards, whole, steps=steps, **more), nproc=nproc)
+    arguments = [*large(shards, out, steps=steps, save_every=1, keep=2, **more), "--resume"]
     interrupted = 0
     for i in range(kills):
         before, options = newest(out), ["--async-save"] if i % 2 else []
@@ -145,7 +145,8 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int) -> int:
         if len(victims) < len(ranks):
             one_line(result, "error: rank ", "--resume continues from step-0000")
 
-    arguments = [*large(shards, out, steps=steps, save_every=steps // 2, keep=2), "--resume"]
+    more["save_every"] = steps // 2
+    arguments = [*large(shards, out, steps=steps, keep=2, **more), "--resume"]
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
     assert finish(uninterrupted).code == 0
     for key in ("step", "loss", "grad_norm"):

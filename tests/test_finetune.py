@@ -153,6 +153,8 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
         slow(2, ["--tp", "2", "--checkpointing", "full"]),
         slow(4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1"]),
         slow(2, ["--compile", "--microbatch", "2"]),
+        slow(2, ["--pp", "2", "--microbatch", "2", "--merge"]),
+        slow(4, ["--pp", "2", "--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
 )
@@ -162,7 +164,9 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
     arguments = [*flags(base, sums, out, **WHOLE_RUN), *parallel]
     result = succeed("finetune_lora.py", *arguments, nproc=nproc, timeout=300)
     assert "per step, each rank sends " in result.out
-    has_replicas = nproc == 4 or "--tp" not in parallel  # otherwise strategies do not differ
+    has_replicas = nproc == 4 or not {"--tp", "--pp"} & {
+        *parallel
+    }  # otherwise strategies do not differ
     assert ("per step, each rank would send: --dp ddp" in result.out) == has_replicas
     same_run(out, one_run[0], step=4)
     samples = [line for line in result.out.splitlines() if line.startswith("--- ")]

@@ -19,8 +19,8 @@ from workers.train_cases import BATCH, STEPS, batch_of, initialize
 from lora import LoRA, add_adapters
 from model import IGNORE, Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
 from parallel import STRATEGIES, ParallelConfig, parallelize, recompute_and_compile
-from perf.cost import predict_memory
 from perf.measure import build_on_meta
+from perf.memory import predict_memory
 from plumbing.checks import check_equal_replicas
 from plumbing.processes import UserError
 from tensor_parallel import tensor_parallel
@@ -137,7 +137,7 @@ DATA = {
     "hsdp": lambda n: dict(dp="hsdp", replicate=max(n // 2, 1), shard=min(n, 2)),
     "zero1": lambda n: dict(dp="zero1", replicate=n),
 }
-MESHES = [(dp, tp) for dp in DATA for tp in (1, 2, 4) if tp == 1 or STRATEGIES[dp].with_tp]
+MESHES = [(dp, tp) for dp in DATA for tp in (1, 2, 4) if tp == 1 or STRATEGIES[dp].splits_layers]
 
 
 def combinations(dp: str, tp: int, compiled: bool, lora: dict | None) -> dict:

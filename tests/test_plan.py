@@ -10,8 +10,8 @@ from test_roofline import measurement
 from model import PRESETS
 from parallel import ParallelConfig
 from perf.choose import USABLE_FRACTION
-from perf.cost import predict_memory
 from perf.measure import build_on_meta
+from perf.memory import predict_memory
 from perf.plan import data_parallel_choices
 
 

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import PRESETS, Llama
 from parallel import ParallelConfig, with_mesh
-from perf.cost import predict_memory
 from perf.measure import Counted, build_on_meta, make_step, megabytes, random_batch
+from perf.memory import predict_memory
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.flags import add_optimizer_flags

@@ -130,6 +130,9 @@ def same_run(out: Path, expected: Path) -> None:
         slow(2, ["--tp", "2", "--checkpointing", "full"]),
         (2, ["--dp", "fsdp", "--offload", "--checkpointing", "selective"]),
         (2, ["--dp", "zero1", "--microbatch", "1"]),
+        (2, ["--pp", "2", "--microbatch", "2"]),
+        slow(4, ["--pp", "2", "--dp", "fsdp", "--microbatch", "1", "--schedule", "zero-bubble"]),
+        slow(4, ["--pp", "2", "--tp", "2", "--microbatch", "2", "--checkpointing", "full"]),
     ],
     ids=name_case,
 )

@@ -30,10 +30,12 @@ from data import ShardWriter
 # -------------------------------------------------------------------------------- stop and go on
 
 
-@pytest.mark.parametrize("nproc, dp", [(0, "auto"), (2, "auto"), (2, "zero1")])
-def test_resuming_is_bit_exact(shards, tmp_path, nproc, dp):
+@pytest.mark.parametrize(
+    "nproc, parallel", [(0, {}), (2, {}), (2, dict(dp="zero1")), (2, dict(pp=2, microbatch=2))]
+)
+def test_resuming_is_bit_exact(shards, tmp_path, nproc, parallel):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = dict(steps=6, save_every=3, dtype="float32", dp=dp)
+    options = dict(steps=6, save_every=3, dtype="float32") | parallel
     succeed("train.py", *flags(shards, whole, **options), nproc=nproc)
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "step-00000006")
@@ -131,6 +133,13 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
         (dict(dtype="int3"), ["--dtype", "int3"]),  # noticed before the ranks have met
         (dict(dp="hsdp", shard=3), ["--shard 3", "2 ranks"]),  # noticed afterwards
         (dict(dp="zero1", tp=2), ["--dp zero1 does not combine with --tp", "--dp fsdp"]),
+        (dict(dp="zero1", pp=2), ["--dp zero1 does not combine with --pp", "--dp fsdp"]),
+        (dict(pp=2, n_layers=1), ["--pp 2 makes 2 stages", "the model has 1 layers"]),
+        (dict(pp=2, schedule="interleaved", n_layers=4), ["multiple of 2 microbatches, not 1"]),
+        (dict(pp=2, schedule="best"), ["no schedule 'best': choose from gpipe, 1f1b"]),
+        (dict(pp=2, dp="fsdp", offload=True), ["--pp does not combine with offloading"]),
+        (dict(pp=2, schedule="zero-bubble", compile=True), ["--no-compile"]),
+        (dict(schedule="gpipe"), ["--schedule and --stages-per-rank are for pipelines: give --pp"]),
     ],
     ids=name_case,
 )

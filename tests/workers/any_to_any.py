@@ -33,10 +33,13 @@ LAYOUTS = {
     "fsdp4": ParallelConfig("fsdp", shard=4),
     "hsdp2x2": ParallelConfig("hsdp", replicate=2, shard=2),
     "fsdp2tp2": ParallelConfig("fsdp", shard=2, tp=2),
+    "pp2": ParallelConfig("ddp", pp=2),
+    "pp2fsdp2": ParallelConfig("fsdp", shard=2, pp=2, schedule="zero-bubble"),
+    "pp4": ParallelConfig("ddp", pp=4),
 }
 BATCH, SEQ, VOCAB = 8, 13, 269
 # Neither the vocabulary nor the feed-forward can be sharded evenly over 4 ranks.
-CONFIG = LlamaConfig(36, 2, 6, 2, 46, vocab_size=VOCAB)
+CONFIG = LlamaConfig(36, 4, 6, 2, 46, vocab_size=VOCAB)
 
 
 def steps(first, last, runner, optimizer, world) -> list[list[float]]:
@@ -47,7 +50,7 @@ def steps(first, last, runner, optimizer, world) -> list[list[float]]:
         tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=generator)
         tokens = tokens[world.data_rank * local_size :][:local_size]
         batch = Batch(tokens[:, :-1], tokens[:, 1:], None, text_bytes=1)
-        totals = train_step(runner, optimizer, batch, local_size, 0.1, world, step)
+        totals = train_step(runner, optimizer, batch, local_size // 2, 0.1, world, step)
         rows.append([totals.mean_loss, totals.grad_norm])
     return rows
 

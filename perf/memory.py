@@ -1,0 +1,352 @@
+"""Predict the memory that a parallel configuration takes.
+
+Letters as in parallel.py. Sizes are those of rank 0, which has the largest shard where shards are
+uneven; in a pipeline, those of the rank that needs most.
+"""
+
+import functools
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
+from parallel import ParallelConfig
+from perf.cost import elements_of, modules_of, parts_of
+from perf.timeline import Action, Schedule, splits_backward
+from pipeline import layers_of, make_schedule
+
+
+def predict_memory(
+    model: Llama,
+    parallel: ParallelConfig,
+    tokens: int,
+    microbatches: int,
+    fused: bool = False,
+    masked: int = 0,
+) -> dict[str, int]:
+    """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
+
+    `model` counts with the full shapes of its parameters, and is whole; each microbatch has
+    `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
+    unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
+    what is being computed, logits included. They do not all peak together: `peak` is the largest of
+    four moments of a step, within a few percent. In a pipeline all are those of the rank with the
+    largest peak. LoRA's dropout is not counted. With --offload, parameters and optimizer are in CPU
+    memory, but count here. `fused`: norms run as one kernel, on a GPU or compiled. `masked` is what
+    mask_width returns."""
+    predicted = [
+        _memory_of_rank(part, rank, parallel, tokens, microbatches, fused, masked)
+        for rank, part in enumerate(parts_of(model, parallel))
+    ]
+    return max(predicted, key=lambda memory: memory["peak"])
+
+
+def _memory_of_rank(
+    model: Llama,
+    pp_rank: int,
+    parallel: ParallelConfig,
+    tokens: int,
+    microbatches: int,
+    fused: bool,
+    masked: int,
+) -> dict[str, int]:
+    """Return the same for one rank of a pipeline, of which `model` has the part of that rank."""
+    config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
+    L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
+    state = _state(model, parallel)
+    weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
+        model, parallel, microbatches
+    )
+
+    # Activations. Backward of a block holds what it recomputes, and the gradients of the residual
+    # stream, of gate and of up. The last norm's inputs and output are saved; its output has a
+    # gradient.
+    matrix = math.ceil(config.vocab_size / tp) * D  # elements of the embedding, and of the output
+    output, embedding = (
+        matrix if module is not None and module.weight.requires_grad else 0
+        for module in (model.output, model.tok_embeddings)
+    )
+    embedding = 0 if config.tie_embeddings and output else embedding  # tied, `output` is both
+    frozen = not next(p for p in model.parameters() if p.ndim == 1).requires_grad  # a norm's
+    stream = tokens * D * w
+    # With offloaded activations, those of one block stay, and backward has those of two.
+    blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
+    elements = saved_elements(config, parallel, fused, masked, frozen)
+    saved, recomputed = (n * tokens * w for n in elements)
+    block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
+    last_block_backward = blocks_in_backward * saved + block_backward
+    last_norm = (norm_saves(parallel, fused, frozen) + 2) * stream
+    logits = loss_bytes(config, parallel, tokens, fused, output > 0)
+    loss = blocks * saved + last_norm + logits
+    if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
+        order = _orders(parallel, microbatches)[pp_rank]
+        stages = parallel.pp * parallel.stages_per_rank
+        matrix_gradient = output * max(4, w)  # which the loss keeps
+        kept, deferred, in_forward = {}, {}, {}
+        for stage in range(pp_rank, stages, parallel.pp):
+            blocks, is_last = len(layers_of(stage, stages, config.n_layers)), stage == stages - 1
+            returned = last_norm + matrix_gradient if is_last else stream / tp
+            kept[stage] = blocks * saved + returned
+            deferred[stage] = blocks * deferred_elements(config, tp) * tokens * w
+            in_forward[stage] = is_last * (logits - matrix_gradient)
+        loss, last_block_backward = _held_in_pipeline(order, kept, deferred, in_forward)
+        last_block_backward += block_backward
+
+    # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
+    # through the block, and those of output, last norm and embedding together at the very end.
+    gradients = state["gradients"]
+    shards = _shards(parallel, "gradients")
+    block_0 = elements_of(model, tp, shards)["block"][1]
+    all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
+    norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
+
+    # The memory beside parameters and optimizer, at four moments. With several microbatches or in
+    # DDP's buckets, `sums` has room for all gradients; else count those computed so far.
+    # 1. The loss: sums, weights to compute with, what all blocks have saved, logits.
+    in_loss = sums + weights + loss
+    # 2. The last block's backward: the same without logits, with the output matrix's gradient.
+    in_last_block = max(sums, output * w) + weights + last_block_backward
+    # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
+    #    yet; activations of this block alone.
+    in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
+    in_block_0 += saved + block_backward
+    # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient.
+    if parallel.offload_activations and L > 1:
+        in_block_0 += max(0, saved - block_0 * g // shards)
+    # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
+    #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
+    in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
+    peak += tokens * masked  # the mask, one byte for each pair
+    return state | {
+        "gathered": int(weights + max(0, sums - gradients)),
+        "activations": int(max(loss, last_block_backward)),
+        "peak": int(state["parameters"] + state["optimizer"] + peak),
+    }
+
+
+@functools.cache
+def _orders(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    return make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank)
+
+
+def _held_in_pipeline(
+    order: list[Action],
+    kept: dict[int, float],
+    deferred: dict[int, float],
+    in_forward: dict[int, float],
+) -> tuple[float, float]:
+    """Return the most bytes of activations that a rank holds as a forward ends, and as a backward
+    begins or ends. A stage's forward keeps `kept` bytes for its backward, and B `deferred` bytes
+    for W; `in_forward` are those that it needs besides."""
+    splits = splits_backward([order])
+    now = forward = backward = 0.0
+    for kind, _, stage in order:
+        later = splits * deferred[stage]
+        if kind == "F":
+            now += kept[stage]
+            forward = max(forward, now + in_forward[stage])
+        elif kind == "B":
+            backward = max(backward, now, now - kept[stage] + later)
+            now += later - kept[stage]
+        else:
+            now -= later
+    return forward, backward
+
+
+def _shards(parallel: ParallelConfig, kind: str) -> int:
+    """Return over how many ranks "parameters", "gradients" or "optimizer" are sharded."""
+    dim = parallel.strategy.sharded.get(kind)
+    return getattr(parallel, dim) if dim else 1
+
+
+def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
+    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
+    g, w = parallel.grad_bytes, parallel.weight_bytes
+    moment = parallel.moments.itemsize if parallel.moments else g
+
+    def elements(kind: str, trainable: bool) -> int:
+        shards = _shards(parallel, kind)
+        if not trainable and parallel.reshard == "adapters":  # the frozen base is unsharded
+            shards = 1
+        units = elements_of(model, parallel.tp, shards)
+        wanted = {unit: t if trainable else n - t for unit, (n, t) in units.items()}
+        return (wanted["root"] + len(model.layers) * wanted["block"]) // shards
+
+    trainable = {
+        unit: sum(parameter.requires_grad for parameter in module.parameters())
+        for unit, module in modules_of(model).items()
+    }
+    tensors = trainable["root"] + len(model.layers) * trainable["block"]
+    return {
+        "parameters": elements("parameters", True) * g + elements("parameters", False) * w,
+        "gradients": elements("gradients", True) * g,
+        "optimizer": elements("optimizer", True) * 2 * moment + tensors * 4,  # and step counts
+    }
+
+
+def _unsharded(model: Llama, parallel: ParallelConfig, microbatches: int) -> tuple[int, ...]:
+    """Return the bytes that a rank holds unsharded for a while: weights to compute with, and those
+    of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
+    root, and of one block, until they are sharded."""
+    g, w = parallel.grad_bytes, parallel.weight_bytes
+    shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
+    units, L = elements_of(model, parallel.tp, shards), len(model.layers)
+    (root, trainable_root), (block, trainable_block) = units["root"], units["block"]
+    trainable = trainable_root + L * trainable_block
+    if not parallel.uses_fsdp:
+        replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
+        copies = trainable * w if w < g else 0  # that autocast makes
+        sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
+        sharded = replicated and not in_buckets  # ZeRO-1
+        return copies, 0, sums, trainable_root * g * sharded, trainable_block * g * sharded
+    if parallel.reshard == "adapters":
+        root, block = trainable_root, trainable_block
+    weights = root + min(2, L) * block  # of the block that computes, and of the next
+    if parallel.reshard == "none" or parallel.shard == 1:
+        weights = root + L * block
+    sums = trainable * g // (parallel.shard if parallel.reshard == "all" else 1)
+    return (
+        weights * w,
+        root * w,
+        sums if microbatches > 1 else 0,
+        trainable_root * w,
+        trainable_block * w,
+    )
+
+
+def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
+    """Return the size of the residual stream in units of D elements of the compute dtype. Autocast
+    leaves it in float32, the embedding's dtype; a frozen embedding is in the compute dtype."""
+    is_autocast = parallel.weight_bytes < 4 and not parallel.uses_fsdp
+    return 2 if is_autocast and not frozen else 1
+
+
+def norm_saves(parallel: ParallelConfig, fused: bool, frozen: bool) -> int:
+    """Return what a norm saves beside its output, in the same units: its input. Unless it is one
+    kernel, in float32 (float64 in a float64 model), and also the normalized input, which only a
+    frozen weight (unless it is a DTensor) does not need."""
+    if fused:
+        return stream_width(parallel, frozen)
+    return max(1, 4 // parallel.weight_bytes) * (1 if frozen and parallel.tp == 1 else 2)
+
+
+def mask_width(
+    documents: bool, seq_len: int, device: str, dtype: torch.dtype, head_dim: int
+) -> int:
+    """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
+    mask, since each sequence is one document or the device has a kernel that needs none."""
+    has_kernel = head_dim in DOCUMENT_KERNELS.get((device, dtype), ())
+    return seq_len if documents and not has_kernel else 0
+
+
+def saved_elements(
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    fused: bool,
+    masked: int = 0,
+    frozen: bool = False,
+) -> tuple[float, float]:
+    """Return the elements a token that a block saves for backward, and that backward recomputes.
+    `frozen`: embedding and norms are not trained, as with adapters.
+
+    Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
+    what norm_saves says and its output (under tensor parallelism after the all-gather); KV E wide:
+    k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
+    row, which attention turns into numbers in each block, and k and v for each query head."""
+    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
+    stream = stream_width(parallel, frozen) * D
+    # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
+    norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
+    norm_inputs = 2 * norm_saves(parallel, fused, frozen) * D
+    everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    if masked:
+        everything += masked + 2 * (D - kv_dim) / parallel.tp
+    reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
+    saved = {
+        "none": everything,
+        # The output of wo, a partial sum for all tokens; then the block's input, attention's
+        # output, and the outputs of wk and w3.
+        "selective": D + (stream + D + kv_dim + F + lse + reduced) / parallel.tp,
+        "full": stream / parallel.tp,  # the block's input
+    }[parallel.checkpointing]
+    return saved, everything - saved
+
+
+def deferred_elements(config: LlamaConfig, tp: int) -> float:
+    """Return the elements a token that a block keeps from B to W: inputs of its seven matrices and
+    gradients of their outputs. Under tensor parallelism those of the whole stream are whole: inputs
+    of wq, wk, wv and of w1, w3, and gradients at wo and w2."""
+    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    return 4 * D + (2 * D + 2 * kv_dim + 3 * F) / tp
+
+
+def loss_bytes(
+    config: LlamaConfig, parallel: ParallelConfig, tokens: int, fused: bool, trainable: bool
+) -> int:
+    """Return the most that the loss holds: logits of a chunk and their softmax, while those of the
+    chunk before still exist; and the gradient of the output matrix, if that is trainable."""
+    vocab, w = math.ceil(config.vocab_size / parallel.tp), parallel.weight_bytes
+    # Bytes per logit, beside the w of the logit itself.
+    softmax = max(4, w)
+    softmax_input = softmax if w < 4 and not fused else 0  # the logits, cast
+    gradient = w if w < 4 else 0  # cast for the product
+    if tokens > LOSS_CHUNK:
+        per_logit = w + softmax_input + softmax + softmax + gradient  # the last two: chunk before
+    else:
+        per_logit = w + softmax + max(softmax_input, gradient)
+    n, matrix = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim
+    if not trainable:
+        return n * per_logit
+    in_product = n * (w + softmax + gradient) + matrix * w  # a chunk's gradient of the matrix
+    return matrix * softmax + max(n * per_logit, in_product)
+
+
+# ------------------------------------------------------------------------------ a changed model
+
+
+def prediction_caveat(model: Llama) -> str:
+    """Return a one-line warning if the formulas below do not describe this model, else "".
+
+    They read the parameters off the model, but take for granted that a block saves for backward,
+    and sends under tensor parallelism, what a Llama's does. What it saves is counted here."""
+    shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
+    if any(other != shapes[0] for other in shapes):
+        return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
+    counted = _counted_saved_elements(model.config)
+    known, _ = saved_elements(model.config, ParallelConfig(), fused=False)
+    if abs(counted / known - 1) < 0.01:
+        return ""
+    return (
+        f"note: a block of this model saves {counted:,.0f} elements a token for backward, one of a "
+        f"Llama {known:,.0f}. Predictions of memory and communication are those of a Llama; "
+        f"bench.py step counts"
+    )
+
+
+def _counted_saved_elements(config: LlamaConfig) -> float:
+    """Return the float32 elements a token that one more block saves for backward."""
+    T = 8
+
+    def saved_bytes(n_layers: int) -> int:
+        storages = {}
+
+        def count(saved: Tensor) -> Tensor:
+            storages[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+            return saved
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
+        with torch.device("cpu"), FakeTensorMode(), hooks:  # shapes without memory
+            model = Llama(replace(config, n_layers=n_layers))
+            tokens = torch.zeros(1, T, dtype=torch.int64)
+            loss = model(tokens, targets=tokens)
+        for parameter in model.parameters():
+            storages.pop(parameter.untyped_storage()._cdata, None)
+        del loss  # until here it has kept what was saved, so that no address was used twice
+        return sum(storages.values())
+
+    return (saved_bytes(2) - saved_bytes(1)) / 4 / T
