@@ -114,6 +114,8 @@ def add_step_flags(
     """Add --repeats and the flags of the script whose step is measured."""
     parser.add_argument("--repeats", type=positive_int, default=15,
                         help="rounds of all measurements (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
+                        help="with --pp: draw when each stage computed which microbatch")
     add_script_flags(parser)
 
 

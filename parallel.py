@@ -55,11 +55,12 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from offload import offload_activations
-from pipeline import Pipeline, cut, has_w, stages_of
+from pipeline import Pipeline, has_w
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
 from plumbing.shards import chunk_of
 from plumbing.split_backward import make_deferrable
+from plumbing.stages import cut, stages_of
 from tensor_parallel import tensor_parallel
 
 

@@ -22,10 +22,8 @@ the time.
 """
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,16 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from model import KVCache, Llama
-from perf.timeline import (
-    Action,
-    Schedule,
-    bubble,
-    check_schedule,
-    draw_svg,
-    draw_text,
-    held,
-    read_schedule,
-)
+from perf import timeline
+from perf.timeline import Action, Schedule, check_schedule
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from plumbing.shards import chunk_of, to_local
@@ -135,7 +125,7 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     if len(lines) != p:
         raise UserError(f"schedule {name} has {len(lines)} lines, and {p} ranks need one each")
     try:
-        schedule = read_schedule(lines)
+        schedule = timeline.read_schedule(lines)
         check_schedule(schedule, m, p * v)
     except ValueError as error:
         raise UserError(f"schedule {name}: {error}")
@@ -150,58 +140,6 @@ def default_stages(schedule: str) -> int:
 def has_w(name: str) -> bool:
     """Return whether a schedule has W, by its name or in its file."""
     return name == "zero-bubble" or (Path(name).is_file() and "W" in Path(name).read_text())
-
-
-# ----------------------------------------------------------------------------------------- stages
-
-
-def layers_of(stage: int, stages: int, n_layers: int) -> range:
-    """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
-    each, more = divmod(n_layers, stages)
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
-
-
-def cut(model: Llama, rank: int, p: int, v: int) -> None:
-    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model.
-
-    With tied embeddings, the last rank keeps the embedding too, as its output."""
-    stages = p * v
-    own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
-    parts = {"tok_embeddings", "layers", "norm", "output"}
-    for name, _ in model.named_parameters():
-        if name.split(".")[0] not in parts:
-            raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
-    for name in model.layers.keys() - own:
-        del model.layers[name]
-    is_last = rank == p - 1
-    if rank > 0 and not (is_last and model.config.tie_embeddings):
-        model.tok_embeddings = None
-    if not is_last:
-        model.norm = model.output = None
-
-
-def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
-    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
-    part = copy.copy(model)
-    part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
-    cut(part, rank, p, v)
-    return part
-
-
-def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
-    """Return a rank's stages as modules of their own, which share the parts of `model`."""
-    stages, made = p * v, []
-    for s in range(rank, stages, p):
-        with torch.device("meta"):
-            stage = type(model)(replace(model.config, n_layers=0))
-        own = layers_of(s, stages, model.config.n_layers)
-        stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
-        stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
-        stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
-        stage.config, stage.loss = model.config, model.loss
-        made.append(stage)
-    return made
 
 
 # ----------------------------------------------------------------------------------------- runner
@@ -244,6 +182,10 @@ class Pipeline(nn.Module):
             model.tok_embeddings.weight.copies = 2  # each counts half in the gradient norm
         self.products: dict[tuple, list[Callable]] = {}  # what W of a microbatch and stage computes
         model.forward = self.forward  # for evaluation and generation
+        for blocks in (list(stage.layers.values()) for stage in stages):
+            # FSDP would take the forward of another microbatch for what came before block 0.
+            for before, block in zip([blocks[0], *blocks], blocks):
+                block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
         dist.barrier(self.group)  # NCCL wants all ranks in the first call of a group
 
@@ -266,9 +208,10 @@ class Pipeline(nn.Module):
         self.left = dict.fromkeys(self.stages, len(microbatches))  # microbatches to finish
         batches = []
         for tick in ticks:
-            result = self.compute(tick[self.rank]) if self.rank in tick else None
+            action = tick.get(self.rank)
+            result = action and self.compute(action, self.take(action))
             batches.append(self.exchange(tick, result))
-            if len(batches) > 2 * self.p:  # long sent: this frees their tensors
+            if len(batches) > self.p:  # long sent: this frees their tensors
                 wait(batches.pop(0))
         for messages in batches:
             wait(messages)
@@ -276,47 +219,41 @@ class Pipeline(nn.Module):
             self.sum_tied_gradients()
         return self.loss
 
-    def compute(self, action: Action) -> Tensor | None:
-        """Run an action; return what the next stage, or the one before, waits for."""
+    def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
+        """Run an action with what another rank has sent for it. Return what the next stage, or the
+        one before, waits for."""
         kind, i, stage = action
         part, module = self.microbatches[i], self.stages[stage]
         if kind == "F":
-            x = part.tokens if stage == 0 else self.take(action).requires_grad_()
-            y = module(
-                self.as_stream(x, part.tokens),
-                part.targets if stage == self.last else None,
-                part.positions,
-                documents=part.documents,
-            )
+            x = part.tokens if stage == 0 else given.requires_grad_()
+            targets = part.targets if stage == self.last else None
+            stream = self.as_stream(x, part.tokens)
+            y = module(stream, targets, part.positions, documents=part.documents)
             if stage == self.last:
                 self.loss += y.detach()
             self.kept[i, stage] = x, y
             return to_local(y).detach()
-        if kind == "B" and self.splits:
-            x, y = self.kept[i, stage]
-            with self.sync(module, False), deferred(self.products, (i, stage)):
-                to_local(y).backward(None if stage == self.last else self.take(action))
-            return x.grad
+
         x, y = self.kept.pop((i, stage))
-        self.left[stage] -= 1
-        with self.sync(module, self.left[stage] == 0):
-            if kind == "B":
-                to_local(y).backward(None if stage == self.last else self.take(action))
-            else:
+        if kind == "B" and self.splits:
+            self.kept[i, stage] = None, y  # for W
+        else:
+            self.left[stage] -= 1
+        is_last = self.left[stage] == 0
+        # Until the last, FSDP keeps embedding and output unsharded: other microbatches need them.
+        with self.gradient_sync(module, is_last):
+            module.set_reshard_after_backward(is_last, recurse=False)
+            if kind == "W":
                 for add_gradient in self.products.pop((i, stage)):
                     add_gradient()
                 # A backward from y to itself computes nothing. But FSDP has a hook at y, and then
                 # takes the new gradients as at the end of any backward.
                 torch.autograd.grad(y, y, torch.zeros_like(y))
-        return x.grad
-
-    @contextlib.contextmanager
-    def sync(self, module: Llama, is_last: bool) -> Iterator[None]:
-        """Wrap a backward of a stage: the last one of a step communicates gradients. Until then
-        FSDP keeps embedding and output unsharded, since other microbatches need them."""
-        with self.gradient_sync(module, is_last):
-            module.set_reshard_after_backward(is_last, recurse=False)
-            yield
+            else:
+                later = deferred(self.products, (i, stage))
+                with later if self.splits else contextlib.nullcontext():
+                    to_local(y).backward(given)
+        return x.grad if kind == "B" else None
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
@@ -337,9 +274,9 @@ class Pipeline(nn.Module):
         self.inbox |= {action: (buffer, messages) for action, buffer in received.items()}
         return messages
 
-    def take(self, action: Action) -> Tensor:
-        """Return what another rank sent for an action, once it is there."""
-        tensor, messages = self.inbox.pop(action)
+    def take(self, action: Action) -> Tensor | None:
+        """Return what another rank has sent for an action, once it is there; None if nothing is."""
+        tensor, messages = self.inbox.pop(action, (None, []))
         wait(messages)
         return tensor
 
@@ -414,13 +351,13 @@ def main() -> None:
     if rest:
         raise UserError(f"--stages {args.stages} is no multiple of --stages-per-rank {v}")
     schedule = make_schedule(args.schedule, p, args.microbatches, v)
-    timeline = check_schedule(schedule, args.microbatches, args.stages)
-    print(draw_text(timeline))
-    most = ", ".join(str(held(order)) for order in schedule)
-    waits = f"{bubble(timeline):.1%} of the time is waiting, if backward takes twice a forward"
+    spans = check_schedule(schedule, args.microbatches, args.stages)
+    print(timeline.draw_text(spans))
+    most = ", ".join(str(timeline.held(order)) for order in schedule)
+    waits = f"{timeline.bubble(spans):.1%} of the time is waiting, if backward takes two forwards"
     print(f"{waits}; ranks hold {most} microbatches" + " of a stage each" * (v > 1))
     if args.plot:
-        args.plot.write_text(draw_svg(timeline, f"{args.schedule}: {waits}"))
+        args.plot.write_text(timeline.draw_svg(spans, f"{args.schedule}: {waits}"))
 
 
 if __name__ == "__main__":

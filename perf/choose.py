@@ -183,7 +183,7 @@ def what_would_fit(
     sizes = [n for n in reversed(divisors(sequences)) if n <= args.microbatch]
     present = parallel.checkpointing, parallel.offload_activations
     next_ones = ACTIVATIONS.index(present) + 1 if present in ACTIVATIONS else -1
-    treatments = present, *ACTIVATIONS[next_ones:]
+    treatments = present, *(t for t in ACTIVATIONS[next_ones:] if not (t[1] and parallel.pp > 1))
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
     dtypes = parallel.moments, torch.bfloat16
     for base, moments, (checkpointing, offload), size in itertools.product(

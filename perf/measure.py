@@ -3,6 +3,7 @@
     time_interleaved    seconds of several contestants, run in turns
     Counted             collectives of a rank and their payload
     Live                bytes of the tensors on a rank, and their peak
+    silenced            a step whose collectives return at once
     emulate             the same counts for one rank of a cluster that does not exist
 
 On a shared machine the speed changes from one minute to the next. So contestants take turns in one
@@ -22,8 +23,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -135,6 +138,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast",
+    "recv_": None,  # counted where it is sent
 }
 
 
@@ -163,7 +167,7 @@ class Counted(TorchDispatchMode):
         name = op._opname
         if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
             ranks = tuple(dist.get_process_group_ranks(group))
-            if len(ranks) > 1:
+            if len(ranks) > 1 and COLLECTIVES.get(name, name):
                 # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
                 payload = max(
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
@@ -246,13 +250,48 @@ def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int
     return {kind: sum(to_local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
 
 
+# --------------------------------------------------------------------------------------- silencing
+
+
+@contextlib.contextmanager
+def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]:
+    """Make collectives over the mesh dimensions `dims` return at once, without communicating.
+
+    The process group of each dimension gets torch's fake backend for a while. Results are garbage,
+    which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
+    stops its collectives."""
+    if isinstance(runner, DistributedDataParallel):
+        with runner.no_sync() if dims else contextlib.nullcontext():
+            yield
+        return
+    device, backend_types = world.device, dist.ProcessGroup.BackendType
+    groups = [world.mesh.get_group(dim) for dim in dims]
+    real_backends = [group._get_backend(device) for group in groups]
+    try:
+        for group in groups:
+            options = FakeProcessGroup.Options()
+            fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
+            # A type that no real backend has: a group keeps the first backend of each type.
+            group._register_backend(device, backend_types.UNDEFINED, fake)
+        yield
+    finally:
+        for group, real in zip(groups, real_backends):
+            group._register_backend(device, getattr(backend_types, real.name().upper()), real)
+
+
 # --------------------------------------------------------------------------------- emulating
 
 
 def emulate(
-    model: Llama, parallel: ParallelConfig, local_batch: int, microbatch: int, seq_len: int
+    model: Llama,
+    parallel: ParallelConfig,
+    local_batch: int,
+    microbatch: int,
+    seq_len: int,
+    pp_rank: int = 0,
 ) -> tuple[Traffic, dict[str, int]]:
-    """Run three training steps of rank 0 of a cluster, in this process alone, and count the last.
+    """Run three training steps of one rank of a cluster, in this process alone, and count the last.
+    It is the first rank of those that are `pp_rank` along pp.
 
     Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
     `peak`, in predict_memory's. `model` is on meta; the rank has `local_batch` sequences per step.
@@ -260,10 +299,10 @@ def emulate(
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
     """
-    size = parallel.replicate * parallel.shard * parallel.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    size, rank = parallel.size, pp_rank * parallel.size // parallel.pp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     cpu = torch.device("cpu")
-    process = Process(rank=0, size=size, local_rank=0, per_node=size, device=cpu)
+    process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
     world = with_mesh(process, replace(parallel, compile=False))
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
 

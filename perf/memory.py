@@ -16,7 +16,8 @@ from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import elements_of, modules_of, parts_of
 from perf.timeline import Action, Schedule, splits_backward
-from pipeline import layers_of, make_schedule
+from pipeline import make_schedule
+from plumbing.stages import layers_of
 
 
 def predict_memory(
@@ -26,6 +27,7 @@ def predict_memory(
     microbatches: int,
     fused: bool = False,
     masked: int = 0,
+    pp_rank: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
@@ -33,15 +35,16 @@ def predict_memory(
     `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
     unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
-    four moments of a step, within a few percent. In a pipeline all are those of the rank with the
-    largest peak. LoRA's dropout is not counted. With --offload, parameters and optimizer are in CPU
-    memory, but count here. `fused`: norms run as one kernel, on a GPU or compiled. `masked` is what
-    mask_width returns."""
-    predicted = [
+    four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
+    along pp, by default of the one with the largest peak. LoRA's dropout is not counted. With
+    --offload, parameters and optimizer are in CPU memory, but count here. `fused`: norms run as one
+    kernel, on a GPU or compiled. `masked` is what mask_width returns."""
+    of_ranks = [
         _memory_of_rank(part, rank, parallel, tokens, microbatches, fused, masked)
         for rank, part in enumerate(parts_of(model, parallel))
+        if pp_rank in (None, rank)
     ]
-    return max(predicted, key=lambda memory: memory["peak"])
+    return max(of_ranks, key=lambda memory: memory["peak"])
 
 
 def _memory_of_rank(
@@ -84,16 +87,19 @@ def _memory_of_rank(
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
         order = _orders(parallel, microbatches)[pp_rank]
         stages = parallel.pp * parallel.stages_per_rank
-        matrix_gradient = output * max(4, w)  # which the loss keeps
-        kept, deferred, in_forward = {}, {}, {}
+        ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
+        in_loss = stream + logits - output * max(4, w)
+        deferred, gradients = (
+            splits_backward([order]) * n * tokens * w for n in deferred_elements(config, tp)
+        )
+        kept, later = {}, {}
         for stage in range(pp_rank, stages, parallel.pp):
-            blocks, is_last = len(layers_of(stage, stages, config.n_layers)), stage == stages - 1
-            returned = last_norm + matrix_gradient if is_last else stream / tp
-            kept[stage] = blocks * saved + returned
-            deferred[stage] = blocks * deferred_elements(config, tp) * tokens * w
-            in_forward[stage] = is_last * (logits - matrix_gradient)
-        loss, last_block_backward = _held_in_pipeline(order, kept, deferred, in_forward)
-        last_block_backward += block_backward
+            blocks = len(layers_of(stage, stages, config.n_layers))
+            kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
+            later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
+        loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1)
+        loss += in_loss
+        last_block_backward += block_backward + gradients
 
     # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
     # through the block, and those of output, last norm and embedding together at the very end.
@@ -134,26 +140,21 @@ def _orders(parallel: ParallelConfig, microbatches: int) -> Schedule:
 
 
 def _held_in_pipeline(
-    order: list[Action],
-    kept: dict[int, float],
-    deferred: dict[int, float],
-    in_forward: dict[int, float],
+    order: list[Action], kept: dict[int, float], later: dict[int, list[float]], last: int
 ) -> tuple[float, float]:
-    """Return the most bytes of activations that a rank holds as a forward ends, and as a backward
-    begins or ends. A stage's forward keeps `kept` bytes for its backward, and B `deferred` bytes
-    for W; `in_forward` are those that it needs besides."""
-    splits = splits_backward([order])
+    """Return the most bytes of activations that a rank holds after a forward of the last stage, and
+    at a moment of a backward. A stage's forward keeps `kept` bytes until its backward, and B keeps
+    `later` bytes of each block until W."""
     now = forward = backward = 0.0
     for kind, _, stage in order:
-        later = splits * deferred[stage]
         if kind == "F":
             now += kept[stage]
-            forward = max(forward, now + in_forward[stage])
+            forward = max(forward, now * (stage == last))
         elif kind == "B":
-            backward = max(backward, now, now - kept[stage] + later)
-            now += later - kept[stage]
+            backward = max(backward, now, now - kept[stage] + sum(later[stage][1:]))
+            now += sum(later[stage]) - kept[stage]
         else:
-            now -= later
+            now -= sum(later[stage])
     return forward, backward
 
 
@@ -277,14 +278,6 @@ def saved_elements(
     return saved, everything - saved
 
 
-def deferred_elements(config: LlamaConfig, tp: int) -> float:
-    """Return the elements a token that a block keeps from B to W: inputs of its seven matrices and
-    gradients of their outputs. Under tensor parallelism those of the whole stream are whole: inputs
-    of wq, wk, wv and of w1, w3, and gradients at wo and w2."""
-    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
-    return 4 * D + (2 * D + 2 * kv_dim + 3 * F) / tp
-
-
 def loss_bytes(
     config: LlamaConfig, parallel: ParallelConfig, tokens: int, fused: bool, trainable: bool
 ) -> int:
@@ -306,11 +299,21 @@ def loss_bytes(
     return matrix * softmax + max(n * per_logit, in_product)
 
 
+def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
+    """Return the elements a token that a block keeps from B to W: inputs of its seven matrices, and
+    gradients of their outputs; and how many of them a backward that is not split would free at
+    once, gradients of q, k and v, and at wo and w2. Under tensor parallelism those of the whole
+    stream are not sharded: inputs of wq, wk, wv and of w1, w3, and gradients at wo and w2."""
+    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    narrow = 2 * D + (D + 2 * kv_dim) / tp
+    return narrow + 2 * D + (D + 3 * F) / tp, narrow
+
+
 # ------------------------------------------------------------------------------ a changed model
 
 
 def prediction_caveat(model: Llama) -> str:
-    """Return a one-line warning if the formulas below do not describe this model, else "".
+    """Return a one-line warning if the formulas above do not describe this model, else "".
 
     They read the parameters off the model, but take for granted that a block saves for backward,
     and sends under tensor parallelism, what a Llama's does. What it saves is counted here."""

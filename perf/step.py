@@ -36,8 +36,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +43,7 @@ import finetune_lora
 from data import Batch, read_ahead
 from model import Llama
 from parallel import World, is_attention
+from perf.bubble import actions_stamped, draw, shares_of_bubble
 from perf.choose import usable_memory
 from perf.cost import describe_traffic, flops_per_token
 from perf.devices import peak_flops
@@ -55,11 +54,14 @@ from perf.measure import (
     markdown_table,
     megabytes,
     quartiles,
+    silenced,
     state_bytes,
     state_tensors,
 )
 from perf.memory import predict_memory, prediction_caveat
+from perf.timeline import Action, Span
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
+from pipeline import Pipeline
 from plumbing.processes import Process, print_rank_zero
 from train import (
     Job,
@@ -86,7 +88,7 @@ class Training:
     args: argparse.Namespace
     world: World
     model: Llama
-    runner: nn.Module  # what a training step calls: the model, or its DDP or ZeRO-1 wrapper
+    runner: nn.Module  # what parallelize returned
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
     whole: Llama | None = None  # the model on meta, for predictions
@@ -95,6 +97,12 @@ class Training:
     @property
     def microbatches(self) -> int:
         return self.args.batch // self.world.data_size // self.args.microbatch
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """The modules whose forward a step calls."""
+        is_pipeline = isinstance(self.runner, Pipeline)
+        return list(self.runner.stages.values()) if is_pipeline else [self.runner]
 
     @property
     def dims(self) -> list[str]:
@@ -137,6 +145,8 @@ def measure_step(
         memory, counted = count_step(training)
         attentions = counted.attentions if counted else profile_attention(training)
         rounds = time_variants(training)
+        if args.plot and args.pp > 1:
+            draw(args, world, marked_step(training, next(batches)).spans())
     return report(training, rounds, memory, counted, attentions)
 
 
@@ -166,12 +176,21 @@ class TimeStamps:
     def end(self, part: str) -> None:
         self.closed[part].append((self.open.pop(part), self.stamp()))
 
-    def seconds(self) -> dict[str, float]:
-        """Return the total seconds of each part. On a GPU, synchronize before."""
-        return {
-            part: sum(a.elapsed_time(b) / 1e3 if self.on_gpu else b - a for a, b in pairs)
-            for part, pairs in self.closed.items()
-        }
+    def between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
+        """Return the seconds from stamp a to stamp b. On a GPU, synchronize before."""
+        return a.elapsed_time(b) / 1e3 if self.on_gpu else b - a
+
+    def seconds(self) -> dict[str | Action, float]:
+        """Return the total seconds of each part, and of each action of a pipeline."""
+        return {part: sum(self.between(*pair) for pair in pairs)
+                for part, pairs in self.closed.items()}  # fmt: skip
+
+    def spans(self) -> list[Span]:
+        """Return when each action of a pipeline was computed, since the pass began."""
+        ((start, _),) = self.closed["pass"]
+        return [Span(part, self.between(start, a), self.between(start, b))
+                for part, pairs in self.closed.items() if isinstance(part, Action)
+                for a, b in pairs]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -180,20 +199,24 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
     stamps = TimeStamps(training.world.device)
     runner, optimizer = training.runner, training.optimizer
     hooks = [
-        # prepend: before FSDP's own hook, which all-gathers weights
-        runner.register_forward_pre_hook(lambda *_: stamps.begin("forward"), prepend=True),
-        runner.register_forward_hook(lambda *_: stamps.end("forward")),
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
     ]
+    for stage in training.stages:
+        # prepend: before FSDP's own hook, which all-gathers weights
+        begin = stage.register_forward_pre_hook(lambda *_: stamps.begin("forward"), prepend=True)
+        hooks += [begin, stage.register_forward_hook(lambda *_: stamps.end("forward"))]
     # Blocks that parallel.recompute has wrapped; within a compiled block it cannot be stamped.
     blocks = training.model.layers.values()
     originals = {b: b.forward for b in blocks if getattr(b.forward, "func", None) is checkpoint}
     for block, forward in originals.items():
         (inner,) = forward.args
         block.forward = partial(checkpoint, stamp_recompute(inner, stamps), **forward.keywords)
+    is_pipeline = isinstance(runner, Pipeline)
+    actions = actions_stamped(runner, stamps.begin, stamps.end)
     try:
-        yield stamps
+        with actions if is_pipeline else contextlib.nullcontext():
+            yield stamps
     finally:
         for block, forward in originals.items():
             block.forward = forward
@@ -214,35 +237,6 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
             stamps.end("recompute")
 
     return stamped_forward
-
-
-# --------------------------------------------------------------------------------------- silencing
-
-
-@contextlib.contextmanager
-def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]:
-    """Make collectives over the mesh dimensions `dims` return at once, without communicating.
-
-    The process group of each dimension gets torch's fake backend for a while. Results are garbage,
-    which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
-    stops its collectives."""
-    if isinstance(runner, DistributedDataParallel):
-        with runner.no_sync() if dims else contextlib.nullcontext():
-            yield
-        return
-    device, backend_types = world.device, dist.ProcessGroup.BackendType
-    groups = [world.mesh.get_group(dim) for dim in dims]
-    real_backends = [group._get_backend(device) for group in groups]
-    try:
-        for group in groups:
-            options = FakeProcessGroup.Options()
-            fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
-            # A type that no real backend has: a group keeps the first backend of each type.
-            group._register_backend(device, backend_types.UNDEFINED, fake)
-        yield
-    finally:
-        for group, real in zip(groups, real_backends):
-            group._register_backend(device, getattr(backend_types, real.name().upper()), real)
 
 
 # ---------------------------------------------------------------------------------- timed variants
@@ -406,7 +400,7 @@ def report(
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    mfu = peak and flops_per_token(training.model, args.seq_len) * speed / (peak * world.size)
+    mfu = peak and flops_per_token(training.whole, args.seq_len) * speed / (peak * world.size)
     whole, tokens = training.whole, args.microbatch * args.seq_len
     fused = parallel.compile or on_gpu
     predicted = partial(
@@ -432,11 +426,18 @@ def report(
             for name, other in alternatives(parallel, world.per_node).items()
         },
         frozen=any(not p.requires_grad for p in whole.parameters()),
-        attentions=attentions / (training.model.config.n_layers * training.microbatches),
+        attentions=attentions / (len(training.model.layers) * training.microbatches),
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,
         mfu=mfu,
     )
+    bubble = []
+    if parallel.pp > 1:
+        actions = [{part: time for part, time in seconds.items() if isinstance(part, Action)}
+                   for seconds in rounds["marked"]]  # fmt: skip
+        passes = [statistics.median(seconds["pass"] for seconds in rounds[variant])
+                  for variant in ("marked", "without pp")]  # fmt: skip
+        bubble = [shares_of_bubble(world, training.microbatches, actions, passes)]
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",
@@ -476,6 +477,7 @@ def report(
         f"counted: per step, each rank sends {traffic}",
         *filter(None, [prediction_caveat(whole)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
+        *bubble,
         compiled,
         "",
     ]

@@ -1,6 +1,7 @@
 """Schedules of a pipeline as text: read, proved, timed, drawn. pipeline.py makes and runs them."""
 
 import re
+from collections.abc import Callable
 from html import escape
 from typing import NamedTuple
 
@@ -71,12 +72,13 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
             seen.add(action)
         if missing := wanted - seen:
             raise ValueError(f"rank {rank}, position {len(order) + 1}: {min(missing)} is missing")
-    return simulate(schedule, {"F": 1, "B": 1 if splits else 2, "W": 1})
+    ticks = {"F": 1, "B": 1 if splits else 2, "W": 1}
+    return simulate(schedule, lambda action: ticks[action.kind])
 
 
-def simulate(schedule: Schedule, seconds: dict[str, float]) -> Timeline:
-    """Return when each rank computes what, if an action of each kind takes so many `seconds`, and
-    messages none. Raises ValueError where ranks wait for each other."""
+def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:
+    """Return when each rank computes what, if an action takes seconds(action), and messages none.
+    Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
     ended: dict[Action, float] = {}
     spans: Timeline = [[] for _ in schedule]
@@ -90,7 +92,7 @@ def simulate(schedule: Schedule, seconds: dict[str, float]) -> Timeline:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
                 start = max([free, *(ended[other] for other in needed)])
-                ended[action] = start + seconds[action.kind]
+                ended[action] = start + seconds(action)
                 spans[rank].append(Span(action, start, ended[action]))
                 progress = True
     for rank, order in enumerate(schedule):

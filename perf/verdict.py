@@ -45,15 +45,18 @@ class Facts:
         """Return whether groups along a mesh dimension have ranks on several nodes."""
         parallel = self.parallel
         # A group lies within a block of consecutive ranks, of this size.
-        block = {"tp": parallel.tp, "shard": parallel.tp * parallel.shard, "replicate": self.size}
-        return self.per_node % block[dim] != 0
+        block = 1
+        for name in ("tp", "shard", "replicate", "pp"):
+            block *= getattr(parallel, name)
+            if name == dim:
+                return self.per_node % block != 0
 
 
 def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelConfig]:
     """Return the configurations that a lever may suggest, by name, and the present one as `this`.
 
     `Facts.peaks` has the memory that each of them would take."""
-    size = parallel.replicate * parallel.shard * parallel.tp
+    size = parallel.size
     return {
         "this": parallel,
         "ddp": with_mesh_sizes(replace(parallel, dp="ddp", reshard="weights"), size, per_node),
@@ -150,6 +153,15 @@ def tp_levers(facts: Facts) -> list[str]:
     return ["a smaller --tp with a larger --batch, if memory allows, waits less"]
 
 
+def pp_levers(facts: Facts) -> list[str]:
+    levers = []
+    if facts.sequences > facts.microbatches:
+        levers.append("a smaller --microbatch makes more microbatches")
+    if facts.parallel.schedule in ("gpipe", "1f1b"):
+        levers.append("--schedule interleaved, with several stages on each rank, waits less")
+    return levers or ["a larger --batch makes more microbatches"]
+
+
 def recompute_levers(facts: Facts) -> list[str]:
     weaker = ["none"] if facts.parallel.checkpointing == "selective" else ["none", "selective"]
     fitting = [name for name in weaker if facts.fits(name)]
@@ -188,6 +200,7 @@ RULES = {
         "waits for all-gathers and reduce-scatters over shard", 0.10, shard_levers
     ),
     EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", 0.10, tp_levers),
+    EXPOSED + "pp": Rule("waits for other stages", 0.10, pp_levers),
     "recompute": Rule("recomputes activations", 0.10, recompute_levers),
     "data": Rule(
         "waits for data",

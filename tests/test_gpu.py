@@ -26,9 +26,8 @@ from data import Batch
 from lora import LoRA
 from model import LlamaConfig, attention_in_documents, document_mask, generate
 from parallel import ParallelConfig, parallelize, with_mesh
-from perf.measure import Counted, build_on_meta, make_step, random_batch
+from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
 from perf.memory import predict_memory
-from perf.step import silenced
 from plumbing.check_model import check_documents
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser

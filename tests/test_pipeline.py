@@ -7,8 +7,9 @@ from conftest import launch, refused
 from test_parallel import GROUPED, ODD, RSLORA, SEVEN, TIED, case, equals_plain, train
 
 from perf.timeline import bubble, check_schedule, draw_svg, draw_text, held, read_schedule
-from pipeline import SCHEDULES, layers_of, make_schedule
+from pipeline import SCHEDULES, make_schedule
 from plumbing.processes import UserError
+from plumbing.stages import layers_of
 
 # What each schedule's docstring says: microbatches that a rank holds, and ticks that it waits.
 HOLDS = {

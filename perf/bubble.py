@@ -1,0 +1,77 @@
+"""The bubble of a pipeline, in which ranks wait: by its schedule, by measured times, as measured.
+
+`bench.py step` prints the three shares, and draws the measured timeline (--plot FILE.svg). The
+schedule alone says what the bubble is if all stages take equally long and messages no time; with
+the measured time of each stage's actions it tells whether uneven stages are to blame; what is then
+left to the measured share are the messages.
+"""
+
+import argparse
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from parallel import World
+from perf.timeline import Action, Span, bubble, check_schedule, draw_svg, simulate
+from pipeline import Pipeline, make_schedule
+
+Seconds = dict[Action, float]
+
+
+@contextlib.contextmanager
+def actions_stamped(runner: Pipeline, begin: Callable, end: Callable) -> Iterator[None]:
+    """Within this context call begin(action) and end(action) around each action of a pipeline,
+    after what it waits for has arrived."""
+    compute = runner.compute
+
+    def stamped(action: Action, *given):
+        begin(action)
+        result = compute(action, *given)
+        end(action)
+        return result
+
+    runner.compute = stamped
+    try:
+        yield
+    finally:
+        del runner.compute  # the attribute, which has hidden the method
+
+
+def shares_of_bubble(
+    world: World, microbatches: int, rounds: list[Seconds], passes: tuple[float, float]
+) -> str:
+    """Return the three shares in words. `rounds` are the times of this rank's actions in several
+    steps, `passes` those of forward and backward together, with messages and without. All ranks
+    call it together."""
+    parallel, times = world.parallel, defaultdict(list)
+    for seconds in rounds:
+        for (kind, _, stage), time in seconds.items():
+            times[kind, stage].append(time)
+    own = {key: statistics.median(values) for key, values in times.items()}
+    of_ranks = [None] * parallel.pp
+    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
+    typical = {key: time for of_rank in of_ranks for key, time in of_rank.items()}
+
+    schedule = make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank)
+    stages = parallel.pp * parallel.stages_per_rank
+    even = check_schedule(schedule, microbatches, stages)
+    timed = simulate(schedule, lambda action: typical[action.kind, action.stage])
+    measured = world.all_gather_scalars([1 - passes[1] / passes[0]]).mean().item()
+    return (
+        f"of forward and backward, ranks wait for other stages {bubble(even):.1%} by the schedule "
+        f"alone, {bubble(timed):.1%} with the measured time of each stage, {measured:.1%} measured"
+    )
+
+
+def draw(args: argparse.Namespace, world: World, spans: list[Span]) -> None:
+    """Draw a measured step to --plot on rank 0: of the ranks of its pipeline. `spans` are this
+    rank's, in seconds since the step began. All ranks call it together."""
+    of_ranks = [None] * world.parallel.pp
+    dist.all_gather_object(of_ranks, spans, world.mesh.get_group("pp"))
+    if world.rank == 0:
+        seconds = max(of_rank[-1].end for of_rank in of_ranks)
+        title = f"{args.schedule}, measured: {seconds:.3g} s of forward and backward"
+        args.plot.write_text(draw_svg(of_ranks, title))

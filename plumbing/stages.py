@@ -1,0 +1,69 @@
+"""Cut a model into the stages of a pipeline (pipeline.py).
+
+Stage s of p v stages lies on rank s % p, where p is the number of ranks and v that of the stages of
+each. With tied embeddings the last rank keeps the embedding too, as its output.
+"""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from model import Llama
+from plumbing.processes import UserError
+
+# FSDP warns of views because changing them in place would be an error, and nothing here does.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def layers_of(stage: int, stages: int, n_layers: int) -> range:
+    """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
+    each, more = divmod(n_layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def cut(model: Llama, rank: int, p: int, v: int) -> None:
+    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model. Raises
+    UserError for a parameter of which no stage would know."""
+    stages = p * v
+    own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
+    parts = {"tok_embeddings", "layers", "norm", "output"}
+    for name, _ in model.named_parameters():
+        if name.split(".")[0] not in parts:
+            raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+    for name in model.layers.keys() - own:
+        del model.layers[name]
+    is_last = rank == p - 1
+    if rank > 0 and not (is_last and model.config.tie_embeddings):
+        model.tok_embeddings = None
+    if not is_last:
+        model.norm = model.output = None
+
+
+def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
+    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    part = copy.copy(model)
+    part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
+    cut(part, rank, p, v)
+    return part
+
+
+def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
+    """Return a rank's stages as modules of their own, which share the parts of `model`."""
+    stages, made = p * v, []
+    for s in range(rank, stages, p):
+        with torch.device("meta"):
+            stage = type(model)(replace(model.config, n_layers=0))
+        own = layers_of(s, stages, model.config.n_layers)
+        stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
+        stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
+        stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
+        stage.config, stage.loss = model.config, model.loss
+        # FSDP has hooks where a block returns and where the stage does. A view keeps them apart, or
+        # a gradient of the stage's output alone would all-gather its last block.
+        stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
+        made.append(stage)
+    return made
