@@ -97,7 +97,7 @@ def _memory_of_rank(
             blocks = len(layers_of(stage, stages, config.n_layers))
             kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
             later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
-        loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1)
+        loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1, sums)
         loss += in_loss
         last_block_backward += block_backward + gradients
 
@@ -140,19 +140,21 @@ def _orders(parallel: ParallelConfig, microbatches: int) -> Schedule:
 
 
 def _held_in_pipeline(
-    order: list[Action], kept: dict[int, float], later: dict[int, list[float]], last: int
+    order: list[Action], kept: dict[int, float], later: dict[int, list[float]], last: int, sums: int
 ) -> tuple[float, float]:
     """Return the most bytes of activations that a rank holds after a forward of the last stage, and
     at a moment of a backward. A stage's forward keeps `kept` bytes until its backward, and B keeps
-    `later` bytes of each block until W."""
-    now = forward = backward = 0.0
+    `later` bytes of each block until W. The first backward makes the `sums` of gradients, so that
+    until then they are subtracted."""
+    now, forward, backward = -sums, 0.0, 0.0
     for kind, _, stage in order:
         if kind == "F":
             now += kept[stage]
             forward = max(forward, now * (stage == last))
         elif kind == "B":
             backward = max(backward, now, now - kept[stage] + sum(later[stage][1:]))
-            now += sum(later[stage]) - kept[stage]
+            now += sum(later[stage]) - kept[stage] + sums
+            sums = 0
         else:
             now -= sum(later[stage])
     return forward, backward

@@ -27,8 +27,9 @@ def pytest_configure(config) -> None:
         del ENVIRONMENT["CUDA_VISIBLE_DEVICES"]
     else:  # all other tests run on the CPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # plumbing/checkpoint_files.py ignores it too, but pytest forgets the filters of other modules.
-    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")
+    # Modules of plumbing/ ignore these, too, but pytest forgets their filters.
+    for warning in ("torch.distributed is disabled", "FSDP2-wrapped module .* a view tensor"):
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
 def shared(name: str) -> Path:

@@ -1,10 +1,12 @@
 """perf/cost.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import slow
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -97,6 +99,54 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
     assert expected["peak"] == pytest.approx(held["peak"], rel=0.05)
+
+
+# As above, with the ranks along pp to emulate. Tensor parallelism can be emulated for one: torch
+# keeps groups of the first. The layers do not divide by the stages.
+PIPELINES = {
+    "1f1b": (replace(TIED, n_layers=9), dict(pp=4, dp="fsdp", shard=2), 8, 1, range(4)),
+    "gpipe full": (
+        WIDE, dict(pp=2, replicate=2, schedule="gpipe", checkpointing="full"), 8, 1, range(2),
+    ),
+    "interleaved": (
+        replace(CHUNKY, n_layers=9),
+        dict(pp=4, stages_per_rank=2, dp="fsdp", shard=2, schedule="interleaved"), 8, 1, range(4),
+    ),
+    "zero-bubble": (
+        replace(CHUNKY, n_layers=8),
+        dict(pp=4, dp="fsdp", shard=2, reshard="all", schedule="zero-bubble"), 8, 1, range(4),
+    ),
+    "zero-bubble full": (
+        replace(TIED, n_layers=8),
+        dict(pp=4, dp="hsdp", replicate=2, schedule="zero-bubble", checkpointing="full"), 8, 1,
+        range(4),
+    ),
+    "tp": (replace(CHUNKY, n_layers=6), dict(pp=3, tp=2, checkpointing="selective"), 6, 1, [1]),
+    "short": (replace(WIDE, n_layers=5), dict(pp=2, dp="fsdp", shard=2), 1, 1, range(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["short", *map(slow, sorted(PIPELINES.keys() - {"short"}))])
+def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
+    config, parallel, share, microbatch, ranks = PIPELINES[name]
+    parallel, seq_len, microbatches = ParallelConfig(**parallel), 256, share // microbatch
+    peaks = []
+    for rank in ranks:
+        with torch.device("meta"):
+            model = Llama(config)
+        expected = predict_memory(model, parallel, microbatch * seq_len, microbatches, pp_rank=rank)
+        traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len, pp_rank=rank)
+        sent, held = emulate(model, parallel, share, microbatch, seq_len, pp_rank=rank)
+        assert sent == traffic
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert held[kind] == expected[kind], (rank, kind)
+        assert expected["peak"] == pytest.approx(held["peak"], rel=0.05), rank
+        peaks.append(expected["peak"])
+    if len(peaks) == parallel.pp:
+        with torch.device("meta"):
+            model = Llama(config)
+        most = predict_memory(model, parallel, microbatch * seq_len, microbatches)
+        assert most["peak"] == max(peaks)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

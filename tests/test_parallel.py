@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import BATCH, STEPS, batch_of, initialize
 
 from lora import LoRA, add_adapters
-from model import IGNORE, Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
+from model import (
+    IGNORE,
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    LlamaConfig,
+    generate,
+    rope_angles,
+)
 from parallel import STRATEGIES, ParallelConfig, parallelize, recompute_and_compile
 from perf.measure import build_on_meta
 from perf.memory import predict_memory
@@ -252,9 +261,20 @@ def same_training(result: dict, expected: dict, tolerance: float = 1e-12) -> Non
         assert torch.equal(result["first"][name], value), name
 
 
+def generates_alike(result: dict, case: dict) -> None:
+    """A model that is split goes on with the tokens of one that has the same weights."""
+    if "generate" not in case:
+        return
+    model = Llama(LlamaConfig(**case["config"])).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(result["last"][name])
+    assert result["tokens"] == generate(model, [[1, 2, 3]], 4, temperature=0)
+
+
 def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
     parallel = ParallelConfig(**case["parallel"])
-    sizes = {"replicate": parallel.replicate, "shard": parallel.shard, "tp": parallel.tp}
+    sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
     expected = dict(result["predicted"])
     if nproc > 1:  # and a step's all_gather_scalars, 40 bytes a rank over all ranks
         dim = next((dim for dim, size in sizes.items() if size == nproc), "world")
@@ -269,7 +289,7 @@ def computes_once(result: dict, case: dict) -> None:
     parts = parallel.replicate * parallel.shard
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
     times = 2 if parallel.checkpointing == "full" else 1
-    assert result["attentions"] == times * microbatches * case["config"]["n_layers"]
+    assert result["attentions"] == times * microbatches * result["layers"]
 
 
 def compiles_once(result: dict, case: dict) -> None:
@@ -281,6 +301,7 @@ def compiles_once(result: dict, case: dict) -> None:
 
 def holds(result: dict, case: dict, nproc: int) -> None:
     equals_plain(result, case)
+    generates_alike(result, case)
     computes_once(result, case)
     if case["parallel"].get("compile"):
         compiles_once(result, case)

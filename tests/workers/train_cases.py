@@ -89,7 +89,7 @@ def train(process, case: dict) -> dict:
     parts = world.data_size
     microbatch = case.get("microbatch", BATCH // parts)
     predicted = predict_traffic(
-        model, world.parallel, BATCH // parts // microbatch, microbatch, SEQ
+        model, world.parallel, BATCH // parts // microbatch, microbatch, SEQ, pp_rank=0
     )
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
@@ -137,6 +137,7 @@ def train(process, case: dict) -> dict:
         "predicted": predicted,
         "mesh": describe_mesh(world),
         "ranks": {dim: world.mesh[dim].mesh.tolist() for dim in world.mesh.mesh_dim_names},
+        "layers": len(model.layers),
         "attentions": profiled_attentions(measure) if compiled else measure.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
