@@ -33,6 +33,7 @@ from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.step import measure_lora_step, measure_step
+from pipeline import SCHEDULES
 from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import run
@@ -158,11 +159,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
-    for name in ("shard", "tp", "microbatch"):
+    for name in ("shard", "tp", "pp", "stages-per-rank", "microbatch"):
         parser.add_argument(f"--{name}", type=positive_int,
                             help=f"only plans with this --{name} of train.py")
     for name, choices in {"checkpointing": ["none", "selective", "full"],
-                          "reshard": ["none", "weights", "all"]}.items():
+                          "schedule": [*SCHEDULES], "reshard": ["none", "weights", "all"]}.items():
         parser.add_argument(f"--{name}", choices=choices,
                             help=f"only plans with this --{name} of train.py")
     parser.add_argument("--offload-activations", action="store_true", default=None,

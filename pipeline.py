@@ -112,6 +112,7 @@ SCHEDULES = {
 }
 
 
+@functools.cache
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """Return a schedule by its name, or from a file with a line for each rank. Raises UserError if
     it cannot be carried out with these numbers."""

@@ -7,6 +7,7 @@ Letters as in parallel.py. Sizes are those of rank 0, which has the largest shar
 uneven.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -165,10 +166,12 @@ def _pipeline(
 
 def parts_of(model: Llama, parallel: ParallelConfig) -> list[Llama]:
     """Return what each rank along pp holds of a model."""
-    if parallel.pp == 1:
-        return [model]
-    return [part_of(model, rank, parallel.pp, parallel.stages_per_rank)
-            for rank in range(parallel.pp)]  # fmt: skip
+    return _parts_of(model, parallel.pp, parallel.stages_per_rank)
+
+
+@functools.lru_cache(64)
+def _parts_of(model: Llama, pp: int, v: int) -> list[Llama]:
+    return [part_of(model, rank, pp, v) for rank in range(pp)] if pp > 1 else [model]
 
 
 def _skipped_by_backward(model: Llama) -> int:

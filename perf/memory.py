@@ -4,7 +4,6 @@ Letters as in parallel.py. Sizes are those of rank 0, which has the largest shar
 uneven; in a pipeline, those of the rank that needs most.
 """
 
-import functools
 import math
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import elements_of, modules_of, parts_of
-from perf.timeline import Action, Schedule, splits_backward
+from perf.timeline import Action, splits_backward
 from pipeline import make_schedule
 from plumbing.stages import layers_of
 
@@ -85,15 +84,15 @@ def _memory_of_rank(
     logits = loss_bytes(config, parallel, tokens, fused, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
-        order = _orders(parallel, microbatches)[pp_rank]
-        stages = parallel.pp * parallel.stages_per_rank
+        p, v = parallel.pp, parallel.stages_per_rank
+        order, stages = make_schedule(parallel.schedule, p, microbatches, v)[pp_rank], p * v
         ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
         in_loss = stream + logits - output * max(4, w)
         deferred, gradients = (
             splits_backward([order]) * n * tokens * w for n in deferred_elements(config, tp)
         )
         kept, later = {}, {}
-        for stage in range(pp_rank, stages, parallel.pp):
+        for stage in range(pp_rank, stages, p):
             blocks = len(layers_of(stage, stages, config.n_layers))
             kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
             later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
@@ -132,11 +131,6 @@ def _memory_of_rank(
         "activations": int(max(loss, last_block_backward)),
         "peak": int(state["parameters"] + state["optimizer"] + peak),
     }
-
-
-@functools.cache
-def _orders(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    return make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank)
 
 
 def _held_in_pipeline(

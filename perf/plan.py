@@ -3,26 +3,22 @@
     python bench.py plan --model llama3.1-8b --gpus 16     a cluster known from data sheets
     python bench.py plan --measured comm.json              the cluster that bench.py comm measured
 
-A plan is a data-parallel strategy on a mesh of replicate x shard x tp ranks, a treatment of
-activations, a microbatch size and a value of --reshard. perf/cost.py predicts the memory and the
-traffic of each plan, perf/roofline.py its time. The output is a table with the best plan of each
-mesh and the reason why it loses against the best of all, then the command that starts the best.
+A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
+schedule, a treatment of activations, a microbatch size and a value of --reshard (perf/plans.py).
+perf/memory.py predicts its memory, perf/cost.py its traffic, perf/roofline.py its time. The output
+is a table with the best plan of each mesh and the reason why it loses against the best of all, then
+the command that starts the best.
 """
 
 import argparse
-import itertools
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
-from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
-from perf.cost import flops_per_token, predict_traffic, sent_bytes
+from perf.choose import USABLE_FRACTION
+from perf.cost import flops_per_token, predict_traffic
 from perf.devices import GPUS
 from perf.measure import (
     build_on_meta,
@@ -31,24 +27,16 @@ from perf.measure import (
     needs_real_tensors,
     problem_with_files,
 )
-from perf.memory import mask_width, predict_memory, prediction_caveat
+from perf.memory import predict_memory, prediction_caveat
+from perf.plans import FILTERS, MESH_DIMS, Plan, every_plan, order
 from perf.roofline import (
     Machine,
     assumed_machine,
-    find_measured_group,
-    group_shape,
     measured_machine,
     read_measurement,
-    step_time,
 )
-from plumbing.checks import moments_dtype
 from plumbing.processes import UserError
 from plumbing.records import write_atomically
-
-MESH_DIMS = ("replicate", "shard", "tp")
-RESHARD = ("weights", "none", "all")
-# Flags that fix part of a plan.
-FILTERS = ("shard", "tp", "reshard", "checkpointing", "offload_activations", "microbatch")
 
 
 def plan_cluster(args: argparse.Namespace) -> str:
@@ -122,119 +110,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError(problem)
 
 
-# -------------------------------------------------------------------------------------- every plan
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to train on the cluster, and its predicted cost on rank 0."""
-
-    parallel: ParallelConfig
-    microbatch: int  # sequences
-    memory: dict[str, int]  # bytes by kind, and the `peak`: see memory.predict_memory
-    sent: dict[str, int]  # bytes that a rank sends in a step, by mesh dimension
-    parts: dict[str, float]  # seconds of a step by part: see roofline.step_time
-    fits: bool  # whether the peak fits in a GPU's memory
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def mesh(self) -> str:
-        return " x ".join(str(getattr(self.parallel, dim)) for dim in MESH_DIMS)
-
-
-def order(plan: Plan) -> tuple:
-    """Sort key: plans that fit first, from the fastest; then the others, from the smallest."""
-    return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
-
-
-def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[Plan]:
-    """Yield every plan for --gpus and --batch that the flags in FILTERS allow.
-
-    With --measured, leave out plans with groups of ranks that were not measured."""
-    config, dtype = model.config, getattr(torch, args.dtype)
-    for tp in divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)):
-        data_ranks = args.gpus // tp
-        if args.batch % data_ranks:
-            continue
-        sequences = args.batch // data_ranks  # of a step, on each rank
-        choices = data_parallel_choices(data_ranks, tp)
-        for (dp, shard), microbatch in itertools.product(choices, divisors(sequences)):
-            microbatches = sequences // microbatch
-            # The values of --reshard differ in how several microbatches share all-gathers.
-            reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
-            for (checkpointing, offload), reshard in itertools.product(ACTIVATIONS, reshards):
-                parallel = ParallelConfig(
-                    dp=dp,
-                    replicate=data_ranks // shard,
-                    shard=shard,
-                    tp=tp,
-                    reshard=reshard,
-                    checkpointing=checkpointing,
-                    offload_activations=offload,
-                    compile=args.compile,
-                    dtype=dtype,
-                    moments=moments_dtype(args),
-                )
-                if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
-                    yield predict(model, parallel, microbatch, microbatches, args, machine)
-
-
-def data_parallel_choices(data_ranks: int, tp: int) -> Iterator[tuple[str, int]]:
-    """Yield (strategy, shard size) for `data_ranks` ranks with different sequences.
-
-    HSDP's shard size may be any divisor of the ranks, not only the ranks of a node. A strategy that
-    would be another one on these ranks is left out."""
-    for dp, strategy in STRATEGIES.items():
-        if tp > 1 and not strategy.splits_layers:
-            continue
-        for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
-            sizes = {"replicate": data_ranks // shard, "shard": shard}
-            # Sharding over one rank is DDP; a copy per node with all ranks in one node is FSDP.
-            is_ddp = any(sizes[dim] == 1 for dim in strategy.sharded.values())
-            is_fsdp = strategy.copy_per == "node" and shard == data_ranks
-            if not is_ddp and not is_fsdp:
-                yield dp, shard
-
-
-def matches_flags(parallel: ParallelConfig, microbatch: int, args: argparse.Namespace) -> bool:
-    """Return whether a plan has the values that flags in FILTERS give."""
-    settings = vars(parallel) | {"microbatch": microbatch}
-    return all(getattr(args, name) in (None, settings[name]) for name in FILTERS)
-
-
-def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
-    """Return whether groups of each mesh dimension were measured, if the machine was measured."""
-    if not machine.measured:
-        return True
-    shapes = [group_shape(dim, parallel, machine) for dim in MESH_DIMS]
-    return all(n == 1 or find_measured_group(n, in_node, machine) for n, in_node in shapes)
-
-
-def predict(
-    model: Llama,
-    parallel: ParallelConfig,
-    microbatch: int,
-    microbatches: int,
-    args: argparse.Namespace,
-    machine: Machine,
-) -> Plan:
-    """Return a plan with its memory, the bytes that it sends, and its time."""
-    fused = parallel.compile or not machine.measured  # assumed machines are GPUs
-    seq_len, document, width = args.seq_len, args.document_length, model.config.head_dim
-    masked = mask_width(document > 0, seq_len, "cuda", parallel.dtype, width)
-    memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused, masked)
-    sent = Counter()
-    traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
-    for (dim, collective), cost in traffic.items():
-        sent[dim] += sent_bytes({(dim, collective): cost}, parallel)
-    parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine, document)
-    fits = memory["peak"] <= USABLE_FRACTION * machine.memory
-    return Plan(parallel, microbatch, memory, sent, parts, fits)
-
-
 # ------------------------------------------------------------------------------ reasons in words
 
 PART_NAMES = {
@@ -244,6 +119,7 @@ PART_NAMES = {
     "optimizer": "the optimizer",
     "handling": "FSDP overhead",
     "to the CPU": "waiting for the CPU's memory",
+    "pp": "waiting for other stages",
     "tp": "waiting for tp",
     "shard": "waiting for shard",
     "replicate": "waiting for replicate",
@@ -350,9 +226,9 @@ def table(
 ) -> list[str]:
     """Return the lines of a table: memory of rank 0, and what it sends in a step."""
     headings = (
-        "replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
+        "pp (schedule) x replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
         "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
-        "| sends over replicate GB | shard GB | tp GB | step s | MFU | reason"
+        "| sends over pp GB | replicate GB | shard GB | tp GB | step s | MFU | reason"
     ).split(" | ")
     rows = []
     flops = flops_per_token(model, args.document_length or args.seq_len)
@@ -389,7 +265,8 @@ def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
 
 def json_row(plan: Plan, args: argparse.Namespace) -> dict:
     """Return a plan as --json writes it, in bytes and seconds."""
-    names = ("dp", *MESH_DIMS, "reshard", "checkpointing", "offload_activations")
+    names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
+    names = (*MESH_DIMS, *names)
     return {name: getattr(plan.parallel, name) for name in names} | {
         "microbatch": plan.microbatch,
         "fits": plan.fits,
@@ -437,6 +314,9 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "dp": parallel.dp,
         "shard": parallel.shard if shard_is_a_flag else None,
         "tp": parallel.tp if parallel.tp > 1 else None,
+        "pp": parallel.pp if parallel.pp > 1 else None,
+        "schedule": parallel.schedule if parallel.pp > 1 else None,
+        "stages-per-rank": parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
         "reshard": parallel.reshard if parallel.shard > 1 else None,
         "checkpointing": parallel.checkpointing,
         "dtype": args.dtype,

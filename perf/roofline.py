@@ -13,6 +13,8 @@ The estimate is a sum of parts:
                  forward, and copies back longer than backward
     tp, shard,   for each mesh dimension, the exposed time of its collectives: the time that is not
     replicate    hidden behind computation
+    pp           the time that a rank of a pipeline waits for other stages: the schedule is
+                 simulated with the time of each action and message. Parts are the busiest rank's
 
 A collective takes a latency, and then its bytes over each link at the speed of the link. Hidden is:
 
@@ -35,6 +37,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +48,10 @@ from parallel import ParallelConfig
 from perf.cost import predict_traffic
 from perf.devices import GPU, GPUS, LINKS
 from perf.memory import predict_memory, saved_elements
+from perf.timeline import simulate
+from pipeline import has_w, make_schedule
 from plumbing.processes import UserError
+from plumbing.stages import layers_of
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
 ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
@@ -179,19 +185,28 @@ def measured_machine(report: dict) -> Machine:
 
 
 def compute_time(
-    config: LlamaConfig, parallel: ParallelConfig, tokens: int, seq_len: int, machine: Machine
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    seq_len: int,
+    machine: Machine,
+    stage: int | None = None,
 ) -> dict[str, float]:
     """Return seconds of forward and backward of a microbatch of `tokens` on one rank, by part,
-    without communication."""
+    without communication: of the whole model, or of a `stage` of a pipeline."""
     D, F, V = config.dim, config.ffn_dim, config.vocab_size
     L, w = config.n_layers, parallel.weight_bytes
+    stages = parallel.pp * parallel.stages_per_rank
+    if stage is not None:
+        L = len(layers_of(stage, stages, L))
+    has_output = stage in (None, stages - 1)
     kv_dim = config.n_kv_heads * config.head_dim
     checkpointing = parallel.checkpointing
 
     # Forward FLOPs per token: 2 per element of a matrix.
     block = 2 * (2 * D * (D + kv_dim) + 3 * D * F)
     attention = 2 * seq_len * D  # scores and weighted sums, over half of the square
-    output = 2 * D * V
+    output = 2 * D * V * has_output
     selective = 2 * D * (D + kv_dim + F)  # wq, wv and w1: parallel.py's recompute saves the others
     block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
     attention_again = attention if checkpointing == "full" else 0
@@ -201,7 +216,7 @@ def compute_time(
     forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if parallel.compile else EAGER_FACTOR)
     # Softmax, exponential and cast to the gradient: each reads and writes V, in float32 but for the
     # logits and the gradient.
-    loss = (2 * w + 16) * V
+    loss = (2 * w + 16) * V * has_output
     passes = L * forward * (3 if checkpointing == "none" else 4) + loss
 
     matmul_rate = machine.peak * machine.matmul_fraction
@@ -231,14 +246,22 @@ def step_time(
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
     sequences; where these are packed, a `document` has so many tokens."""
     tokens = microbatch * seq_len
-    parts = compute_time(model.config, parallel, tokens, document or seq_len, machine)
-    parts = {name: seconds * microbatches for name, seconds in parts.items()}
-    memory = predict_memory(model, parallel, tokens, microbatches)
+    of_stages = [
+        compute_time(model.config, parallel, tokens, document or seq_len, machine, stage)
+        for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])
+    ]
+    of_ranks = [of_stages[rank :: parallel.pp] for rank in range(parallel.pp)]
+    busiest = max(range(parallel.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
+    parts = {name: microbatches * sum(stage[name] for stage in of_ranks[busiest])
+             for name in of_stages[0]}  # fmt: skip
+    memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=busiest)
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
     moment = parallel.moments.itemsize if parallel.moments else 4
     parts["optimizer"] = update_bytes(moment) * updated / machine.bandwidth
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.uses_fsdp
-    traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
+    predicted = partial(predict_traffic, model, parallel, microbatches, microbatch, seq_len)
+    traffic = predicted(pp_rank=busiest)
+    messages = traffic.pop(("pp", "send"), (0, 0))
     if parallel.shard > 1:  # FSDP copies each payload between parameters and buffers
         copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "shard")
         parts["passes"] += 2 * copied / machine.bandwidth
@@ -265,7 +288,47 @@ def step_time(
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
+    if parallel.pp > 1:
+        parts["pp"] = bubble_time(of_stages, parts["tp"], messages, parallel, microbatches, machine)
     return parts
+
+
+def bubble_time(
+    of_stages: list[dict[str, float]],
+    tp_time: float,
+    messages: tuple[int, float],
+    parallel: ParallelConfig,
+    microbatches: int,
+    machine: Machine,
+) -> float:
+    """Return seconds that the busiest rank of a pipeline waits for other stages. `of_stages` are
+    what compute_time returned for each; a rank waits `tp_time` for tp in a step, and sends
+    `messages`, (calls, bytes)."""
+    p, v = parallel.pp, parallel.stages_per_rank
+    splits, seconds = has_w(parallel.schedule), {}
+    tp_time /= 3 * microbatches * v  # of a forward; a backward waits twice as long
+    for stage, parts in enumerate(of_stages):
+        forward = (parts["products"] + parts["passes"]) / 3
+        weights = splits * parts["products"] / 3
+        seconds["F", stage] = forward + tp_time
+        seconds["B", stage] = 2 * (forward + tp_time) + parts["recompute"] - weights
+        seconds["W", stage] = weights
+    calls, nbytes = messages
+    message = collective_time("send", nbytes / calls, "pp", parallel, machine)
+
+    def end_and_work(m: int) -> np.ndarray:
+        """Return when m microbatches are done, and for how long the busiest rank computes."""
+        schedule = make_schedule(parallel.schedule, p, m, v)
+        spans = simulate(schedule, lambda action: seconds[action.kind, action.stage], message)
+        work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
+        return np.array([max(of_rank[-1].end for of_rank in spans), max(work)])
+
+    few, more = 2 * p, 3 * p  # of more microbatches each takes as long as the last p on average
+    end, work = end_and_work(min(microbatches, more))
+    if microbatches > more:
+        each = (np.array([end, work]) - end_and_work(few)) / p
+        end, work = (end, work) + each * (microbatches - more)
+    return max(end, calls * message) - work  # a link may have more to do than any rank
 
 
 def collective_time(
@@ -279,11 +342,15 @@ def collective_time(
     n, in_node = group_shape(dim, parallel, machine)
     if machine.measured:
         group = machine.measured[find_measured_group(n, in_node, machine)]
+        if collective == "send":  # as long as an all-gather in which a rank sends as much
+            return interpolate(group["times"]["all-gather"], nbytes * n / (n - 1))
         return interpolate(group["times"][collective], nbytes)
     nodes = n / in_node
     speed = machine.node_link if nodes == 1 else in_node * machine.link
     if in_node > 1:
         speed = min(speed, machine.node_link)
+    if collective == "send":  # to one other rank, which may be in another node
+        return COLLECTIVE_LATENCY + nbytes / (machine.node_link if nodes == 1 else machine.link)
     rounds = 2 if collective == "all-reduce" else 1
     hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
     return COLLECTIVE_LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
@@ -293,7 +360,9 @@ def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[i
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
     n = getattr(parallel, dim)
     # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
-    stride = {"tp": 1, "shard": parallel.tp, "replicate": parallel.tp * parallel.shard}[dim]
+    stride = parallel.size // parallel.pp if dim == "pp" else 1
+    if dim in ("shard", "replicate"):
+        stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
     return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
 
 

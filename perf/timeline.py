@@ -76,9 +76,11 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     return simulate(schedule, lambda action: ticks[action.kind])
 
 
-def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:
-    """Return when each rank computes what, if an action takes seconds(action), and messages none.
-    Raises ValueError where ranks wait for each other."""
+def simulate(
+    schedule: Schedule, seconds: Callable[[Action], float], message: float = 0.0
+) -> Timeline:
+    """Return when each rank computes what, if an action takes seconds(action), and a message to
+    another rank `message` seconds. Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
     ended: dict[Action, float] = {}
     spans: Timeline = [[] for _ in schedule]
@@ -91,7 +93,8 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline
                 if not all(other in ended for other in needed):
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
-                start = max([free, *(ended[other] for other in needed)])
+                arrivals = (ended[o] + message * (o.stage % p != rank) for o in needed)
+                start = max([free, *arrivals])
                 ended[action] = start + seconds(action)
                 spans[rank].append(Span(action, start, ended[action]))
                 progress = True
