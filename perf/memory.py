@@ -4,8 +4,11 @@ Letters as in parallel.py. Sizes are those of rank 0, which has the largest shar
 uneven; in a pipeline, those of the rank that needs most.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import elements_of, modules_of, parts_of
 from perf.timeline import Action, splits_backward
-from pipeline import make_schedule
+from pipeline import SCHEDULES, has_w, make_schedule
 from plumbing.stages import layers_of
 
 
@@ -38,10 +41,12 @@ def predict_memory(
     along pp, by default of the one with the largest peak. LoRA's dropout is not counted. With
     --offload, parameters and optimizer are in CPU memory, but count here. `fused`: norms run as one
     kernel, on a GPU or compiled. `masked` is what mask_width returns."""
+    parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
+    if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
+        ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
     of_ranks = [
-        _memory_of_rank(part, rank, parallel, tokens, microbatches, fused, masked)
-        for rank, part in enumerate(parts_of(model, parallel))
-        if pp_rank in (None, rank)
+        _memory_of_rank(parts[rank], rank, parallel, tokens, microbatches, fused, masked)
+        for rank in (ranks if pp_rank is None else [pp_rank])
     ]
     return max(of_ranks, key=lambda memory: memory["peak"])
 
@@ -58,9 +63,10 @@ def _memory_of_rank(
     """Return the same for one rank of a pipeline, of which `model` has the part of that rank."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
-    state = _state(model, parallel)
+    units = functools.cache(partial(elements_of, model, tp))  # shards -> elements
+    state = _state(model, parallel, units)
     weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
-        model, parallel, microbatches
+        parallel, units, L, microbatches
     )
 
     # Activations. Backward of a block holds what it recomputes, and the gradients of the residual
@@ -104,7 +110,7 @@ def _memory_of_rank(
     # through the block, and those of output, last norm and embedding together at the very end.
     gradients = state["gradients"]
     shards = _shards(parallel, "gradients")
-    block_0 = elements_of(model, tp, shards)["block"][1]
+    block_0 = units(shards)["block"][1]
     all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
     norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
 
@@ -160,8 +166,9 @@ def _shards(parallel: ParallelConfig, kind: str) -> int:
     return getattr(parallel, dim) if dim else 1
 
 
-def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
-    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
+def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str, int]:
+    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step.
+    units(shards) are what elements_of returns."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
     moment = parallel.moments.itemsize if parallel.moments else g
 
@@ -169,8 +176,7 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
         shards = _shards(parallel, kind)
         if not trainable and parallel.reshard == "adapters":  # the frozen base is unsharded
             shards = 1
-        units = elements_of(model, parallel.tp, shards)
-        wanted = {unit: t if trainable else n - t for unit, (n, t) in units.items()}
+        wanted = {unit: t if trainable else n - t for unit, (n, t) in units(shards).items()}
         return (wanted["root"] + len(model.layers) * wanted["block"]) // shards
 
     trainable = {
@@ -185,14 +191,15 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def _unsharded(model: Llama, parallel: ParallelConfig, microbatches: int) -> tuple[int, ...]:
+def _unsharded(
+    parallel: ParallelConfig, units: Callable, L: int, microbatches: int
+) -> tuple[int, ...]:
     """Return the bytes that a rank holds unsharded for a while: weights to compute with, and those
     of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
     root, and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
-    units, L = elements_of(model, parallel.tp, shards), len(model.layers)
-    (root, trainable_root), (block, trainable_block) = units["root"], units["block"]
+    (root, trainable_root), (block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
     if not parallel.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets

@@ -67,10 +67,11 @@ def plan_cluster(args: argparse.Namespace) -> str:
     if args.json:
         rows = [json_row(plan, args) for plan in sorted(plans, key=lambda plan: plan.seconds)]
         write_atomically(args.json, json.dumps(rows, indent=1) + "\n")
-    # Of strategies with the same mesh, as DDP and ZeRO-1, only the best of all stays.
+    # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:
-        best_of_mesh.setdefault(plan.mesh, plan)
+        sizes = tuple(getattr(plan.parallel, dim) for dim in MESH_DIMS)
+        best_of_mesh.setdefault(sizes, plan)
     best, shown = plans[0], list(best_of_mesh.values())[: args.top]
     lines = [
         headline(args, machine, len(plans)),
@@ -133,7 +134,7 @@ def reason(plan: Plan, best: Plan, machine: Machine) -> str:
         return memory_needed(plan, machine)
     if plan is best:
         return "the fastest"
-    additional = {part: seconds - best.parts[part] for part, seconds in plan.parts.items()}
+    additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
     return f"{additional[part]:+.2g} s of {PART_NAMES[part]}"
 
@@ -150,7 +151,7 @@ def memory_needed(plan: Plan, machine: Machine) -> str:
 def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
     """Return the error message for flags that leave no plan."""
     tp = args.tp or math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # the largest possible
-    data_ranks, rest = divmod(args.gpus, tp)
+    data_ranks, rest = divmod(args.gpus, tp * (args.pp or 1))
     if not rest and args.batch % data_ranks:
         return (
             f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it with "
@@ -224,7 +225,8 @@ def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
 def table(
     ranked: list[Plan], model: Llama, args: argparse.Namespace, machine: Machine
 ) -> list[str]:
-    """Return the lines of a table: memory of rank 0, and what it sends in a step."""
+    """Return the lines of a table: memory of a rank, and what it sends in a step; in a pipeline, of
+    the rank with the most."""
     headings = (
         "pp (schedule) x replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
         "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
@@ -344,8 +346,10 @@ def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[
     parallel = replace(plan.parallel, compile=False)
     sequences = args.batch // (parallel.replicate * parallel.shard)
     microbatches = sequences // plan.microbatch
-    traffic = predict_traffic(model, parallel, microbatches, plan.microbatch, args.seq_len)
-    memory = predict_memory(model, parallel, plan.microbatch * args.seq_len, microbatches)
+    given = parallel, microbatches, plan.microbatch, args.seq_len
+    traffic = predict_traffic(model, *given, pp_rank=0)
+    tokens = plan.microbatch * args.seq_len
+    memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=0)
     if needs_real_tensors(parallel) and memory["peak"] > 4e9:
         return [
             f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "

@@ -323,7 +323,7 @@ def bubble_time(
         work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
         return np.array([max(of_rank[-1].end for of_rank in spans), max(work)])
 
-    few, more = 2 * p, 3 * p  # of more microbatches each takes as long as the last p on average
+    few, more = p, 2 * p  # of more microbatches each takes as long as the last p on average
     end, work = end_and_work(min(microbatches, more))
     if microbatches > more:
         each = (np.array([end, work]) - end_and_work(few)) / p

@@ -88,7 +88,8 @@ def simulate(
     while progress:
         progress = False
         for rank, order in enumerate(schedule):
-            for action in order[len(spans[rank]) :]:
+            while len(spans[rank]) < len(order):
+                action = order[len(spans[rank])]
                 needed = inputs_of(action, last)
                 if not all(other in ended for other in needed):
                     break

@@ -1,6 +1,7 @@
 """bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from parallel import ParallelConfig
 from perf.choose import USABLE_FRACTION
 from perf.measure import build_on_meta
 from perf.memory import predict_memory
-from perf.plan import data_parallel_choices
+from perf.plans import data_parallel_choices
 
 
 def run(*args) -> str:
@@ -22,28 +23,31 @@ def run(*args) -> str:
 def test_data_parallel_choices():
     """Every strategy that shards something, once, and DDP."""
     of_8 = [("ddp", 1), ("zero1", 1), ("hsdp", 2), ("hsdp", 4), ("fsdp", 8)]
-    assert list(data_parallel_choices(data_ranks=8, tp=1)) == of_8
-    assert list(data_parallel_choices(data_ranks=8, tp=2)) == [of_8[0], *of_8[2:]]
-    assert list(data_parallel_choices(data_ranks=3, tp=1)) == [
+    assert list(data_parallel_choices(8, 1)) == of_8
+    assert list(data_parallel_choices(8, 2)) == [of_8[0], *of_8[2:]]
+    assert list(data_parallel_choices(3, 1)) == [
         ("ddp", 1),
         ("zero1", 1),
         ("fsdp", 3),
     ]
-    assert list(data_parallel_choices(data_ranks=1, tp=1)) == [("ddp", 1)]
+    assert list(data_parallel_choices(1, 1)) == [("ddp", 1)]
 
 
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     file = tmp_path / "plans.json"
     out = run("--model", "llama3.1-8b", "--gpus", 16, "--top", 99, "--json", file)
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
-    meshes = {f"{16 // tp // s} x {s} x {tp}" for tp in (1, 2, 4, 8) for s in (1, 2, 4, 8, 16)
-              if 16 // tp % s == 0}  # fmt: skip
+    rows = [re.sub(r" \(.*\)", "", row) for row in rows]  # schedules
+    sizes = (1, 2, 4, 8, 16)
+    meshes = {f"{pp} x " * (pp > 1) + f"{16 // pp // tp // s} x {s} x {tp}"
+              for pp in sizes for tp in sizes[:-1] for s in sizes
+              if 16 // pp >= tp and 16 // pp // tp >= s}  # fmt: skip
     assert set(rows) == meshes and len(rows) == len(meshes)
     found = json.loads(file.read_text())
     assert {row["dp"] for row in found} == {"ddp", "zero1", "hsdp", "fsdp"}
     assert {row["checkpointing"] for row in found} == {"none", "selective", "full"}
     best = min((row for row in found if row["fits"]), key=lambda row: row["seconds"])
-    assert rows[0] == f"{best['replicate']} x {best['shard']} x {best['tp']}"
+    assert best["pp"] == 1 and rows[0] == f"{best['replicate']} x {best['shard']} x {best['tp']}"
     command = next(line for line in out.splitlines() if line.startswith("torchrun"))
     assert "--nnodes 2 --nproc-per-node 8 --node-rank 0" in command
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
@@ -89,11 +93,14 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
 
 
-@pytest.mark.parametrize("dp, shard", [("zero1", 1), ("fsdp", 4)])
-def test_check_counts_what_was_predicted(dp, shard):
+@pytest.mark.parametrize(
+    "dp, shard, more",
+    [("zero1", 1, ["--pp", 1]), ("fsdp", 4, []), ("ddp", 1, ["--pp", 4, "--schedule", "1f1b"])],
+)
+def test_check_counts_what_was_predicted(dp, shard, more):
     """On GPUs with 11 MB, DDP does not fit."""
     out = run("--model", "tiny", "--gpus", 4, "--gpu", "989:0.011:3350:450", "--seq-len", 128,
-              "--batch", 4, "--shard", shard, "--tp", 1, "--check")  # fmt: skip
+              "--batch", 4, "--shard", shard, "--tp", 1, "--check", *more)  # fmt: skip
     assert f" --dp {dp} " in out
     rows = [line.split("|")[1:4] for line in out.splitlines() if " bytes" in line]
     assert len(rows) >= 5
@@ -109,7 +116,10 @@ def test_check_counts_what_was_predicted(dp, shard):
         (["--link", "fast"], ["no link 'fast'", "400gbit"]),
         (["--link", "0gbit"], ["no link '0gbit'"]),
         (["--gpu", "0:80:3350:450"], ["no GPU '0:80:3350:450'"]),
-        (["--batch", 12, "--tp", 1], ["--batch 12 is no multiple of the 8 ranks", "--batch 16"]),
+        (
+            ["--batch", 12, "--tp", 1, "--pp", 1],
+            ["--batch 12 is no multiple of the 8 ranks", "--batch 16"],
+        ),
         (["--gpus", 12], ["--gpus 12", "--gpus 16"]),
         (["--gpus", 64, "--batch", 4], ["--batch 4 ", "multiple of the 8 ranks", "--batch 8"]),
         (["--gpus", 4, "--tp", 8], ["no plan for --batch 8 on 4 GPUs has --tp 8"]),
