@@ -207,12 +207,10 @@ class Saver:
     def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: all DTensors, of which it writes its shards,
         and a share of the other tensors, which are equal on all ranks that hold them."""
-        written = {}
-        for i, (name, tensor) in enumerate(tensors.items()):
-            holders = self.holders[name]
-            if isinstance(tensor, DTensor) or holders[i % len(holders)] == dist.get_rank():
-                written[name] = tensor
-        return written
+        writers = {name: self.holders[name][i % len(self.holders[name])]
+                   for i, name in enumerate(tensors)}  # fmt: skip
+        return {name: tensor for name, tensor in tensors.items()
+                if isinstance(tensor, DTensor) or writers[name] == dist.get_rank()}  # fmt: skip
 
     def wait(self) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed."""

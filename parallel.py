@@ -55,12 +55,12 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from offload import offload_activations
-from pipeline import Pipeline, has_w
+from pipeline import Pipeline
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
 from plumbing.shards import chunk_of
 from plumbing.split_backward import make_deferrable
-from plumbing.stages import cut, stages_of
+from plumbing.stages import check_combination, cut, has_w, stages_of
 from tensor_parallel import tensor_parallel
 
 
@@ -84,16 +84,7 @@ class ParallelConfig:
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
 
     def __post_init__(self):
-        """Raise UserError for what does not combine."""
-        strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
-        if strategy and self.tp * self.pp > 1 and not strategy.splits_layers:
-            raise UserError(
-                f"--dp {self.dp} does not combine with {flag}: use --dp fsdp --reshard none"
-            )
-        if self.pp > 1 and (self.offload or self.offload_activations):
-            raise UserError("--pp does not combine with offloading: give one of them")
-        if self.pp > 1 and self.compile and has_w(self.schedule):
-            raise UserError("compiled blocks cannot split backward: give --no-compile")
+        check_combination(self, STRATEGIES.get(self.dp))
 
     @property
     def strategy(self) -> "Strategy":

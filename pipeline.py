@@ -6,7 +6,7 @@ r"""Pipeline parallelism: each rank has some of the layers, and microbatches pas
 A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
 backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
 keep all ranks busy, a batch is cut into microbatches. A *schedule* says in which order each rank
-computes them. It is text, a line for each rank; perf/timeline.py checks, times and draws it:
+computes them. It is text, a line for each rank, which perf/timeline.py checks and draws:
 
     F0 F1 B0 F2 B1 B2      F2 is the forward of microbatch 2, B2 its backward
     F0@0 F0@2 B0@2 B0@0    @2: at stage 2, where a rank has several stages
@@ -16,13 +16,13 @@ Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, 
 B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
 Communication, of the ranks of a pipeline together, a step: 2 m (v p - 1) messages of B T D w bytes.
 With tied embeddings the first and the last rank also exchange gradients of V D g bytes.
-Use across nodes, where FSDP's all-gathers would take longer than these messages, with many more
-microbatches than stages. Avoid when the model fits otherwise: ranks wait (p - 1) / (m + p - 1) of
-the time.
+Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
+microbatches: ranks wait (p - 1) / (m + p - 1) of the time.
 """
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 from plumbing.shards import chunk_of, to_local
 from plumbing.split_backward import deferred
+from plumbing.stages import has_w
 
 # -------------------------------------------------------------------------------------- schedules
 
@@ -110,6 +111,7 @@ SCHEDULES = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
+STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
 
 
 @functools.cache
@@ -131,16 +133,6 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     except ValueError as error:
         raise UserError(f"schedule {name}: {error}")
     return schedule
-
-
-def default_stages(schedule: str) -> int:
-    """Return the stages of a rank where --stages-per-rank is not given."""
-    return 2 if schedule == "interleaved" else 1
-
-
-def has_w(name: str) -> bool:
-    """Return whether a schedule has W, by its name or in its file."""
-    return name == "zero-bubble" or (Path(name).is_file() and "W" in Path(name).read_text())
 
 
 # ----------------------------------------------------------------------------------------- runner
@@ -173,14 +165,14 @@ class Pipeline(nn.Module):
         self.schedule, self.dtype, self.gradient_sync = schedule, dtype, gradient_sync
         self.splits = has_w(schedule)
         self.group, self.tp = mesh.get_group("pp"), mesh["tp"]
+        self.message = partial(dist.P2POp, group=self.group)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
         self.last = self.p * len(stages) - 1  # the last stage of all
-        ends = model.config.tie_embeddings and self.rank in (0, self.p - 1)
-        self.tied = ends and model.tok_embeddings.weight.requires_grad
-        self.model = model
+        self.model, embedding = model, model.tok_embeddings  # None, but at both ends
+        self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
-            model.tok_embeddings.weight.copies = 2  # each counts half in the gradient norm
+            embedding.weight.copies = 2  # each counts half in the gradient norm
         self.products: dict[tuple, list[Callable]] = {}  # what W of a microbatch and stage computes
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):
@@ -193,10 +185,10 @@ class Pipeline(nn.Module):
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
         """Return for each tick in which an action ends: rank -> action."""
         schedule = make_schedule(self.schedule, self.p, m, len(self.stages))
-        ticks: dict[float, dict[int, Action]] = {}
+        ticks = defaultdict(dict)  # time -> rank -> action
         for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
-            for span in spans:
-                ticks.setdefault(span.end, {})[rank] = span.action
+            for action, _, end in spans:
+                ticks[end][rank] = action
         return [ticks[end] for end in sorted(ticks)]
 
     def accumulate(self, microbatches: list) -> Tensor:
@@ -210,7 +202,9 @@ class Pipeline(nn.Module):
         batches = []
         for tick in ticks:
             action = tick.get(self.rank)
-            result = action and self.compute(action, self.take(action))
+            given, messages = self.inbox.pop(action, (None, []))
+            wait(messages)
+            result = action and self.compute(action, given)
             batches.append(self.exchange(tick, result))
             if len(batches) > self.p:  # long sent: this frees their tensors
                 wait(batches.pop(0))
@@ -263,23 +257,16 @@ class Pipeline(nn.Module):
             stage += {"F": 1, "B": -1, "W": self.last + 1}[kind]
             if not 0 <= stage <= self.last:
                 continue
+            target = stage % self.p
             if source == self.rank:
-                send = partial(dist.P2POp, dist.isend, result.contiguous())
-                operations.append(send(group=self.group, group_peer=stage % self.p))
-            elif stage % self.p == self.rank:
+                operations.append(self.message(dist.isend, result.contiguous(), group_peer=target))
+            elif target == self.rank:
                 buffer = self.empty_stream(self.microbatches[i].tokens)
-                receive = partial(dist.P2POp, dist.irecv, buffer)
-                operations.append(receive(group=self.group, group_peer=source))
+                operations.append(self.message(dist.irecv, buffer, group_peer=source))
                 received[Action(kind, i, stage)] = buffer
         messages = dist.batch_isend_irecv(operations) if operations else []
         self.inbox |= {action: (buffer, messages) for action, buffer in received.items()}
         return messages
-
-    def take(self, action: Action) -> Tensor | None:
-        """Return what another rank has sent for an action, once it is there; None if nothing is."""
-        tensor, messages = self.inbox.pop(action, (None, []))
-        wait(messages)
-        return tensor
 
     def empty_stream(self, tokens: Tensor) -> Tensor:
         """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
@@ -299,16 +286,14 @@ class Pipeline(nn.Module):
         """Add the gradients of the embedding, on the first rank, and of the output, on the last."""
         own = to_local(self.model.tok_embeddings.weight.grad)
         other, peer = torch.empty_like(own), self.p - 1 - self.rank
-        send = dist.P2POp(dist.isend, own.contiguous(), group=self.group, group_peer=peer)
-        receive = dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer)
-        wait(dist.batch_isend_irecv([send, receive]))
+        pairs = (dist.isend, own.contiguous()), (dist.irecv, other)
+        wait(dist.batch_isend_irecv([self.message(*pair, group_peer=peer) for pair in pairs]))
         own += other
 
     @torch.no_grad()
     def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
-        """Compute what the whole model would, stage by stage, without overlap: for evaluation and
-        generation. All ranks have the logits; the rank with the last stage has the loss, the others
-        0."""
+        """Compute what the whole model would, stage by stage, for evaluation and generation. All
+        ranks have the logits; the rank with the last stage has the loss, the others 0."""
         caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
         x = tokens
         for stage in range(self.last + 1):
@@ -324,11 +309,10 @@ class Pipeline(nn.Module):
         is_last = self.last in self.stages
         if targets is not None:
             return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)
-        if not is_last:
+        if not is_last:  # with a cache, logits are those of the last token
             T = tokens.shape[1] if cache is None else 1
             shape = len(tokens), T, self.model.config.vocab_size
             x = torch.empty(shape, dtype=self.dtype, device=tokens.device)
-        x = x.contiguous()
         dist.broadcast(x, group=self.group, group_src=self.p - 1)
         return x
 
@@ -347,7 +331,7 @@ def main() -> None:
     parser.add_argument("--stages-per-rank", type=positive_int, help="(default: 1; interleaved: 2)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it there, too")
     args = parser.parse_args()
-    v = args.stages_per_rank or default_stages(args.schedule)
+    v = args.stages_per_rank or STAGES.get(args.schedule, 1)
     p, rest = divmod(args.stages, v)
     if rest:
         raise UserError(f"--stages {args.stages} is no multiple of --stages-per-rank {v}")
@@ -356,7 +340,7 @@ def main() -> None:
     print(timeline.draw_text(spans))
     most = ", ".join(str(timeline.held(order)) for order in schedule)
     waits = f"{timeline.bubble(spans):.1%} of the time is waiting, if backward takes two forwards"
-    print(f"{waits}; ranks hold {most} microbatches" + " of a stage each" * (v > 1))
+    print(f"{waits}; ranks hold {most} microbatches{' of a stage each' * (v > 1)}")
     if args.plot:
         args.plot.write_text(timeline.draw_svg(spans, f"{args.schedule}: {waits}"))
 

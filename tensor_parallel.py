@@ -31,9 +31,8 @@ for 4 in backward, and smaller matrix products use a GPU less well.
 Letters as in parallel.py.
 """
 
-import functools
 import math
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +127,7 @@ PLAN = {
 }
 
 
-@functools.cache
+@cache
 def style_of(path: str) -> ParallelStyle | None:
     """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
     parts = path.split(".")

@@ -18,8 +18,7 @@ from torch import nn
 
 from model import LOSS_CHUNK, Llama
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
-from pipeline import has_w
-from plumbing.stages import part_of
+from plumbing.stages import has_w, part_of
 from tensor_parallel import planned_dims
 
 # --------------------------------------------------------------------------------------- FLOPs

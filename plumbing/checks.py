@@ -11,7 +11,7 @@ from data import find_shards, tokenizer_of_shards
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig, World
 from perf.choose import check_parallel
-from pipeline import default_stages, make_schedule
+from pipeline import STAGES, make_schedule
 from plumbing.flags import MODEL_SIZES
 from plumbing.model_directories import checkpoints, describe_differences
 from plumbing.parser import Given
@@ -58,7 +58,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         dp=args.dp,
         tp=args.tp,
         pp=args.pp,
-        stages_per_rank=args.stages_per_rank or default_stages(args.schedule),
+        stages_per_rank=args.stages_per_rank or STAGES.get(args.schedule, 1),
         schedule=args.schedule,
         reshard=args.reshard,
         checkpointing=args.checkpointing,

@@ -1,4 +1,4 @@
-"""Cut a model into the stages of a pipeline (pipeline.py).
+"""Cut a model into the stages of a pipeline (pipeline.py), where that can be done.
 
 Stage s of p v stages lies on rank s % p, where p is the number of ranks and v that of the stages of
 each. With tied embeddings the last rank keeps the embedding too, as its output.
@@ -7,6 +7,7 @@ each. With tied embeddings the last rank keeps the embedding too, as its output.
 import copy
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,6 +17,24 @@ from plumbing.processes import UserError
 
 # FSDP warns of views because changing them in place would be an error, and nothing here does.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def check_combination(parallel, strategy) -> None:
+    """Raise UserError for a ParallelConfig whose parts do not combine. `strategy` is its entry of
+    STRATEGIES, None while that is not chosen."""
+    flag = "--tp" if parallel.tp > 1 else "--pp"
+    if parallel.tp * parallel.pp > 1 and strategy and not strategy.splits_layers:
+        raise UserError(f"--dp {parallel.dp} does not combine with {flag}: use --dp fsdp")
+    if parallel.pp > 1 and (parallel.offload or parallel.offload_activations):
+        raise UserError("--pp does not combine with offloading: give one of them")
+    if parallel.pp > 1 and parallel.compile and has_w(parallel.schedule):
+        raise UserError("compiled blocks cannot split backward: give --no-compile")
+
+
+def has_w(schedule: str) -> bool:
+    """Return whether a schedule splits backward, by its name or in its file."""
+    path = Path(schedule)
+    return schedule == "zero-bubble" or (path.is_file() and "W" in path.read_text())
 
 
 def layers_of(stage: int, stages: int, n_layers: int) -> range:
