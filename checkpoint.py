@@ -159,8 +159,8 @@ class Saver:
         names = {(" ".join(weights), " ".join(state)) for weights, state in of_ranks}
         if len({weights for weights, _ in names}) < len(names):
             raise UserError(
-                f"{kind} cannot be saved: ranks with the same weights hold the state of different "
-                f"parameters; keep it as DTensors, of which each rank holds a shard"
+                f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
+                f"DTensors, of which each rank holds a shard"
             )
         size, self.holders = 0, defaultdict(list)  # name -> ranks that hold it
         for holder, sizes in enumerate(weights | state for weights, state in of_ranks):

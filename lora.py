@@ -11,7 +11,6 @@ alpha / r; with rsLoRA alpha / sqrt(r), which keeps the size of the update at la
 2023, arXiv:2312.03732).
 
 Checkpoints of adapters are files in PEFT's format (plumbing/peft_files.py).
-
 Letters: r rank; n tokens; in, out the widths of a matrix.
 """
 

@@ -141,11 +141,9 @@ class World(Process):
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
     """Arrange the processes in a configuration's mesh; by default as replicas (labs/hsdp.py)."""
     parallel = parallel or ParallelConfig(replicate=process.size)
-    mesh = init_device_mesh(
-        process.device.type,
-        (parallel.pp, parallel.replicate, parallel.shard, parallel.tp),
-        mesh_dim_names=("pp", "replicate", "shard", "tp"),
-    )
+    dims = ("pp", "replicate", "shard", "tp")
+    sizes = tuple(getattr(parallel, dim) for dim in dims)
+    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims)
     return World(**vars(process) | dict(parallel=parallel, mesh=mesh))
 
 
@@ -178,8 +176,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
     if parallel.pp > 1:
-        sync = partial(gradient_sync, parallel)
-        return Pipeline(model, stages, world.mesh, parallel.schedule, parallel.dtype, sync)
+        return Pipeline(model, stages, world, partial(gradient_sync, parallel))
     if parallel.uses_fsdp or world.size == 1:
         return model
     return parallel.strategy.apply(model, world)
@@ -214,8 +211,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
-    strategy sends less. Avoid when they do not fit. Over a slow link, use larger batches.
-    labs/ddp.py writes it by hooks.
+    strategy sends less. Avoid when they do not fit. labs/ddp.py writes it by hooks.
     """
     return DistributedDataParallel(
         model,

@@ -30,7 +30,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from model import KVCache, Llama
@@ -153,18 +152,16 @@ class Pipeline(nn.Module):
         self,
         model: Llama,
         stages: list[Llama],
-        mesh: DeviceMesh,
-        schedule: str,
-        dtype: torch.dtype,
+        world,
         gradient_sync: Callable[[Llama, bool], contextlib.AbstractContextManager],
     ):
-        """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `mesh` has
-        dimensions pp and tp; `dtype` is that of the residual stream. gradient_sync(stage, last) is
-        a context for a backward, which communicates gradients if it is the last of a step."""
+        """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
+        World of parallel.py. gradient_sync(stage, last) is a context for a backward, which
+        communicates gradients if it is the last of a step."""
         super().__init__()
-        self.schedule, self.dtype, self.gradient_sync = schedule, dtype, gradient_sync
-        self.splits = has_w(schedule)
-        self.group, self.tp = mesh.get_group("pp"), mesh["tp"]
+        self.parallel, self.gradient_sync = world.parallel, gradient_sync
+        self.splits = has_w(self.parallel.schedule)
+        self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
         self.message = partial(dist.P2POp, group=self.group)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
@@ -184,7 +181,7 @@ class Pipeline(nn.Module):
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
         """Return for each tick in which an action ends: rank -> action."""
-        schedule = make_schedule(self.schedule, self.p, m, len(self.stages))
+        schedule = make_schedule(self.parallel.schedule, self.p, m, len(self.stages))
         ticks = defaultdict(dict)  # time -> rank -> action
         for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
             for action, _, end in spans:
@@ -271,7 +268,7 @@ class Pipeline(nn.Module):
     def empty_stream(self, tokens: Tensor) -> Tensor:
         """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
         own = chunk_of(tokens, self.tp, 0, dim=1)
-        return own.new_empty(*own.shape, self.model.config.dim, dtype=self.dtype)
+        return own.new_empty(*own.shape, self.model.config.dim, dtype=self.parallel.dtype)
 
     def as_stream(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Return x as blocks take it: under tensor parallelism, a DTensor sharded by tokens."""
@@ -312,7 +309,7 @@ class Pipeline(nn.Module):
         if not is_last:  # with a cache, logits are those of the last token
             T = tokens.shape[1] if cache is None else 1
             shape = len(tokens), T, self.model.config.vocab_size
-            x = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+            x = torch.empty(shape, dtype=self.parallel.dtype, device=tokens.device)
         dist.broadcast(x, group=self.group, group_src=self.p - 1)
         return x
 

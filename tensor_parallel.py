@@ -18,17 +18,16 @@ collective before it and one after it. The vocabulary is sharded too: the embedd
 sums, since each rank finds only the tokens of its shard, and in the loss logits never leave the
 rank that computes them.
 
-Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers and
-2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers tp float32 numbers
-a token, and each microbatch all-reduces one number, its loss. A norm is replicated but sees only
-the tokens of its rank, so its gradient is a partial sum, which FSDP all-reduces over tp just before
-its reduce-scatter: D elements per norm, once a step (with reshard = all, once a microbatch).
+Communication over tp, with letters as in parallel.py and a = B T D w bytes: forward and backward
+each run 2 L + 1 all-gathers and 2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-
+gathers tp float32 numbers a token, and each microbatch all-reduces one number, its loss. A norm is
+replicated but sees only the tokens of its rank, so its gradient is a partial sum, which FSDP all-
+reduces over tp just before its reduce-scatter: D elements per norm, once a step (with reshard =
+all, once a microbatch).
 
 Use when activations do not fit, or when there are more ranks than sequences, within a node: links
 are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in forward and
 for 4 in backward, and smaller matrix products use a GPU less well.
-
-Letters as in parallel.py.
 """
 
 import math

@@ -142,7 +142,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
 
     `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
     the communication of forward and backward. Returns the sum of the losses, a float64 scalar that
-    has not left the device; in a pipeline, that of the last stage."""
+    has not left the device; in a pipeline, of the last stage."""
     microbatches = batch.microbatches(microbatch)
     if isinstance(runner, Pipeline):
         return runner.accumulate(microbatches)
@@ -327,11 +327,11 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     check_tensor_parallel(job.model.config, world.mesh["tp"])
     check_documents(job.model.config, process.device, parallel.dtype)
     if process.size > 1:
-        print_rank_zero(records.describe_mesh(world))
-        print_rank_zero(f"per step, each rank sends {describe_traffic(traffic, parallel)}")
-    traffic_caveat = prediction_caveat(job.whole) if process.size > 1 else ""
-    for caveat in filter(None, (traffic_caveat, loss_caveat(job.model.config))):
-        print_rank_zero(caveat)
+        print_rank_zero(records.describe_mesh(world, microbatches))
+        which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
+        print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
+        print_rank_zero(prediction_caveat(job.whole))
+    print_rank_zero(loss_caveat(job.whole.config))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner
@@ -408,9 +408,7 @@ def train(
             if profiler:
                 profiler.step()
 
-            metrics = recorder.measure(
-                step, totals.mean_loss, totals.bits_per_byte, totals.grad_norm, lr
-            )
+            metrics = recorder.measure(step, totals, lr)
             last = step == args.steps or totals.stop
             due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
             if due and not totals.stop:
@@ -426,9 +424,7 @@ def train(
         profiler.stop()
     print_rank_zero(f"checkpoint: {saved}")
     if totals.stop:
-        print_rank_zero(
-            f"stopped at step {step} of {args.steps}; the same command with --resume goes on"
-        )
+        print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
     return not totals.stop
 
 

@@ -11,6 +11,7 @@ page.
 import argparse
 import io
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -31,6 +32,8 @@ from perf.compare import configure  # noqa: E402
 from perf.cost import predict_traffic, sent_bytes  # noqa: E402
 from perf.measure import build_on_meta  # noqa: E402
 from perf.memory import predict_memory  # noqa: E402
+from perf.timeline import bubble, check_schedule, draw_svg  # noqa: E402
+from pipeline import SCHEDULES, STAGES, make_schedule  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
@@ -207,6 +210,22 @@ def draw_mesh(path: Path) -> None:
     save(figure, path)
 
 
+def draw_pipeline(path: Path) -> None:
+    """The four schedules of pipeline.py for four ranks and eight microbatches, one below another;
+    the times of interleaved stages, two on a rank, are half of the others'."""
+    parts, height = [], 0
+    for name in SCHEDULES:
+        v = STAGES.get(name, 1)
+        spans = check_schedule(make_schedule(name, 4, 8, v), 8, 4 * v)
+        share = f"{100 * bubble(spans):.0f} %"
+        drawing = draw_svg(spans, f"{name}: ranks wait {share} of the time")
+        own_height = int(re.search(r'viewBox="0 0 900 (\d+)"', drawing)[1])
+        parts.append(drawing.replace("<svg ", f'<svg y="{height}" height="{own_height}" ', 1))
+        height += own_height + 6
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}">'
+    path.write_text("\n".join([head, *parts, "</svg>\n"]))
+
+
 def rounded(x: float, y: float, width: float, height: float, facecolor="none", **options):
     box = "round,pad=0,rounding_size=0.2"
     return FancyBboxPatch((x, y), width, height, box, facecolor=facecolor, **options)
@@ -225,6 +244,7 @@ PICTURES = {
     "loss": draw_loss,
     "strategies": draw_strategies,
     "two_nodes": draw_two_nodes,
+    "pipeline": draw_pipeline,
 }
 
 

@@ -57,6 +57,8 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
     "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
     "tp": ParallelConfig(),  # over all processes
+    "pp": ParallelConfig(dp="fsdp"),  # over all nodes; on one node, over all processes
+    "pp-zero-bubble": ParallelConfig(dp="fsdp", schedule="zero-bubble"),
     "selective": ParallelConfig(checkpointing="selective"),
     "full": ParallelConfig(checkpointing="full"),
     "offloaded": ParallelConfig(checkpointing="full", offload_activations=True),
@@ -73,6 +75,9 @@ def configure(name: str, base: World) -> ParallelConfig:
         return parallel
     if name == "tp":
         return replace(parallel, tp=base.size)
+    if name.startswith("pp"):
+        nodes = base.size // base.per_node
+        parallel = replace(parallel, pp=nodes if nodes > 1 else base.size)
     return with_mesh_sizes(parallel, base.size, base.per_node)
 
 

@@ -199,8 +199,8 @@ def note_checkpoint(name: str) -> None:
 
 
 def print_rank_zero(text: str, **where) -> None:
-    """Print on rank 0 only; `where` as for print."""
-    if dist.get_rank() == 0:
+    """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
+    if text and dist.get_rank() == 0:
         print(text, flush=True, **where)
 
 

@@ -15,6 +15,8 @@ from model import Llama
 from parallel import World
 from perf.cost import flops_per_token
 from perf.devices import peak_flops
+from perf.timeline import bubble, check_schedule
+from pipeline import make_schedule
 from plumbing.checkpoint_files import lock_directory
 from plumbing.processes import print_rank_zero
 from plumbing.tokenizer import Tokenizer
@@ -47,8 +49,9 @@ class Recorder:
             self._open(done)
         self.started = self.step_started = time.perf_counter()
 
-    def measure(self, step: int, loss: float, bits_per_byte: float, norm: float, lr: float) -> dict:
-        """Return the metrics of a step that has just ended; print them every --log-every steps."""
+    def measure(self, step: int, totals, lr: float) -> dict:
+        """Return the metrics of a step that has just ended; print them every --log-every steps.
+        `totals` are train.py's Totals."""
         args, now = self.args, time.perf_counter()
         seconds = now - self.step_started
         tokens_per_second = args.batch * args.seq_len / seconds
@@ -58,9 +61,9 @@ class Recorder:
             mfu = achieved / (self.peak_flops * self.world.size)
         metrics = {
             "step": step,
-            "loss": loss,
-            "bits_per_byte": bits_per_byte,
-            "grad_norm": norm,
+            "loss": totals.mean_loss,
+            "bits_per_byte": totals.bits_per_byte,
+            "grad_norm": totals.grad_norm,
             "lr": lr,
             "tokens": step * args.batch * args.seq_len,
             "seconds": seconds,
@@ -131,8 +134,9 @@ def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences
     )
 
 
-def describe_mesh(world: World) -> str:
-    """Return the sizes of the mesh dimensions, and which ranks form a group along each."""
+def describe_mesh(world: World, microbatches: int = 0) -> str:
+    """Return the sizes of the mesh dimensions, which ranks form a group along each, and how long
+    ranks of a pipeline wait, if it has so many microbatches."""
     mesh, parts = world.mesh, []
     dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
     for dim in reversed(dims):
@@ -140,6 +144,15 @@ def describe_mesh(world: World) -> str:
         shown = [f"({' '.join(map(str, ranks))})" for ranks in groups]
         parts.append(f"{dim} groups {' '.join(shown[:8])}{' ...' if len(shown) > 8 else ''}")
     sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
+    if microbatches and (parallel := world.parallel).pp > 1:
+        given = parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank
+        spans = check_schedule(
+            make_schedule(*given), microbatches, parallel.pp * parallel.stages_per_rank
+        )
+        parts.append(
+            f"by {parallel.schedule} and {microbatches} microbatches its ranks wait "
+            f"{bubble(spans):.0%} of the time"
+        )
     return "; ".join([f"mesh: {sizes}", *parts])
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import launch, refused
+from conftest import changed_copy, launch, refused
 from test_parallel import GROUPED, ODD, RSLORA, SEVEN, TIED, case, equals_plain, holds, train
 
 from perf.timeline import bubble, check_schedule, draw_svg, draw_text, held, read_schedule
@@ -204,3 +204,80 @@ def test_four_ranks_equal_one_process(four, name):
         equals_plain(four[name], FOUR_RANKS[name])
     else:
         holds(four[name], FOUR_RANKS[name], 4)
+
+
+EIGHT = {
+    "1f1b fsdp tp": piped(GROUPED | TIED, 1, 2, "1f1b", dp="fsdp", shard=2, tp=2, packed=True),
+    "zero-bubble fsdp tp": piped(
+        GROUPED, 1, 2, "zero-bubble", dp="fsdp", shard=2, tp=2, checkpointing="full"
+    ),
+    "interleaved hsdp": piped(
+        ODD | TIED, 1, 2, "interleaved", dp="hsdp", replicate=2, shard=2, checkpointing="selective"
+    ),
+    "lora 1f1b fsdp tp": piped(
+        GROUPED | TIED, 1, 2, "1f1b", dp="fsdp", shard=2, tp=2, lora=SEVEN, reshard="none"
+    ),
+}
+
+
+@pytest.mark.slow
+def test_eight_ranks_equal_one_process(tmp_path):
+    for name, result in train(tmp_path, 8, EIGHT, timeout=600).items():
+        holds(result, EIGHT[name], 8)
+
+
+# Every combination; the tests above are a choice of them.
+DATA = {
+    "alone": dict(dp="ddp"),
+    "ddp": dict(dp="ddp", replicate=2),
+    "fsdp": dict(dp="fsdp", shard=2),
+    "hsdp": dict(dp="hsdp", replicate=2),
+    "tp": dict(dp="ddp", tp=2),
+}
+
+
+def combinations(data: str, schedule: str) -> dict:
+    return {
+        f"{mode} {microbatch} {reshard}": piped(
+            GROUPED | (TIED if microbatch == 1 else {}), microbatch, 2, schedule,
+            packed=mode == "selective", checkpointing=mode, reshard=reshard, **DATA[data],
+        )
+        for mode in ("none", "selective", "full")
+        for microbatch in (1, 2)
+        for reshard in (("weights", "all", "none") if data == "fsdp" else ("weights",))
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("data", DATA)
+def test_every_combination_equals_one_process(tmp_path, data, schedule):
+    nproc = 2 if data == "alone" else 4
+    cases = combinations(data, schedule)
+    for name, result in train(tmp_path, nproc, cases, timeout=600).items():
+        holds(result, cases[name], nproc)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("pipeline", "ticks = self.ticks(", "microbatches = microbatches[1:]; ticks = self.ticks("),
+        ("pipeline", "own += other", "pass"),
+        ("pipeline", "embedding.weight.copies = 2", "pass"),
+        ("train", "norm = sums[3].sqrt()", "norm = rows[world.rank, 3].sqrt()"),
+        ("plumbing/split_backward", "else weight.grad + new", "else new"),
+    ],
+)
+def test_planted_faults_are_found(tmp_path, file, old, new):
+    """A microbatch that is lost, ties not summed or counted twice in the norm, a norm of the rank's
+    own stage, gradients of one microbatch alone."""
+    within = changed_copy(tmp_path / "copy")
+    path = tmp_path / "copy" / f"{file}.py"
+    source = path.read_text()
+    assert source.count(old) == 1
+    path.write_text(source.replace(old, new))
+    faulty = case(ODD | TIED, 2, pp=2, schedule="zero-bubble")
+    (result,) = train(tmp_path, 2, {"faulty": faulty}, within=within).values()
+    with pytest.raises(AssertionError):
+        equals_plain(result, faulty)
