@@ -2,8 +2,8 @@
 
 `verdict` turns measurements (`Facts`) into sentences. A part of a step has a `Rule`: the share of
 the time above which it is worth a sentence, and a function that returns its levers, the changes
-that would shorten it. A change that needs memory is suggested only where perf/cost.py predicts that
-the step would still fit.
+that would shorten it. A change that needs memory is suggested only where perf/memory.py predicts
+that the step would still fit.
 """
 
 from collections.abc import Callable

@@ -58,10 +58,10 @@ def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(shards, tmp_p
     assert len(metrics(out)) == 2
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
+@pytest.mark.parametrize("nproc, parallel", [(0, {}), (2, {}), slow(2, dict(pp=2, microbatch=1))])
+def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc, parallel):
     out = tmp_path / "run"
-    arguments = flags(shards, out, steps=10**6)
+    arguments = flags(shards, out, steps=10**6, **parallel)
     run = (start if nproc else Forks)("train.py", *arguments, nproc=nproc)
     wait_for_lines(out / "metrics.jsonl", 5)
     if nproc:  # a terminal sends the signal to torchrun and to every process that it started
@@ -75,7 +75,7 @@ def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc):
     (saved,) = sorted(out.glob("step-*"))
     stopped = metrics(out)[-1]["step"]
     assert saved.name == f"step-{stopped:08d}" and stopped >= 5
-    arguments = flags(shards, out, steps=stopped + 2)
+    arguments = flags(shards, out, steps=stopped + 2, **parallel)
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
