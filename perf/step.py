@@ -146,7 +146,9 @@ def measure_step(
         attentions = counted.attentions if counted else profile_attention(training)
         rounds = time_variants(training)
         if args.plot and args.pp > 1:
-            draw(args, world, marked_step(training, next(batches)).spans())
+            batch = next(batches)
+            dist.barrier()  # the spans of all ranks begin now
+            draw(args, world, marked_step(training, batch).spans())
     return report(training, rounds, memory, counted, attentions)
 
 
@@ -474,7 +476,7 @@ def report(
             ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
         ),
         "",
-        f"counted: per step, each rank sends {traffic}",
+        f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends {traffic}",
         *filter(None, [prediction_caveat(whole)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         *bubble,
