@@ -55,12 +55,12 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from offload import offload_activations
-from pipeline import Pipeline
+from pipeline import Pipeline, has_w
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
 from plumbing.shards import chunk_of
 from plumbing.split_backward import make_deferrable
-from plumbing.stages import check_combination, cut, has_w, stages_of
+from plumbing.stages import check_combination, cut, stages_of
 from tensor_parallel import tensor_parallel
 
 
@@ -84,7 +84,7 @@ class ParallelConfig:
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
 
     def __post_init__(self):
-        check_combination(self, STRATEGIES.get(self.dp))
+        check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))
 
     @property
     def strategy(self) -> "Strategy":
@@ -376,9 +376,9 @@ STRATEGIES = {
 
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
-    """Wrap forward and backward of a microbatch: only the `last` one of a step communicates
-    gradients (labs/accumulate.py). Until then they accumulate on the rank, except with
-    reshard = all."""
+    """Wrap backward of a microbatch, and its forward but in a pipeline: only the `last` one of a
+    step communicates gradients (labs/accumulate.py). Until then they accumulate on the rank, except
+    with reshard = all."""
     if isinstance(runner, FSDPModule):
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")
         runner.set_requires_all_reduce(last)

@@ -30,16 +30,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from model import KVCache, Llama
 from perf import timeline
 from perf.timeline import Action, Schedule, check_schedule
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
-from plumbing.shards import chunk_of, to_local
-from plumbing.split_backward import deferred
-from plumbing.stages import has_w
+from plumbing.shards import to_local
+from plumbing.split_backward import leave_for_later
+from plumbing.stages import as_stream, empty_stream
 
 # -------------------------------------------------------------------------------------- schedules
 
@@ -54,8 +53,8 @@ def gpipe(rank: int, p: int, m: int, v: int = 1) -> list[str]:
 
 
 def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
-    """Backwards as soon as possible, one after each forward (Narayanan et al. 2019, PipeDream).
-    The bubble is GPipe's, but a rank holds min(m, p - rank) microbatches.
+    """Backwards as soon as possible, one after each forward (Narayanan et al. 2020,
+    arXiv:2006.09503). The bubble is GPipe's, but a rank holds min(m, p - rank) microbatches.
 
         rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
         rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
@@ -94,12 +93,13 @@ def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[str]:
         order.append(action)
         if action.startswith("B"):
             backwards += 1
-            order += [f"W{backwards - 1 - rank}"] * (backwards > rank)
+            if backwards > rank:
+                order.append(f"W{backwards - 1 - rank}")
     return order + [f"W{i}" for i in range(max(0, m - rank), m)]
 
 
 def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str]:
-    """Return the `first` forwards, then a forward and a backward in turn, then other backwards."""
+    """Return the `first` forwards, then a forward and a backward in turn, then what is left."""
     turns = [action for pair in zip(forwards[first:], backwards) for action in pair]
     return forwards[:first] + turns + backwards[len(forwards) - first :]
 
@@ -113,18 +113,28 @@ SCHEDULES = {
 STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
 
 
+def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
+    """Return the text of a schedule, a line for each rank: by its name, or from a file."""
+    if name in SCHEDULES:
+        if v > 1 and name not in STAGES:
+            raise UserError(f"{name} has one stage on each rank: --stages-per-rank 1")
+        return [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
+    if not Path(name).is_file():
+        raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
+    lines = [line.partition("#")[0] for line in Path(name).read_text().splitlines()]
+    return [line for line in lines if line.strip()]
+
+
+def has_w(name: str) -> bool:
+    """Return whether a schedule splits backward."""
+    return "W" in "".join(lines_of(name))
+
+
 @functools.cache
 def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return a schedule by its name, or from a file with a line for each rank. Raises UserError if
-    it cannot be carried out with these numbers."""
-    if name in SCHEDULES:
-        lines = [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
-    elif Path(name).is_file():
-        lines = [line.partition("#")[0] for line in Path(name).read_text().splitlines()]
-        lines = [line for line in lines if line.strip()]
-    else:
-        raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
-    if len(lines) != p:
+    """Return a schedule of m microbatches, by its name or from a file. Raises UserError for one
+    that cannot be carried out."""
+    if len(lines := lines_of(name, p, m, v)) != p:
         raise UserError(f"schedule {name} has {len(lines)} lines, and {p} ranks need one each")
     try:
         schedule = timeline.read_schedule(lines)
@@ -140,12 +150,11 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
 class Pipeline(nn.Module):
     """One rank of a pipeline, which computes the steps of training by a schedule.
 
-    After each tick of the schedule, every rank posts in one batch what it sends and receives. It
-    waits for a batch only before an action that needs it. Ranks post their batches in one order, so
-    none waits for a rank that waits for it: be messages matched in pairs (gloo) or queued (NCCL).
-
-    torch.distributed.pipelining has the same schedules. But with FSDP its zero-bubble schedules
-    lose gradients without an error, and its 1F1B refuses fewer microbatches than stages.
+    All ranks go through the ticks of a schedule in one order, and after each post what they send
+    and receive. A rank waits only for what it has posted already, so no two wait for each other,
+    with gloo, which matches sends and receives in pairs, and with NCCL, which runs them in order.
+    torch.distributed.pipelining has the same schedules. But in torch 2.13, with FSDP, zero-bubble
+    loses gradients without an error, and 1F1B refuses fewer microbatches than stages.
     """
 
     def __init__(
@@ -163,17 +172,22 @@ class Pipeline(nn.Module):
         self.splits = has_w(self.parallel.schedule)
         self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
         self.message = partial(dist.P2POp, group=self.group)
+        width, dtype = model.config.dim, world.parallel.dtype
+        self.empty_stream = partial(empty_stream, tp=self.tp, width=width, dtype=dtype)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
         self.last = self.p * len(stages) - 1  # the last stage of all
-        self.model, embedding = model, model.tok_embeddings  # None, but at both ends
+        self.model, embedding = model, model.tok_embeddings  # on the first and, tied, the last rank
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
-            embedding.weight.copies = 2  # each counts half in the gradient norm
-        self.products: dict[tuple, list[Callable]] = {}  # what W of a microbatch and stage computes
+            embedding.weight.copies = (
+                2  # each counts half in the gradient norm (plumbing/shards.py)
+            )
+        self.deferred: dict[tuple, list[Callable]] = {}  # (microbatch, stage) -> what W computes
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):
-            # FSDP would take the forward of another microbatch for what came before block 0.
+            # In backward FSDP prefetches the block whose forward came before. For block 0 that is a
+            # block of another microbatch; so it names itself, which does nothing.
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
@@ -193,34 +207,35 @@ class Pipeline(nn.Module):
         ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
         with the last stage, 0 on the others."""
         ticks = self.ticks(len(microbatches))
-        self.microbatches, self.inbox, self.kept = microbatches, {}, {}
+        self.microbatches, self.kept = microbatches, {}
+        self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
-        self.left = dict.fromkeys(self.stages, len(microbatches))  # microbatches to finish
-        batches = []
+        self.unfinished = dict.fromkeys(self.stages, len(microbatches))
+        posted = []
         for tick in ticks:
             action = tick.get(self.rank)
-            given, messages = self.inbox.pop(action, (None, []))
-            wait(messages)
-            result = action and self.compute(action, given)
-            batches.append(self.exchange(tick, result))
-            if len(batches) > self.p:  # long sent: this frees their tensors
-                wait(batches.pop(0))
-        for messages in batches:
-            wait(messages)
+            received, works = self.inbox.pop(action, (None, []))
+            wait(works)
+            result = action and self.compute(action, received)
+            posted.append(self.exchange(tick, result))
+            if len(posted) > self.p:  # sent by now: waiting lets go of the tensors
+                wait(posted.pop(0))
+        for works in posted:
+            wait(works)
         if self.tied:
             self.sum_tied_gradients()
         return self.loss
 
-    def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """Run an action with what another rank has sent for it. Return what the next stage, or the
+    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run an action on what another rank has sent for it. Return what the next stage, or the
         one before, waits for."""
         kind, i, stage = action
-        part, module = self.microbatches[i], self.stages[stage]
+        microbatch, module = self.microbatches[i], self.stages[stage]
         if kind == "F":
-            x = part.tokens if stage == 0 else given.requires_grad_()
-            targets = part.targets if stage == self.last else None
-            stream = self.as_stream(x, part.tokens)
-            y = module(stream, targets, part.positions, documents=part.documents)
+            x = microbatch.tokens if stage == 0 else received.requires_grad_()
+            targets = microbatch.targets if stage == self.last else None
+            stream = as_stream(x, microbatch.tokens, self.tp)
+            y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
             if stage == self.last:
                 self.loss += y.detach()
             self.kept[i, stage] = x, y
@@ -230,53 +245,40 @@ class Pipeline(nn.Module):
         if kind == "B" and self.splits:
             self.kept[i, stage] = None, y  # for W
         else:
-            self.left[stage] -= 1
-        is_last = self.left[stage] == 0
-        # Until the last, FSDP keeps embedding and output unsharded: other microbatches need them.
+            self.unfinished[stage] -= 1
+        is_last = self.unfinished[stage] == 0
         with self.gradient_sync(module, is_last):
+            # Embedding and output stay unsharded until the last, as other microbatches need them.
             module.set_reshard_after_backward(is_last, recurse=False)
             if kind == "W":
-                for add_gradient in self.products.pop((i, stage)):
+                for add_gradient in self.deferred.pop((i, stage)):
                     add_gradient()
-                # A backward from y to itself computes nothing. But FSDP has a hook at y, and then
-                # takes the new gradients as at the end of any backward.
+                # FSDP takes gradients at the end of a backward, and W has none. So run one that
+                # computes nothing, from y to itself: y has the hook with which FSDP begins.
                 torch.autograd.grad(y, y, torch.zeros_like(y))
             else:
-                later = deferred(self.products, (i, stage))
-                with later if self.splits else contextlib.nullcontext():
-                    to_local(y).backward(given)
+                leave = leave_for_later(self.deferred, (i, stage))
+                with leave if self.splits else contextlib.nullcontext():
+                    to_local(y).backward(received)
         return x.grad if kind == "B" else None
 
     def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
         """Send this rank's result of a tick, and receive what others computed for it."""
-        operations, received = [], {}
+        operations, expected = [], {}
         for source, (kind, i, stage) in sorted(tick.items()):
-            stage += {"F": 1, "B": -1, "W": self.last + 1}[kind]
-            if not 0 <= stage <= self.last:
+            receiver = stage + 1 if kind == "F" else stage - 1  # a stage
+            if kind == "W" or not 0 <= receiver <= self.last:
                 continue
-            target = stage % self.p
+            target = receiver % self.p
             if source == self.rank:
                 operations.append(self.message(dist.isend, result.contiguous(), group_peer=target))
             elif target == self.rank:
                 buffer = self.empty_stream(self.microbatches[i].tokens)
                 operations.append(self.message(dist.irecv, buffer, group_peer=source))
-                received[Action(kind, i, stage)] = buffer
-        messages = dist.batch_isend_irecv(operations) if operations else []
-        self.inbox |= {action: (buffer, messages) for action, buffer in received.items()}
-        return messages
-
-    def empty_stream(self, tokens: Tensor) -> Tensor:
-        """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
-        own = chunk_of(tokens, self.tp, 0, dim=1)
-        return own.new_empty(*own.shape, self.model.config.dim, dtype=self.parallel.dtype)
-
-    def as_stream(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return x as blocks take it: under tensor parallelism, a DTensor sharded by tokens."""
-        if self.tp.size() == 1 or x is tokens:
-            return x
-        B, T, D = *tokens.shape, x.shape[2]
-        shape, stride = torch.Size((B, T, D)), (T * D, D, 1)
-        return DTensor.from_local(x, self.tp, [Shard(1)], shape=shape, stride=stride)
+                expected[Action(kind, i, receiver)] = buffer
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.inbox |= {action: (buffer, works) for action, buffer in expected.items()}
+        return works
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
@@ -296,7 +298,7 @@ class Pipeline(nn.Module):
         for stage in range(self.last + 1):
             here, there = stage % self.p, (stage + 1) % self.p
             if here == self.rank:
-                given = self.as_stream(x, tokens), targets if stage == self.last else None
+                given = as_stream(x, tokens, self.tp), targets if stage == self.last else None
                 x = self.stages[stage](*given, positions, caches and caches[stage], documents)
                 if stage < self.last:
                     dist.send(to_local(x).contiguous(), group=self.group, group_dst=there)
@@ -314,10 +316,11 @@ class Pipeline(nn.Module):
         return x
 
 
-def wait(messages: list[dist.Work]) -> None:
-    """Wait for messages, once for each: gloo would wait for another message the second time."""
-    while messages:
-        messages.pop().wait()
+def wait(works: list[dist.Work]) -> None:
+    """Wait for works and remove them from the list, which others share: gloo would take a second
+    wait for one of another message."""
+    while works:
+        works.pop().wait()
 
 
 def main() -> None:

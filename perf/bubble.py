@@ -1,9 +1,10 @@
-"""The bubble of a pipeline, in which ranks wait: by its schedule, by measured times, as measured.
+"""The bubble of a pipeline, in which ranks wait, for `bench.py step`: three shares of the time.
 
-`bench.py step` prints the three shares, and draws the measured timeline (--plot FILE.svg). The
-schedule alone says what the bubble is if all stages take equally long and messages no time; with
-the measured time of each stage's actions it tells whether uneven stages are to blame; what is then
-left to the measured share are the messages.
+    by the schedule alone      if all stages take equally long, and messages no time
+    with measured times        if messages take no time: more than the first, as stages are uneven
+    measured                   more than the second, as messages take time
+
+--plot FILE.svg draws the measured step.
 """
 
 import argparse
@@ -41,11 +42,11 @@ def actions_stamped(runner: Pipeline, begin: Callable, end: Callable) -> Iterato
 
 
 def shares_of_bubble(
-    world: World, microbatches: int, rounds: list[Seconds], passes: tuple[float, float]
+    world: World, microbatches: int, rounds: list[Seconds], with_messages: float, without: float
 ) -> str:
     """Return the three shares in words. `rounds` are the times of this rank's actions in several
-    steps, `passes` those of forward and backward together, with messages and without. All ranks
-    call it together."""
+    steps; `with_messages` and `without` seconds of forward and backward together. All ranks call it
+    together."""
     parallel, times = world.parallel, defaultdict(list)
     for seconds in rounds:
         for (kind, _, stage), time in seconds.items():
@@ -59,7 +60,7 @@ def shares_of_bubble(
     stages = parallel.pp * parallel.stages_per_rank
     even = check_schedule(schedule, microbatches, stages)
     timed = simulate(schedule, lambda action: typical[action.kind, action.stage])
-    measured = world.all_gather_scalars([1 - passes[1] / passes[0]]).mean().item()
+    measured = world.all_gather_scalars([1 - without / with_messages]).mean().item()
     return (
         f"of forward and backward, ranks wait for other stages {bubble(even):.1%} by the schedule "
         f"alone, {bubble(timed):.1%} with the measured time of each stage, {measured:.1%} measured"

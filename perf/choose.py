@@ -14,6 +14,7 @@ from model import Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy, World
 from perf.cost import parts_of, predict_traffic, sent_bytes
 from perf.memory import predict_memory
+from pipeline import has_w
 from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
@@ -100,7 +101,8 @@ def choose_parallel(
 
     preferred = smallest = requested.reshard
     if requested.reshard == "auto":
-        preferred, smallest = "weights", "all"
+        splits_backward = requested.pp > 1 and has_w(requested.schedule)
+        preferred, smallest = "weights", "weights" if splits_backward else "all"
     candidates = [requested.dp]
     if requested.dp == "auto":
         data_ranks = process.size // (requested.tp * requested.pp)

@@ -18,7 +18,7 @@ from torch import nn
 
 from model import LOSS_CHUNK, Llama
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
-from plumbing.stages import has_w, part_of
+from plumbing.stages import part_of
 from tensor_parallel import planned_dims
 
 # --------------------------------------------------------------------------------------- FLOPs
@@ -107,11 +107,6 @@ def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator
         n, uses = (1, root_uses) if unit == "root" else (len(model.layers), 2 * m)
         gathered = trainable if reshard == "adapters" else elements
         yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered * w
-        if reshard == "all" and unit == "block" and parallel.pp > 1 and has_w(parallel.schedule):
-            matrices = sum(_padded(p.shape, parallel.shard) for p in first_block(model).parameters()
-                           if p.ndim > 1 and p.requires_grad)  # fmt: skip
-            yield "shard", "reduce-scatter", n * m, matrices * g  # in W; in B those of norms
-            trainable -= matrices
         yield "shard", "reduce-scatter", n * (m if reshard == "all" else 1), trainable * g
         yield "replicate", "all-reduce", n, trainable // parallel.shard * g
 

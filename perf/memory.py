@@ -18,8 +18,8 @@ from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import elements_of, modules_of, parts_of
 from perf.timeline import Action, splits_backward
-from pipeline import SCHEDULES, make_schedule
-from plumbing.stages import has_w, layers_of
+from pipeline import SCHEDULES, has_w, make_schedule
+from plumbing.stages import layers_of
 
 
 def predict_memory(

@@ -80,6 +80,8 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                 reshards,
                 schedules(pp, microbatches, config.n_layers, args.compile),
             ):
+                if reshard == "all" and schedule == "zero-bubble":
+                    continue  # they do not combine
                 parallel = ParallelConfig(
                     dp=dp,
                     replicate=data_ranks // shard,

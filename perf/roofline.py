@@ -49,9 +49,9 @@ from perf.cost import predict_traffic
 from perf.devices import GPU, GPUS, LINKS
 from perf.memory import predict_memory, saved_elements
 from perf.timeline import simulate
-from pipeline import make_schedule
+from pipeline import has_w, make_schedule
 from plumbing.processes import UserError
-from plumbing.stages import has_w, layers_of
+from plumbing.stages import layers_of
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
 ATTENTION_FRACTION = 0.5  # of the peak, reached by attention

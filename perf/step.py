@@ -439,7 +439,7 @@ def report(
                    for seconds in rounds["marked"]]  # fmt: skip
         passes = [statistics.median(seconds["pass"] for seconds in rounds[variant])
                   for variant in ("marked", "without pp")]  # fmt: skip
-        bubble = [shares_of_bubble(world, training.microbatches, actions, passes)]
+        bubble = [shares_of_bubble(world, training.microbatches, actions, *passes)]
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",

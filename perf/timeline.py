@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as text: read, proved, timed, drawn. pipeline.py makes and runs them."""
+"""Schedules of a pipeline as text: read, checked, timed, drawn. pipeline.py makes and runs them."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Timeline = list[list[Span]]  # of each rank
 
 
 def read_schedule(lines: list[str]) -> Schedule:
-    """Return the schedule that lines say, one for each rank: words such as F0, or B0@2 for stage 2.
+    """Read a schedule from lines, one for each rank, of actions such as F0, or B0@2 for stage 2.
     Raises ValueError for another word."""
     schedule = []
     for rank, line in enumerate(lines):
@@ -38,7 +38,9 @@ def read_schedule(lines: list[str]) -> Schedule:
         for position, word in enumerate(line.split(), 1):
             match = re.fullmatch(r"([FBW])(\d+)(?:@(\d+))?", word)
             if not match:
-                raise ValueError(f"rank {rank}, position {position}: '{word}' is no F0, B0 or B0@2")
+                raise ValueError(
+                    f"rank {rank}, position {position}: '{word}' is no action such as F0 or B0@2"
+                )
             kind, microbatch, stage = match.groups()
             order.append(Action(kind, int(microbatch), int(stage or rank)))
         schedule.append(order)
@@ -100,11 +102,12 @@ def simulate(
                 spans[rank].append(Span(action, start, ended[action]))
                 progress = True
     for rank, order in enumerate(schedule):
-        for action in order[len(spans[rank]) :]:
+        if len(spans[rank]) < len(order):
+            action, position = order[len(spans[rank])], len(spans[rank]) + 1
             other = next(other for other in inputs_of(action, last) if other not in ended)
             raise ValueError(
-                f"rank {rank}, position {len(spans[rank]) + 1}: {action} waits for {other}, which "
-                f"rank {other.stage % p} never reaches: ranks wait for each other"
+                f"rank {rank}, position {position}: {action} waits for {other}, which rank "
+                f"{other.stage % p} never reaches: ranks wait for each other"
             )
     return spans
 

@@ -1,4 +1,9 @@
-"""A backward in two parts: gradients of inputs now, those of weights later (pipeline.py)."""
+"""A backward in two parts: gradients of inputs now, those of weights later (pipeline.py).
+
+Autograd computes both gradients of a matrix product in one node. So the products of a block become
+nodes of our own: within `leave_for_later` their backward computes the gradient of the input alone,
+and leaves a function that will compute that of the weight and add it.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,47 +17,50 @@ from model import Llama
 
 
 class DeferrableLinear(torch.autograd.Function):
-    """x @ weight.T, whose backward can leave the gradient of the weight for later."""
+    """x @ weight.T, x [..., in], whose backward can leave the gradient of the weight for later."""
 
-    products: list[Callable] | None = None  # where to, within `deferred`
+    later: list[Callable] | None = None  # receives what is left for later, within leave_for_later
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight = weight  # itself: under checkpointing a saved tensor would be a copy
+        ctx.weight = weight  # itself, to set its .grad: checkpointing would give back a copy
         return x @ weight.T
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), weight, products = ctx.saved_tensors, ctx.weight, DeferrableLinear.products
-        if products is None:
-            return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
-        products.append(partial(add_gradient, weight, grad, x))
+        (x,), weight, later = ctx.saved_tensors, ctx.weight, DeferrableLinear.later
+        if later is None:
+            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+        later.append(partial(add_gradient, weight, grad, x))
         return grad @ weight, None
 
 
 @torch.no_grad()
 def add_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> None:
-    new = grad.flatten(0, 1).T @ x.flatten(0, 1)
+    new = grad.flatten(0, -2).T @ x.flatten(0, -2)
     if isinstance(new, DTensor):
         new = new.redistribute(placements=weight.placements)
-    weight.grad = new if weight.grad is None else weight.grad + new
+    weight.grad = new if weight.grad is None else weight.grad.add_(new)
 
 
 @contextlib.contextmanager
-def deferred(products: dict[tuple, list], key: tuple) -> Iterator[None]:
-    """Within this context, backward leaves gradients of matrices in products[key]."""
-    DeferrableLinear.products = products.setdefault(key, [])
-    yield
-    DeferrableLinear.products = None
+def leave_for_later(deferred: dict[tuple, list], key: tuple) -> Iterator[None]:
+    """Within this context, backward leaves gradients of matrices as functions in deferred[key]."""
+    DeferrableLinear.later = deferred.setdefault(key, [])
+    try:
+        yield
+    finally:
+        DeferrableLinear.later = None
 
 
 def make_deferrable(model: Llama) -> None:
-    """Let the blocks' matrices leave their gradients for W. All else, such as norms and adapters,
-    is cheap, and gets its gradients in B."""
+    """Let the blocks' matrices leave their gradients for W. All else, such as norms, adapters and
+    layers with a bias, gets its gradients in B."""
     for block in model.layers.values():
         for module in block.modules():
-            if type(module) is nn.Linear and module.weight.requires_grad:
+            is_matrix = type(module) is nn.Linear and module.bias is None
+            if is_matrix and module.weight.requires_grad:
                 module.forward = partial(_deferrable_forward, module)
 
 

@@ -1,4 +1,4 @@
-"""Cut a model into the stages of a pipeline (pipeline.py), where that can be done.
+"""Cut a model into the stages of a pipeline (pipeline.py), and make what passes between them.
 
 Stage s of p v stages lies on rank s % p, where p is the number of ranks and v that of the stages of
 each. With tied embeddings the last rank keeps the embedding too, as its output.
@@ -7,34 +7,32 @@ each. With tied embeddings the last rank keeps the embedding too, as its output.
 import copy
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from model import Llama
 from plumbing.processes import UserError
+from plumbing.shards import chunk_of
 
 # FSDP warns of views because changing them in place would be an error, and nothing here does.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
-def check_combination(parallel, strategy) -> None:
+def check_combination(parallel, strategy, splits_backward: bool) -> None:
     """Raise UserError for a ParallelConfig whose parts do not combine. `strategy` is its entry of
-    STRATEGIES, None while that is not chosen."""
+    STRATEGIES, None while that is not chosen; `splits_backward` tells of its schedule."""
     flag = "--tp" if parallel.tp > 1 else "--pp"
     if parallel.tp * parallel.pp > 1 and strategy and not strategy.splits_layers:
         raise UserError(f"--dp {parallel.dp} does not combine with {flag}: use --dp fsdp")
     if parallel.pp > 1 and (parallel.offload or parallel.offload_activations):
         raise UserError("--pp does not combine with offloading: give one of them")
-    if parallel.pp > 1 and parallel.compile and has_w(parallel.schedule):
+    if splits_backward and parallel.compile:
         raise UserError("compiled blocks cannot split backward: give --no-compile")
-
-
-def has_w(schedule: str) -> bool:
-    """Return whether a schedule splits backward, by its name or in its file."""
-    path = Path(schedule)
-    return schedule == "zero-bubble" or (path.is_file() and "W" in path.read_text())
+    if splits_backward and parallel.reshard == "all":
+        raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
 
 
 def layers_of(stage: int, stages: int, n_layers: int) -> range:
@@ -53,6 +51,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     for name, _ in model.named_parameters():
         if name.split(".")[0] not in parts:
             raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+    for stage in range(stages):
+        blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
+        if not any(p.requires_grad for block in blocks for p in block.parameters()):
+            raise UserError(f"stage {stage} has nothing to train: use fewer stages, or --pp 1")
     for name in model.layers.keys() - own:
         del model.layers[name]
     is_last = rank == p - 1
@@ -81,8 +83,25 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
         stage.config, stage.loss = model.config, model.loss
-        # FSDP has hooks where a block returns and where the stage does. A view keeps them apart, or
-        # a gradient of the stage's output alone would all-gather its last block.
+        # FSDP puts a hook on the tensor that a module returns. The last block and the stage would
+        # return the same one, so that W, which needs the stage's hook alone, would all-gather the
+        # block for nothing. A view is another tensor.
         stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
         made.append(stage)
     return made
+
+
+def empty_stream(tokens: Tensor, tp: DeviceMesh, width: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
+    own = chunk_of(tokens, tp, 0, dim=1)
+    return own.new_empty(*own.shape, width, dtype=dtype)
+
+
+def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
+    """Return x, a shard of the residual stream or the tokens themselves, as a stage takes it: under
+    tensor parallelism, the stream is a DTensor sharded by tokens."""
+    if tp.size() == 1 or x is tokens:
+        return x
+    B, T, D = *tokens.shape, x.shape[2]
+    shape, stride = torch.Size((B, T, D)), (T * D, D, 1)
+    return DTensor.from_local(x, tp, [Shard(1)], shape=shape, stride=stride)

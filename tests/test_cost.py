@@ -114,7 +114,7 @@ PIPELINES = {
     ),
     "zero-bubble": (
         replace(CHUNKY, n_layers=8),
-        dict(pp=4, dp="fsdp", shard=2, reshard="all", schedule="zero-bubble"), 8, 1, range(4),
+        dict(pp=4, dp="fsdp", shard=2, schedule="zero-bubble"), 8, 1, range(4),
     ),
     "zero-bubble full": (
         replace(TIED, n_layers=8),

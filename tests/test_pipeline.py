@@ -63,7 +63,7 @@ def test_the_picture_in_a_docstring_is_the_schedule(name):
         (["F0 B0", "F0"], "rank 1, position 2: B0@1 is missing"),
         (["F0 B0 W0", "F0 B0"], "rank 1, position 3: W0@1 is missing"),
         (["F0 B0@1", "F0 B0"], "rank 0, position 2: B0@1 is not for this rank"),
-        (["F0 B-1", "F0 B0"], "rank 0, position 2: 'B-1' is no F0, B0 or B0@2"),
+        (["F0 B-1", "F0 B0"], "rank 0, position 2: 'B-1' is no action such as F0 or B0@2"),
     ],
 )
 def test_wrong_schedules_are_told(lines, says):
@@ -89,7 +89,7 @@ def test_layers_of_stages():
 def test_the_command_draws(tmp_path):
     file, picture = tmp_path / "mine.txt", tmp_path / "x.svg"
     given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
-    file.write_text("# a schedule\nF0 F1 B0 B1\nF0 B0 F1 B1  # the last stage\n")
+    file.write_text("# Warmup\nF0 F1 B0 B1\nF0 B0 F1 B1  # the last stage\n")
     result = launch("pipeline.py", *given, "--plot", picture)
     assert result.out.startswith("rank 0 F0 F1 .  .  B0 B0 .  B1 B1\n"), result.out
     assert "33.3% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
@@ -245,6 +245,7 @@ def combinations(data: str, schedule: str) -> dict:
         for mode in ("none", "selective", "full")
         for microbatch in (1, 2)
         for reshard in (("weights", "all", "none") if data == "fsdp" else ("weights",))
+        if reshard != "all" or schedule != "zero-bubble"  # which are refused
     }  # fmt: skip
 
 
@@ -266,7 +267,7 @@ def test_every_combination_equals_one_process(tmp_path, data, schedule):
         ("pipeline", "own += other", "pass"),
         ("pipeline", "embedding.weight.copies = 2", "pass"),
         ("train", "norm = sums[3].sqrt()", "norm = rows[world.rank, 3].sqrt()"),
-        ("plumbing/split_backward", "else weight.grad + new", "else new"),
+        ("plumbing/split_backward", "else weight.grad.add_(new)", "else new"),
     ],
 )
 def test_planted_faults_are_found(tmp_path, file, old, new):

@@ -139,6 +139,8 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
         (dict(pp=2, schedule="best"), ["no schedule 'best': choose from gpipe, 1f1b"]),
         (dict(pp=2, dp="fsdp", offload=True), ["--pp does not combine with offloading"]),
         (dict(pp=2, schedule="zero-bubble", compile=True), ["--no-compile"]),
+        (dict(pp=2, schedule="zero-bubble", reshard="all"), ["--reshard all does not combine"]),
+        (dict(pp=2, stages_per_rank=2, n_layers=4), ["1f1b has one stage on each rank"]),
         (dict(schedule="gpipe"), ["--schedule and --stages-per-rank are for pipelines: give --pp"]),
     ],
     ids=name_case,
