@@ -180,9 +180,7 @@ class Pipeline(nn.Module):
         self.model, embedding = model, model.tok_embeddings  # on the first and, tied, the last rank
         self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
         if self.tied:
-            embedding.weight.copies = (
-                2  # each counts half in the gradient norm (plumbing/shards.py)
-            )
+            embedding.weight.copies = 2  # each counts half in the gradient norm
         self.deferred: dict[tuple, list[Callable]] = {}  # (microbatch, stage) -> what W computes
         model.forward = self.forward  # for evaluation and generation
         for blocks in (list(stage.layers.values()) for stage in stages):

@@ -127,7 +127,7 @@ def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     copy = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", copy)
-    drawn = {path.name for path in copy.glob("*.svg")}
+    drawn = {path.name for path in copy.glob("*.svg")} - {"bubble.svg"}  # bench.py step draws that
     for path in copy.glob("*.svg"):
         path.unlink()
     result = subprocess.run(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
     out = tmp_path / "run"
     arguments = [*flags(base, sums, out, **WHOLE_RUN), *parallel]
     result = succeed("finetune_lora.py", *arguments, nproc=nproc, timeout=300)
-    assert "per step, each rank sends " in result.out
+    assert re.search("per step, (each rank sends|a rank sends up to) ", result.out)
     has_replicas = nproc == 4 or not {"--tp", "--pp"} & {
         *parallel
     }  # otherwise strategies do not differ
