@@ -89,7 +89,7 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return True
     if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
-    if name == "wrong" or (name == "fsdp-adapters" and not args.lora):
+    if name in ("wrong", "pp", "pp-zero-bubble") or (name == "fsdp-adapters" and not args.lora):
         return False
     if STRATEGIES[CONTESTANTS[name].dp].copy_per == "node":
         # With one rank a node it is DDP, with one node FSDP.

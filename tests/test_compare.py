@@ -39,6 +39,16 @@ def test_compare():
     assert "full sends 2.56 MB; payload 2.56 MB" in out and "all-gather over tp" in out
 
 
+@pytest.mark.slow
+def test_compare_pipelines():
+    out = succeed("bench.py", "compare", "ddp", "pp", "pp-zero-bubble", "--batch=4", "--seq-len=16",
+                  "--repeats=1", nproc=2).out  # fmt: skip
+    # Four outputs of 16 tokens and 96 features, and the gradient of the tied matrix.
+    sent = 4 * 16 * 96 * 4 + 2048 * 96 * 4
+    assert f"pp sends {sent / 1e6:.2f} MB; payload {sent / 1e6:.2f} MB by 5 send over pp" in out
+    assert "losses of the first step agree" in out
+
+
 def test_compare_takes_all_that_fit(tmp_path):
     file, picture = tmp_path / "all.json", tmp_path / "all.png"
     drawn = importlib.util.find_spec("matplotlib") is not None

@@ -1,6 +1,8 @@
 """bench.py step: its parts add up, its counts are as predicted, and silenced passes leave no trace
 in the weights. How long anything takes is not tested."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +67,20 @@ def test_fully_sharded(shards, tmp_path):
     assert "attention runs forward 2 time(s)" in out
     check_memory(memory, ParallelConfig(dp="fsdp", shard=2, checkpointing="full"), 2)
     check_traffic(out)
+
+
+def test_a_pipeline(shards, tmp_path):
+    """Waiting for the other stage is a part; the bubble has three shares, and a picture."""
+    picture = tmp_path / "step.svg"
+    out, parts, memory = step(shards, "--pp=2", "--microbatch=1", "--plot", picture, nproc=2)
+    assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
+    check_memory(memory, ParallelConfig(pp=2), 4)
+    predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
+    assert predicted == counted and " send over pp" in counted
+    shares = re.search(r"wait for other stages (.*) by the schedule alone, (.*) with the measured "
+                       r"time of each stage, (.*) measured", out)  # fmt: skip
+    assert shares[1] == "20.0%" and 0 < float(shares[2].rstrip("%")) < 100
+    assert picture.read_text().count("<rect") == 2 * 2 * 4
 
 
 def test_one_process(shards):
