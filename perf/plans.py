@@ -13,6 +13,7 @@ from model import Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
 from perf.cost import predict_traffic, sent_bytes
+from perf.measure import count_rounds
 from perf.memory import mask_width, predict_memory
 from perf.roofline import Machine, find_measured_group, group_shape, step_time
 from plumbing.checks import moments_dtype
@@ -63,9 +64,9 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
 
     With --measured, leave out plans with groups of ranks that were not measured."""
     config, dtype = model.config, getattr(torch, args.dtype)
-    for tp, pp in itertools.product(
-        divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)), divisors(args.gpus)
-    ):
+    tp_sizes = divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim))
+    pairs = list(itertools.product(tp_sizes, divisors(args.gpus)))
+    for (tp, pp), _ in zip(pairs, count_rounds(len(pairs) - 1, "plans: ")):
         data_ranks, rest = divmod(args.gpus, tp * pp)
         if rest or pp > min(config.n_layers, args.pp or MOST_RANKS) or args.batch % data_ranks:
             continue
