@@ -76,13 +76,13 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
             microbatches = sequences // microbatch
             # The values of --reshard differ in how several microbatches share all-gathers.
             reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
+            if pp > 1:  # gradients of a few layers: sharding those of each microbatch saves little
+                reshards = tuple(name for name in reshards if name != "all")
             for (checkpointing, offload), reshard, (schedule, v) in itertools.product(
                 ACTIVATIONS[: len(ACTIVATIONS) - (pp > 1)],  # the last offloads
                 reshards,
                 schedules(pp, microbatches, config.n_layers, args.compile),
             ):
-                if reshard == "all" and schedule == "zero-bubble":
-                    continue  # they do not combine
                 parallel = ParallelConfig(
                     dp=dp,
                     replicate=data_ranks // shard,
