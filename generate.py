@@ -97,7 +97,7 @@ def main() -> None:
     for (token,) in stream(model, prompts, args.max_new_tokens, **options):
         if token not in tokenizer.stop:
             print_rank_zero(decoder.decode(tokenizer.decode_bytes([token])), end="")
-    print_rank_zero(decoder.decode(b"", final=True))
+    print_rank_zero(decoder.decode(b"", final=True) + "\n", end="")
 
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ def _memory_of_rank(
         p, v = parallel.pp, parallel.stages_per_rank
         order, stages = make_schedule(parallel.schedule, p, microbatches, v)[pp_rank], p * v
         ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
-        in_loss = stream + logits - output * max(4, w)
-        deferred, gradients = (
+        deferred, wait_for_w = (
             splits_backward([order]) * n * tokens * w for n in deferred_elements(config, tp)
         )
         kept, later = {}, {}
@@ -103,8 +102,8 @@ def _memory_of_rank(
             kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
             later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
         loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1, sums)
-        loss += in_loss
-        last_block_backward += block_backward + gradients
+        loss += last_norm + logits - ends
+        last_block_backward += block_backward + wait_for_w
 
     # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
     # through the block, and those of output, last norm and embedding together at the very end.

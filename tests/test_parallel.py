@@ -195,11 +195,11 @@ def four(tmp_path_factory):
 
 @functools.cache
 def plain(key: str) -> dict:
-    """STEPS steps on the whole batch in one process, in plain PyTorch: none of parallel.py runs.
+    """Steps on the whole batch in one process, in plain PyTorch: none of parallel.py runs.
 
-    `key` is JSON of a case's config, packed and lora. Adapters are added to the weights,
+    `key` is JSON of a case's config, packed, lora and steps. Adapters are added to the weights,
     W + scale B A, of a model without adapters."""
-    config, packed, lora = json.loads(key)
+    config, packed, lora, steps = json.loads(key)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**config)).double()
         if lora:
@@ -216,7 +216,7 @@ def plain(key: str) -> dict:
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
     batch, rows, gradients = batch_of(packed), [], {}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
-    for _ in range(STEPS):
+    for _ in range(steps):
         weights = effective(model, lora)
         given = {"tokens": batch.tokens, "positions": batch.positions}
         logits = torch.func.functional_call(bare, weights, (), given)
@@ -246,7 +246,8 @@ def effective(model: Llama, lora: dict | None) -> dict:
 
 
 def equals_plain(result: dict, case: dict) -> None:
-    same_training(result, plain(json.dumps([case["config"], case["packed"], case.get("lora")])))
+    key = case["config"], case["packed"], case.get("lora"), case.get("steps", STEPS)
+    same_training(result, plain(json.dumps(key)))
 
 
 def same_training(result: dict, expected: dict, tolerance: float = 1e-12) -> None:

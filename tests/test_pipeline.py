@@ -131,7 +131,16 @@ PP2 = {
     "zero-bubble full": case(ODD, 1, pp=2, schedule="zero-bubble", checkpointing="full"),
     "one microbatch": case(ODD | TIED, 8, pp=2),
     "compiled": case(ODD, 4, pp=2, compile=True),
+    "compiled gpipe": case(
+        ODD | TIED, 2, pp=2, schedule="gpipe", compile=True, checkpointing="selective"
+    ),
+    "compiled interleaved": case(
+        ODD | dict(n_layers=4), 2, pp=2, stages_per_rank=2, schedule="interleaved", compile=True,
+        checkpointing="full",
+    ),
 }  # fmt: skip
+for of_pipeline in PP2.values():
+    of_pipeline["steps"] = 5
 
 
 QUICK = ("1f1b", "interleaved tied", "zero-bubble tied", "1f1b fsdp", "zero-bubble tp")
@@ -164,7 +173,7 @@ def piped(config: dict, microbatch: int, pp: int, schedule: str, **options) -> d
     stages_per_rank = 2 if schedule == "interleaved" else 1
     config = config | dict(n_layers=pp * stages_per_rank + 1)
     options |= dict(pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    return case(config, microbatch, **options)
+    return case(config, microbatch, **options) | dict(steps=5)
 
 
 UNEVEN = "1f1b of four, microbatches of 3, 3 and 2"

@@ -1,8 +1,8 @@
-"""Run on several ranks: train each case in the JSON file of the first argument for STEPS steps.
+"""Run on several ranks: train each case in the JSON file of the first argument for "steps" steps.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"dtype", "flags" of the optimizer, "generate", and for adapters "lora" (fields of LoRA); those train
-with a tenth of the learning rate.
+"dtype", "flags" of the optimizer, "steps", "generate", and for adapters "lora" (fields of LoRA);
+those train with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
@@ -110,9 +110,10 @@ def train(process, case: dict) -> dict:
     # A mode would make compiled blocks run eagerly; the profiler counts what is merely asked for.
     compiled = world.parallel.compile
     measure = torch.profiler.profile() if compiled else Counted(world)
-    for step in range(1, STEPS + 1):
+    steps = case.get("steps", STEPS)
+    for step in range(1, steps + 1):
         hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
-        with measure if step == STEPS else nullcontext():
+        with measure if step == steps else nullcontext():
             totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
         if hook:
             hook.remove()
