@@ -173,7 +173,7 @@ def piped(config: dict, microbatch: int, pp: int, schedule: str, **options) -> d
     stages_per_rank = 2 if schedule == "interleaved" else 1
     config = config | dict(n_layers=pp * stages_per_rank + 1)
     options |= dict(pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    return case(config, microbatch, **options) | dict(steps=5)
+    return case(config, microbatch, **options)
 
 
 UNEVEN = "1f1b of four, microbatches of 3, 3 and 2"
