@@ -32,8 +32,8 @@ from perf.devices import GPUS, LINKS
 from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
+from perf.plans import PLANNED
 from perf.step import measure_lora_step, measure_step
-from pipeline import SCHEDULES
 from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import run
@@ -163,7 +163,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=positive_int,
                             help=f"only plans with this --{name} of train.py")
     for name, choices in {"checkpointing": ["none", "selective", "full"],
-                          "schedule": [*SCHEDULES], "reshard": ["none", "weights", "all"]}.items():
+                          "schedule": PLANNED, "reshard": ["none", "weights", "all"]}.items():
         parser.add_argument(f"--{name}", choices=choices,
                             help=f"only plans with this --{name} of train.py")
     parser.add_argument("--offload-activations", action="store_true", default=None,

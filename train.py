@@ -48,7 +48,7 @@ from perf.memory import mask_width, prediction_caveat
 from pipeline import Pipeline
 from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
-from plumbing.check_model import check_documents, check_tensor_parallel, loss_caveat
+from plumbing.check_model import check_documents, check_splits, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -324,7 +324,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.whole, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
-    check_tensor_parallel(job.model.config, world.mesh["tp"])
+    check_splits(job.model.config, world.mesh)
     check_documents(job.model.config, process.device, parallel.dtype)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world, microbatches))

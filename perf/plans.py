@@ -25,6 +25,7 @@ FILTERS = (
     "pp schedule stages_per_rank shard tp reshard checkpointing offload_activations microbatch"
 ).split()
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
+PLANNED = ("1f1b", "interleaved", "zero-bubble")  # schedules
 INTERLEAVED = (2, 4)  # stages of a rank
 
 

@@ -53,6 +53,7 @@ from perf.measure import (
     count_rounds,
     markdown_table,
     megabytes,
+    problem_with_files,
     quartiles,
     silenced,
     state_bytes,
@@ -62,7 +63,7 @@ from perf.memory import predict_memory, prediction_caveat
 from perf.timeline import Action, Span
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from pipeline import Pipeline
-from plumbing.processes import Process, print_rank_zero
+from plumbing.processes import Process, UserError, print_rank_zero
 from train import (
     Job,
     accumulate,
@@ -124,6 +125,10 @@ def measure_step(
     """Return the output of `bench.py step`: tables and the verdict. `prepare` is the script's."""
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
+    if args.plot and args.pp == 1:
+        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
+    if problem := problem_with_files({"--plot": args.plot}):
+        raise UserError(problem)
     process = setup(args)
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.

@@ -15,7 +15,33 @@ from data import Batch
 from model import DOCUMENT_KERNELS, Llama, LlamaConfig
 from plumbing.fingerprint import fixed_weight
 from plumbing.processes import UserError
+from plumbing.stages import part_of, stages_of
 from tensor_parallel import tensor_parallel
+
+
+def check_splits(config: LlamaConfig, mesh: DeviceMesh) -> None:
+    """Raise UserError on all ranks if a small model computes something else when it is split along
+    tp or pp as the model is."""
+    check_tensor_parallel(config, mesh["tp"])
+    if mesh["pp"].size() > 1:
+        check_stages(config, torch.device(mesh.device_type))
+
+
+@torch.no_grad()
+def check_stages(config: LlamaConfig, device: torch.device) -> None:
+    """Raise UserError if a small model has another loss when two stages compute it.
+
+    Each stage calls Llama.forward on its part: what a change adds there happens in every stage."""
+    model, tokens = _small_model(config, 1, device, n_layers=2)
+    first, last = (stages_of(part_of(model, rank, 2, 1), rank, 2, 1)[0].eval() for rank in (0, 1))
+    found = last(first(tokens), tokens)
+    expected = model(tokens, tokens)
+    if not (found - expected).abs() <= 1e-9 * expected.abs():  # NaN fails too
+        raise UserError(
+            "--pp computes another loss than one process, since model.py was changed: each stage "
+            "calls Llama.forward on its layers, so move what you added there into a block, or do "
+            "it only where the embedding or the output is"
+        )
 
 
 def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh) -> None:
@@ -87,9 +113,11 @@ def check_documents(config: LlamaConfig, device: torch.device, dtype: torch.dtyp
 
 
 @torch.no_grad()
-def _small_model(config: LlamaConfig, tp: int, device: torch.device) -> tuple[Llama, Tensor]:
-    """Return a model of one block that tp divides, and tokens [1, 4 tp]."""
-    small = dict(dim=32 * tp, n_layers=1, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
+def _small_model(
+    config: LlamaConfig, tp: int, device: torch.device, n_layers: int = 1
+) -> tuple[Llama, Tensor]:
+    """Return a model that tp divides, and tokens [1, 4 tp]."""
+    small = dict(dim=32 * tp, n_layers=n_layers, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
     model = Llama(replace(config, **small, vocab_size=5 * tp)).double().to(device).eval()
     for name, parameter in model.named_parameters():
         parameter.copy_(fixed_weight(name, parameter))
