@@ -135,6 +135,14 @@ def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp
     refused(result, f"--tp cannot shard layers.0.{layer}.weight: add its layer to PLAN")
 
 
+def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(shards, tmp_path):
+    """The stream is scaled after the embedding, and so would be the input of every stage."""
+    embed = "        device, dtype = tokens.device.type, self.compute_dtype\n"
+    changed = changed_copy(tmp_path / "copy", edits={embed: f"        x = 8 * x\n{embed}"})
+    run = ["train.py", *flags(shards, tmp_path / "run"), "--pp", 2]
+    refused(launch(*changed, *run, nproc=2), "--pp computes another loss than one process")
+
+
 # Places in model.py.
 FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
 FEATURES = "SwiGLU.apply(self.w1(x), self.w3(x))"

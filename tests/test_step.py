@@ -124,6 +124,7 @@ def test_silenced_passes_leave_no_trace():
 @pytest.mark.slow
 def test_refuses_what_train_refuses(shards):
     wrong = ["bench.py", "step", *SIZES, "--data", shards, "--seq-len=24"]
+    refused(launch(*wrong, "--plot", "x.svg"), "--plot draws a pipeline: give --pp 2")
     result = launch(*wrong, "--batch=3", nproc=2)
     assert result.err.count("error: --batch 3 is no multiple of the 2 ranks that share it") == 1
     assert result.codes == [2, 2]
