@@ -159,7 +159,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
-    for name in ("shard", "tp", "pp", "stages-per-rank", "microbatch"):
+    for name in ("shard", "cp", "tp", "pp", "stages-per-rank", "microbatch"):
         parser.add_argument(f"--{name}", type=positive_int,
                             help=f"only plans with this --{name} of train.py")
     for name, choices in {"checkpointing": ["none", "selective", "full"],

@@ -245,10 +245,8 @@ class Batch:
         """Return where the documents are, as a model's forward takes it; None without positions."""
         if self.positions is None:
             return None
-        B, T = self.tokens.shape
-        first_of_row = torch.arange(0, B * T, T, dtype=torch.int32, device=self.starts.device)
-        starts = (self.starts + first_of_row[:, None]).flatten()
-        return Documents(F.pad(starts, (0, 1), value=B * T), self.max_length)
+        starts = flat_starts(self.starts, self.tokens.shape[1])
+        return Documents(starts, starts, self.max_length, self.max_length)
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Return microbatches of `size` sequences, the last of which may have fewer. Their
@@ -282,6 +280,12 @@ def document_starts(positions: Tensor) -> tuple[Tensor, int]:
     rows, columns = is_start.nonzero(as_tuple=True)
     starts[rows, number[rows, columns] - 1] = columns
     return starts.int(), min(T, _power_of_2(int(positions.max()) + 1))
+
+
+def flat_starts(starts: Tensor, T: int) -> Tensor:
+    """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
+    first_of_row = torch.arange(0, len(starts) * T, T, dtype=torch.int32, device=starts.device)
+    return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=len(starts) * T)
 
 
 def _power_of_2(n: int) -> int:

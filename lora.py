@@ -191,8 +191,7 @@ def adapter_settings(model: nn.Module) -> LoRA | None:
 
 def adapters(model: Llama) -> dict[str, nn.Parameter]:
     """Return every factor by its name, such as layers.0.attention.wq.lora_A."""
-    named = model.named_parameters()
-    return {name: p for name, p in named if name.endswith((".lora_A", ".lora_B"))}
+    return {n: p for n, p in model.named_parameters() if n.endswith((".lora_A", ".lora_B"))}
 
 
 @torch.no_grad()

@@ -140,15 +140,29 @@ class Documents(NamedTuple):
     """Where the documents of a microbatch are, for attention that computes nothing between them."""
 
     starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
+    key_starts: Tensor  # the same of keys, of which there may be more than queries
     max_length: int  # no document has more tokens; some may have none
+    max_keys: int
+    needs_kernel = True
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
+        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
+        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
 
 
-def attention_in_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Return causal attention within documents. q [B, T, H, E], k and v [B, T, KV, E] -> as q."""
-    rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
-    gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
-    starts, length = documents  # given twice: of queries and of keys
-    return varlen_attn(*rows, starts, starts, length, length, window_size=(-1, 0), **gqa).view_as(q)
+def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """Return attention, causal where mask is None. q [B, T, H, E], k, v [B, S, KV, E] -> as q.
+    In place of a mask there may be an object that has an `attention`, such as Documents."""
+    if hasattr(mask, "attention"):
+        return mask.attention(q, k, v)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
+    # With a mask, and in float32 on a GPU, kernels need a key/value head for each query head.
+    if mask is not None or (q.is_cuda and q.dtype.itemsize > 2):
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    # Without a mask they are fastest: they skip the upper half and never store T x T.
+    options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 class KVCache:
@@ -159,7 +173,7 @@ class KVCache:
 
     def __init__(self):
         self.positions: Tensor | None = None  # [B, S]
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, KV, S, E]
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, S, KV, E]
 
     def add_positions(self, positions: Tensor) -> Tensor:
         """Append the positions [B, T] of new tokens and return those of all [B, S]."""
@@ -169,10 +183,9 @@ class KVCache:
         return positions
 
     def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values [B, KV, T, E] and return all [B, KV, S, E]."""
+        """Append one layer's new keys and values [B, T, KV, E] and return all [B, S, KV, E]."""
         if layer in self.layers:
-            old_k, old_v = self.layers[layer]
-            k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+            k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v)))
         self.layers[layer] = k, v
         return k, v
 
@@ -201,19 +214,9 @@ class Attention(nn.Module):
         q = rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
         k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
-        if isinstance(mask, Documents):
-            return self.wo(attention_in_documents(q, k, v, mask).flatten(2))  # [B, T, D]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
         if cache is not None:
-            k, v = cache.add(self.layer, k, v)  # [B, KV, S, E]
-        # With a mask, and in float32 on a GPU, kernels need a key/value head for each query head.
-        if mask is not None or (q.is_cuda and q.dtype.itemsize > 2):
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        # Without a mask they are fastest: they skip the upper half and never store T x T.
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # [B, T, D]
+            k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
+        return self.wo(attend(q, k, v, mask).flatten(2))  # [B, T, D]
 
 
 class FeedForward(nn.Module):
@@ -305,10 +308,10 @@ class Llama(nn.Module):
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
         device, dtype = tokens.device.type, self.compute_dtype
-        widths = DOCUMENT_KERNELS.get((device, dtype or x.dtype), ())
+        has_kernel = self.config.head_dim in DOCUMENT_KERNELS.get((device, dtype or x.dtype), ())
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        elif documents and cache is None and self.config.head_dim in widths:
+        elif documents and cache is None and (has_kernel or not documents.needs_kernel):
             mask = documents
         else:
             seen = positions if cache is None else cache.add_positions(positions)
@@ -335,8 +338,7 @@ class Llama(nn.Module):
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
         (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
-        the same however the model is split, on any one kind of device. Drawn in float32 and then
-        cast, so that float64 starts alike."""
+        alike however the model is split, on one kind of device; and in float64, which is cast."""
         for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
             if kind.startswith("lora_"):
@@ -384,8 +386,7 @@ def cross_entropy_sum(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    # Inside an autograd.Function gradients always look disabled, so this is passed in.
-    wants_grad = torch.is_grad_enabled()
+    wants_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always false
     hidden, targets = hidden.flatten(0, -2), targets.flatten()  # [N, D], [N]
     return _ChunkedCrossEntropy.apply(
         hidden, weight, targets, vocab_start, log_partition_offset, wants_grad
@@ -478,9 +479,8 @@ def stream(
     generator = torch.Generator(device).manual_seed(seed)
     T = max(len(prompt) for prompt in prompts)
     tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
-    positions = torch.tensor(
-        [[*range(T - len(p)), *range(len(p))] for p in prompts], device=device
-    )  # [B, T]
+    rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
+    positions = torch.tensor(rows, device=device)  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
         logits = model(tokens, positions=positions, cache=cache)[:, -1]  # [B, V]

@@ -17,6 +17,7 @@ Ranks form a mesh of four dimensions, and each technique works along some of the
 
 Row-major, the last dimension varies fastest: 8 ranks as 2 x 2 x 2 are ((0 1) (2 3)) ((4 5) (6 7)).
 Ranks that communicate most are nearest: tp within a node, then shard; replicate and pp cross nodes.
+Of ranks with different sequences, `cp` neighbours may share each of theirs (context_parallel.py).
 
 What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
@@ -82,6 +83,7 @@ class ParallelConfig:
     pp: int = 1  # ranks along this mesh dimension
     stages_per_rank: int = 1
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
+    cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
 
     def __post_init__(self):
         check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))
@@ -95,10 +97,6 @@ class ParallelConfig:
     @property
     def size(self) -> int:
         return self.pp * self.replicate * self.shard * self.tp
-
-    @property
-    def uses_fsdp(self) -> bool:
-        return self.strategy.uses_fsdp
 
     @property
     def grad_bytes(self) -> int:
@@ -116,17 +114,18 @@ class World(Process):
     parallel: ParallelConfig
     mesh: DeviceMesh
     group: dist.ProcessGroup | None = None  # a subset of the processes; None: all of them
+    cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one, if any
 
     @property
     def data_size(self) -> int:
-        """Number of ranks with different sequences; ranks along tp and pp share theirs."""
-        return self.parallel.replicate * self.parallel.shard
+        """Number of ranks with different sequences; ranks along tp, cp and pp share theirs."""
+        return self.parallel.replicate * self.parallel.shard // self.parallel.cp
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's sequences among data_size."""
-        mesh = self.mesh
-        return mesh.get_local_rank("replicate") * self.parallel.shard + mesh.get_local_rank("shard")
+        replica, shard = (self.mesh.get_local_rank(dim) for dim in ("replicate", "shard"))
+        return (replica * self.parallel.shard + shard) // self.parallel.cp
 
     def all_gather_scalars(self, values: list[float | Tensor]) -> Tensor:
         """All-gather one row of scalars from every rank -> [size, len(values)] float64."""
@@ -143,8 +142,12 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
-    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims)
-    return World(**vars(process) | dict(parallel=parallel, mesh=mesh))
+    mesh, cp_mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims), None
+    if parallel.cp > 1:  # a group of its own, beside one of replicate or shard with the same ranks
+        ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        cp_mesh = DeviceMesh.from_group(group, process.device.type, mesh_dim_names=("cp",))
+    return World(**vars(process) | dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh))
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
@@ -170,14 +173,14 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     if parallel.offload_activations:
         offload_activations(model, world.device)
     stages = stages_of(model, *place) if parallel.pp > 1 else [model]
-    if parallel.uses_fsdp:  # on meta, so that no rank ever holds the whole model
+    if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
             parallel.strategy.apply(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
     if parallel.pp > 1:
         return Pipeline(model, stages, world, partial(gradient_sync, parallel))
-    if parallel.uses_fsdp or world.size == 1:
+    if parallel.strategy.uses_fsdp or world.size == 1:
         return model
     return parallel.strategy.apply(model, world)
 
@@ -194,7 +197,7 @@ def mixed_precision(model: Llama, parallel: ParallelConfig) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
-    if not parallel.uses_fsdp:
+    if not parallel.strategy.uses_fsdp:
         model.compute_dtype = torch.bfloat16
 
 
@@ -319,6 +322,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16
     dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
+    on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
         mesh=world.mesh[dims],
         mp_policy=MixedPrecisionPolicy(
@@ -326,11 +330,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
             reduce_dtype=torch.float32 if bf16 else None,
             cast_forward_inputs=False,  # cos and sin stay float32
         ),
-        offload_policy=(
-            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-            if parallel.offload
-            else OffloadPolicy()
-        ),
+        offload_policy=on_cpu if parallel.offload else OffloadPolicy(),
     )
     if parallel.reshard == "adapters":
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint
+from context_parallel import share_sequences
 from data import Batch, Windows, open_windows, read_ahead, window_of
 from model import IGNORE, Llama, generate
 from parallel import (
@@ -191,8 +192,8 @@ def update(
     sums[:3] /= world.parallel.tp  # ranks along tp have the same loss and the same targets
     sums[1:3] /= world.parallel.pp  # those along pp the same targets; the last stage has the loss
 
-    # Data parallelism has averaged over data_size ranks what should be summed.
-    scale = world.data_size / sums[1]
+    # Data parallelism has averaged over these ranks what should be summed.
+    scale = world.parallel.replicate * world.parallel.shard / sums[1]
     norm = sums[3].sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
@@ -235,7 +236,8 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
-        batch = windows.batch(mine[start : start + microbatch]).to(world.device)
+        batch = windows.batch(mine[start : start + microbatch])
+        batch = share_sequences(batch, world).to(world.device)
         loss += model(*batch.inputs, documents=batch.documents)
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
@@ -258,10 +260,6 @@ class Job:
     tokenizer: Tokenizer
     train_set: Windows  # or plumbing/chat.py's Packed, which is used alike
     val_set: Windows
-
-    def mask_width(self, args: argparse.Namespace, device: torch.device) -> int:
-        dtype, width = getattr(torch, args.dtype), self.model.config.head_dim
-        return mask_width(self.train_set.document_mask, args.seq_len, device.type, dtype, width)
 
 
 def setup(args: argparse.Namespace) -> Process:
@@ -304,16 +302,19 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
 
 def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, nn.Module]:
     """Split the model as the flags, or its size, ask for; return what a training step calls."""
-    share = args.batch // (process.size // (args.tp * args.pp))  # sequences of a step on this rank
+    share = args.batch * args.cp // (process.size // (args.tp * args.pp))  # sequences of a rank
     args.microbatch = args.microbatch or share
     microbatches = share // args.microbatch
-    masked = job.mask_width(args, process.device)
+    config, requested = job.whole.config, requested_parallel(args)
+    masked = mask_width(
+        config, requested, args.seq_len, process.device, job.train_set.document_mask
+    )
     parallel, reason = choose_parallel(
-        requested_parallel(args),
+        requested,
         args.shard,
         job.whole,
         process,
-        tokens=args.microbatch * args.seq_len,
+        tokens=args.microbatch * args.seq_len // args.cp,
         microbatches=microbatches,
         room=process.minimum(usable_memory(process.device, process.per_node)),
         masked=masked,
@@ -324,14 +325,14 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.whole, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
-    check_splits(job.model.config, world.mesh)
-    check_documents(job.model.config, process.device, parallel.dtype)
+    check_splits(config, world)
+    check_documents(config, process.device, parallel.dtype)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world, microbatches))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
         print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(loss_caveat(job.whole.config))
+    print_rank_zero(loss_caveat(config))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner
@@ -341,7 +342,8 @@ def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: 
     """Return this rank's share of a step's batch, which is a function of (seed, step)."""
     share = args.batch // world.data_size
     first = (step - 1) * args.batch + world.data_rank * share
-    return dataset.batch([window_of(first + i, len(dataset), args.seed) for i in range(share)])
+    rows = [window_of(first + i, len(dataset), args.seed) for i in range(share)]
+    return share_sequences(dataset.batch(rows), world)
 
 
 def train(
@@ -442,9 +444,8 @@ def main() -> None:
         return f"--- {args.prompt}{job.tokenizer.decode(tokens)}\n---"
 
     train(args, world, runner, job, newest, sample_text)
-    print_rank_zero(
-        f"generate:   python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
-    )
+    command = f"python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
+    print_rank_zero(f"generate:   {command}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ def check_parallel(
     if rest:
         pp = f" x --pp {requested.pp}" if requested.pp > 1 else ""
         raise UserError(f"{process.size} processes are no multiple of --tp {tp}{pp}")
+    if data_ranks % requested.cp:
+        raise UserError(
+            f"--cp {requested.cp} must divide the {data_ranks} ranks of data parallelism "
+            f"({process.size} processes with --tp {tp} --pp {requested.pp})"
+        )
     if (stages := requested.pp * requested.stages_per_rank) > config.n_layers:
         raise UserError(
             f"--pp {requested.pp} makes {stages} stages, and the model has {config.n_layers} "
@@ -54,7 +59,7 @@ def check_parallel(
             "--offload-activations finds nothing of what --checkpointing selective saves: use "
             "--checkpointing full or none"
         )
-    if reshard in ("none", "adapters", "all") and strategy and not requested.uses_fsdp:
+    if reshard in ("none", "adapters", "all") and strategy and not requested.strategy.uses_fsdp:
         raise UserError(f"--reshard {reshard} is for {fsdp_flags}: {dp} shards no weights")
     if shard and not (strategy and strategy.copy_per == "node"):
         raise UserError(f"--shard {shard} is for {_dp_flags(lambda s: s.copy_per == 'node')}")
@@ -115,7 +120,7 @@ def choose_parallel(
     fitting = (dp for dp in candidates if fits(configured(dp, smallest)))
     dp = next(fitting, candidates[-1])
     parallel = configured(dp, preferred)
-    if microbatches > 1 and parallel.uses_fsdp and not fits(parallel):
+    if microbatches > 1 and parallel.strategy.uses_fsdp and not fits(parallel):
         parallel = configured(dp, smallest)
 
     copy = predicted(configured("ddp", "weights"))
@@ -136,7 +141,7 @@ def sent_by_strategy(
     requested: ParallelConfig, args: argparse.Namespace, model: Llama, process: Process
 ) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy."""
-    share = args.batch // (process.size // (args.tp * args.pp))
+    share = args.batch * args.cp // (process.size // (args.tp * args.pp))
     microbatch = args.microbatch or share
     room = process.minimum(usable_memory(process.device, process.per_node))
     choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
@@ -153,7 +158,7 @@ def sent_by_strategy(
             args.shard if args.dp == choice["dp"] else None,
             model,
             process,
-            tokens=microbatch * args.seq_len,
+            tokens=microbatch * args.seq_len // args.cp,
             microbatches=share // microbatch,
             room=room,
         )
@@ -173,11 +178,12 @@ def what_would_fit(
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
     activations, AdamW's moments in bfloat16, FSDP. `masked` is mask_width."""
     fused = parallel.compile or process.device.type == "cuda"
-    sequences = args.batch // (parallel.replicate * parallel.shard)  # of a step, on each rank
+    data_ranks = parallel.replicate * parallel.shard
+    sequences = args.batch * parallel.cp // data_ranks  # of a step, on each rank
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
 
     def peak(parallel: ParallelConfig, size: int) -> int:
-        tokens = size * args.seq_len
+        tokens = size * args.seq_len // parallel.cp
         return predict_memory(model, parallel, tokens, sequences // size, fused, masked)["peak"]
 
     needed = peak(parallel, args.microbatch)

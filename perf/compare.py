@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from context_parallel import share_sequences
 from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
@@ -38,8 +39,8 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
-from perf.memory import predict_memory
-from plumbing.checks import moments_dtype
+from perf.memory import mask_width, predict_memory
+from plumbing.checks import check_seq_len, moments_dtype
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
 from train import Totals
@@ -57,6 +58,7 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
     "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
     "tp": ParallelConfig(),  # over all processes
+    "cp": ParallelConfig(dp="fsdp"),  # over the processes of a node
     "pp": ParallelConfig(dp="fsdp"),  # over all nodes; on one node, over all processes
     "pp-zero-bubble": ParallelConfig(dp="fsdp", schedule="zero-bubble"),
     "selective": ParallelConfig(checkpointing="selective"),
@@ -75,6 +77,8 @@ def configure(name: str, base: World) -> ParallelConfig:
         return parallel
     if name == "tp":
         return replace(parallel, tp=base.size)
+    if name == "cp":
+        parallel = replace(parallel, cp=base.per_node)
     if name.startswith("pp"):
         nodes = base.size // base.per_node
         parallel = replace(parallel, pp=nodes if nodes > 1 else base.size)
@@ -89,7 +93,9 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return True
     if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
-    if name in ("wrong", "pp", "pp-zero-bubble") or (name == "fsdp-adapters" and not args.lora):
+    if name in ("wrong", "cp", "pp", "pp-zero-bubble") or (
+        name == "fsdp-adapters" and not args.lora
+    ):
         return False
     if STRATEGIES[CONTESTANTS[name].dp].copy_per == "node":
         # With one rank a node it is DDP, with one node FSDP.
@@ -156,10 +162,11 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
 def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, base: World) -> None:
     """Raise UserError where a contestant cannot run on these processes, model or batch."""
     parallel = configure(name, base)
-    data_ranks = parallel.replicate * parallel.shard
+    data_ranks = parallel.replicate * parallel.shard // parallel.cp
     if parallel.reshard == "adapters" and not args.lora:
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
     check_parallel(parallel, None, config, base)
+    check_seq_len(args.seq_len, parallel.cp)
     if args.batch % (data_ranks * args.microbatch):
         raise UserError(
             f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "
@@ -177,10 +184,19 @@ def memory_needed(
 ) -> tuple[int, int]:
     """Return the bytes that a contestant keeps on a rank between its steps, and those that it takes
     on top of them while it runs."""
-    local_batch = args.batch // (parallel.replicate * parallel.shard)
-    tokens = args.microbatch * args.seq_len
-    fused = parallel.compile or torch.cuda.is_available()
-    held = predict_memory(model, parallel, tokens, local_batch // args.microbatch, fused)
+    local_batch = args.batch * parallel.cp // (parallel.replicate * parallel.shard)
+    tokens = args.microbatch * args.seq_len // parallel.cp
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    masked = mask_width(model.config, parallel, args.seq_len, device, documents=False)
+    held = predict_memory(
+        model,
+        parallel,
+        tokens,
+        local_batch // args.microbatch,
+        parallel.compile or on_gpu,
+        masked,
+    )
     keeps = held["parameters"] + held["optimizer"]
     if parallel.replicate > 1 and parallel.strategy.grads_in_buckets:
         keeps += held["gradients"]  # DDP's buckets stay
@@ -237,7 +253,7 @@ def measure_compare(args: argparse.Namespace) -> str:
             steps[name], costs[name] = lambda: None, Cost(world.parallel)
         else:
             share = batch.microbatches(args.batch // world.data_size)[world.data_rank]
-            local_batch = share.to(base.device)
+            local_batch = share_sequences(share, world).to(base.device)
             steps[name] = make_step(config, args, local_batch, args.microbatch, world, lora)
             costs[name] = count_costs(steps[name], world)
     seconds = time_interleaved(steps, args.repeats)

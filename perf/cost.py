@@ -65,10 +65,13 @@ def predict_traffic(
     part = parts_of(model, parallel)[pp_rank]
     calls, payload = Counter(), Counter()
     collectives = [*TRAFFIC[parallel.strategy.apply](part, parallel, microbatches)]
+    own = seq_len // parallel.cp  # tokens of a sequence on this rank
     if parallel.tp > 1:
-        collectives += _tensor_parallel(part, parallel, microbatches, batch, seq_len)
+        collectives += _tensor_parallel(part, parallel, microbatches, batch, own)
+    if parallel.cp > 1:
+        collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
     if parallel.pp > 1:
-        collectives += _pipeline(part, parallel, microbatches, batch, seq_len, pp_rank)
+        collectives += _pipeline(part, parallel, microbatches, batch, own, pp_rank)
     for dim, collective, n, nbytes in collectives:
         if n and nbytes and getattr(parallel, dim) > 1:
             calls[dim, collective] += n
@@ -141,6 +144,27 @@ def _tensor_parallel(
         yield "tp", "all-gather", m * 2 * L, activation
     if parallel.checkpointing == "full":
         yield "tp", "reduce-scatter", m * L, activation
+
+
+def _context_parallel(
+    model: Llama, parallel: ParallelConfig, m: int, batch: int, seq_len: int
+) -> Iterator[tuple]:
+    """Keys and values of whole sequences, and their gradients; but none in block 0 if nothing that
+    they depend on is trained."""
+    config, L = model.config, len(model.layers)
+    kv = 2 * batch * seq_len * config.n_kv_heads * config.head_dim * parallel.weight_bytes
+    block = first_block(model)
+    needed_by_keys = (
+        model.tok_embeddings,
+        block.attention_norm,
+        block.attention.wk,
+        block.attention.wv,
+    )
+    trained = any(p.requires_grad for module in needed_by_keys for p in module.parameters())
+    skipped = "0" in model.layers and not trained
+    recomputed = L if parallel.checkpointing != "none" else 0
+    yield "cp", "all-gather", m * (L + recomputed), kv // parallel.tp
+    yield "cp", "reduce-scatter", m * (L - skipped), kv // parallel.tp
 
 
 def _pipeline(

@@ -21,7 +21,7 @@ from torch import nn
 
 import model as model_module
 from lora import LoRA
-from model import PRESETS, Documents, Llama, attention_in_documents, cross_entropy_sum
+from model import PRESETS, Documents, Llama, attend, cross_entropy_sum
 from parallel import ParallelConfig, World, parallelize, recompute_and_compile, with_mesh
 from perf.choose import USABLE_FRACTION
 from perf.cost import flops_per_token
@@ -121,10 +121,11 @@ def measure_rates(case: Case) -> dict:
     def in_documents() -> Callable[[], None]:
         q, k, v = (random(1, T, h, E).requires_grad_() for h in (heads, kv_heads, kv_heads))
         starts = torch.arange(0, T + 1, document, dtype=torch.int32, device=device)
+        documents = Documents(starts, starts, document, document)
         grad = random(1, T, heads, E)
 
         def step() -> None:
-            out = attention_in_documents(q, k, v, Documents(starts, document))
+            out = attend(q, k, v, documents)
             torch.autograd.grad(out, (q, k, v), grad)
 
         return step

@@ -31,6 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from context_parallel import share_sequences
 from data import Batch
 from lora import LoRA, add_adapters, init_adapters
 from model import Llama, LlamaConfig
@@ -154,8 +155,10 @@ class Counted(TorchDispatchMode):
     def __init__(self, world: World | None):
         super().__init__()
         self.group_names = {}  # ranks of a group -> its name
+        self.cp_group = ""  # torch's name for it: the same ranks may also be a group of the mesh
         if world:
             self.group_names[tuple(range(world.size))] = "world"
+            self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
         for dim in world.mesh.mesh_dim_names if world else ():
             group = world.mesh.get_group(dim)
             self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
@@ -173,7 +176,9 @@ class Counted(TorchDispatchMode):
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
                     for operand in (*args, result)
                 )
-                key = self.group_names.get(ranks, ranks), COLLECTIVES.get(name, name)
+                is_cp = group.group_name == self.cp_group
+                dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
+                key = dim, COLLECTIVES.get(name, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
         self.attentions += is_attention(name)
@@ -260,12 +265,12 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
     The process group of each dimension gets torch's fake backend for a while. Results are garbage,
     which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
     stops its collectives."""
-    if isinstance(runner, DistributedDataParallel):
-        with runner.no_sync() if dims else contextlib.nullcontext():
-            yield
-        return
+    no_sync = contextlib.nullcontext()
+    if isinstance(runner, DistributedDataParallel) and "replicate" in dims:
+        no_sync, dims = runner.no_sync(), [dim for dim in dims if dim != "replicate"]
     device, backend_types = world.device, dist.ProcessGroup.BackendType
-    groups = [world.mesh.get_group(dim) for dim in dims]
+    meshes = [world.cp_mesh if dim == "cp" else world.mesh[dim] for dim in dims]
+    groups = [mesh.get_group() for mesh in meshes]
     real_backends = [group._get_backend(device) for group in groups]
     try:
         for group in groups:
@@ -273,7 +278,8 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
             # A type that no real backend has: a group keeps the first backend of each type.
             group._register_backend(device, backend_types.UNDEFINED, fake)
-        yield
+        with no_sync:
+            yield
     finally:
         for group, real in zip(groups, real_backends):
             group._register_backend(device, getattr(backend_types, real.name().upper()), real)
@@ -318,11 +324,11 @@ def emulate(
     else:
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
         mode = fake_tensors
+    tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
+    batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
     with mode:
         moments = "bfloat16" if parallel.moments else "float32"
         optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, moments=moments))
-        tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
-        batch = Batch(tokens, tokens, None, text_bytes=1)
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
             kinds = state_tensors(model, optimizer)
             with Counted(world) as counted, Live(tree_leaves(kinds)) as live:

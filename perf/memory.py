@@ -130,7 +130,7 @@ def _memory_of_rank(
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
     peak = max(in_loss, in_last_block, in_block_0, in_embedding)
-    peak += tokens * masked  # the mask, one byte for each pair
+    peak += tokens * masked * (w if parallel.cp > 1 else 1)  # the mask, numbers or truth values
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
         "activations": int(max(loss, last_block_backward)),
@@ -200,7 +200,7 @@ def _unsharded(
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
     (root, trainable_root), (block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
-    if not parallel.uses_fsdp:
+    if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
         copies = trainable * w if w < g else 0  # that autocast makes
         sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
@@ -224,7 +224,7 @@ def _unsharded(
 def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
     """Return the size of the residual stream in units of D elements of the compute dtype. Autocast
     leaves it in float32, the embedding's dtype; a frozen embedding is in the compute dtype."""
-    is_autocast = parallel.weight_bytes < 4 and not parallel.uses_fsdp
+    is_autocast = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp
     return 2 if is_autocast and not frozen else 1
 
 
@@ -238,12 +238,20 @@ def norm_saves(parallel: ParallelConfig, fused: bool, frozen: bool) -> int:
 
 
 def mask_width(
-    documents: bool, seq_len: int, device: str, dtype: torch.dtype, head_dim: int
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    seq_len: int,
+    device: torch.device,
+    documents: bool,
 ) -> int:
     """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
-    mask, since each sequence is one document or the device has a kernel that needs none."""
-    has_kernel = head_dim in DOCUMENT_KERNELS.get((device, dtype), ())
-    return seq_len if documents and not has_kernel else 0
+    mask, since each sequence is one document or the device has a kernel that needs none. With
+    context parallelism, on average over a rank's two chunks, each of which has keys to its end."""
+    if config.head_dim in DOCUMENT_KERNELS.get((device.type, parallel.dtype), ()):
+        return 0
+    if parallel.cp > 1:
+        return (2 * parallel.cp + 1) * seq_len // (4 * parallel.cp)
+    return seq_len if documents else 0
 
 
 def saved_elements(
@@ -267,7 +275,12 @@ def saved_elements(
     norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
     norm_inputs = 2 * norm_saves(parallel, fused, frozen) * D
     everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
-    if masked:
+    if parallel.cp > 1:
+        # Keys and values up to the end of each of two chunks, which together are so many tokens for
+        # each of the rank's; and attention's output of each chunk beside that of both.
+        keys = parallel.cp + 1 / 2
+        everything += (2 * (keys * (D if masked else kv_dim) - kv_dim) + D) / parallel.tp
+    elif masked:
         everything += masked + 2 * (D - kv_dim) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     saved = {

@@ -122,6 +122,7 @@ PART_NAMES = {
     "to the CPU": "waiting for the CPU's memory",
     "pp": "waiting for other stages",
     "tp": "waiting for tp",
+    "cp": "waiting for keys and values",
     "shard": "waiting for shard",
     "replicate": "waiting for replicate",
 }
@@ -151,7 +152,7 @@ def memory_needed(plan: Plan, machine: Machine) -> str:
 def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
     """Return the error message for flags that leave no plan."""
     tp = args.tp or math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # the largest possible
-    data_ranks, rest = divmod(args.gpus, tp * (args.pp or 1))
+    data_ranks, rest = divmod(args.gpus, tp * (args.pp or 1) * (args.cp or 1))
     if not rest and args.batch % data_ranks:
         return (
             f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it with "
@@ -230,7 +231,7 @@ def table(
     headings = (
         "pp (schedule) x replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
         "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
-        "| sends over pp GB | replicate GB | shard GB | tp GB | step s | MFU | reason"
+        "| sends over pp GB | replicate GB | shard GB | cp GB | tp GB | step s | MFU | reason"
     ).split(" | ")
     rows = []
     flops = flops_per_token(model, args.document_length or args.seq_len)
@@ -316,6 +317,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "dp": parallel.dp,
         "shard": parallel.shard if shard_is_a_flag else None,
         "tp": parallel.tp if parallel.tp > 1 else None,
+        "cp": parallel.cp if parallel.cp > 1 else None,
         "pp": parallel.pp if parallel.pp > 1 else None,
         "schedule": parallel.schedule if parallel.pp > 1 else None,
         "stages-per-rank": parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
@@ -344,11 +346,11 @@ def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[
 
     The emulation runs uncompiled blocks on a CPU, so the prediction here is for those."""
     parallel = replace(plan.parallel, compile=False)
-    sequences = args.batch // (parallel.replicate * parallel.shard)
+    sequences = args.batch * parallel.cp // (parallel.replicate * parallel.shard)
     microbatches = sequences // plan.microbatch
     given = parallel, microbatches, plan.microbatch, args.seq_len
     traffic = predict_traffic(model, *given, pp_rank=0)
-    tokens = plan.microbatch * args.seq_len
+    tokens = plan.microbatch * args.seq_len // parallel.cp
     memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=0)
     if needs_real_tensors(parallel) and memory["peak"] > 4e9:
         return [

@@ -18,13 +18,14 @@ from perf.memory import mask_width, predict_memory
 from perf.roofline import Machine, find_measured_group, group_shape, step_time
 from plumbing.checks import moments_dtype
 
-MESH_DIMS = ("pp", "replicate", "shard", "tp")
+MESH_DIMS = ("pp", "replicate", "shard", "cp", "tp")
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
 FILTERS = (
-    "pp schedule stages_per_rank shard tp reshard checkpointing offload_activations microbatch"
+    "pp schedule stages_per_rank shard cp tp reshard checkpointing offload_activations microbatch"
 ).split()
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
+LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
 PLANNED = ("1f1b", "interleaved", "zero-bubble")  # schedules
 INTERLEAVED = (2, 4)  # stages of a rank
 
@@ -48,7 +49,8 @@ class Plan:
     def mesh(self) -> str:
         """The sizes of the mesh; that of pp only in a pipeline, with its schedule."""
         parallel = self.parallel
-        sizes = " x ".join(str(getattr(parallel, dim)) for dim in MESH_DIMS[1:])
+        sizes = " x ".join(str(getattr(parallel, dim)) for dim in ("replicate", "shard", "tp"))
+        sizes += f", cp {parallel.cp}" * (parallel.cp > 1)
         if parallel.pp == 1:
             return sizes
         stages = f" of {parallel.stages_per_rank}" if parallel.stages_per_rank > 1 else ""
@@ -69,12 +71,13 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
     pairs = list(itertools.product(tp_sizes, divisors(args.gpus)))
     for (tp, pp), _ in zip(pairs, count_rounds(len(pairs) - 1, "plans: ")):
         data_ranks, rest = divmod(args.gpus, tp * pp)
-        if rest or pp > min(config.n_layers, args.pp or MOST_RANKS) or args.batch % data_ranks:
+        if rest or pp > min(config.n_layers, args.pp or MOST_RANKS):
             continue
-        sequences = args.batch // data_ranks  # of a step, on each rank
         choices = data_parallel_choices(data_ranks, tp * pp)
-        for (dp, shard), microbatch in itertools.product(choices, divisors(sequences)):
-            microbatches = sequences // microbatch
+        for (dp, shard), (cp, microbatch) in itertools.product(
+            choices, list(shares_of_batch(data_ranks, args))
+        ):
+            microbatches = args.batch * cp // data_ranks // microbatch
             # The values of --reshard differ in how several microbatches share all-gathers.
             reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
             if pp > 1:  # gradients of a few layers: sharding those of each microbatch saves little
@@ -96,11 +99,23 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     dtype=dtype,
                     moments=moments_dtype(args),
                     pp=pp,
+                    cp=cp,
                     schedule=schedule,
                     stages_per_rank=v,
                 )
                 if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
                     yield predict(model, parallel, microbatch, microbatches, args, machine)
+
+
+def shares_of_batch(data_ranks: int, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Yield (ranks that share a sequence, sequences of a microbatch) for `data_ranks` ranks of data
+    parallelism."""
+    for cp in divisors(data_ranks):
+        long_enough = cp in (1, args.cp) or args.seq_len // cp >= LEAST_TOKENS
+        sequences, rest = divmod(args.batch * cp, data_ranks)  # of a step, on each rank
+        if long_enough and not rest and (cp == 1 or args.seq_len % (2 * cp) == 0):
+            for microbatch in divisors(sequences):
+                yield cp, microbatch
 
 
 def schedules(
@@ -162,9 +177,12 @@ def predict(
 ) -> Plan:
     """Return a plan with its memory, the bytes that it sends, and its time."""
     fused = parallel.compile or not machine.measured  # assumed machines are GPUs
-    seq_len, document, width = args.seq_len, args.document_length, model.config.head_dim
-    masked = mask_width(document > 0, seq_len, "cuda", parallel.dtype, width)
-    memory = predict_memory(model, parallel, microbatch * seq_len, microbatches, fused, masked)
+    seq_len, document = args.seq_len, args.document_length
+    masked = mask_width(
+        model.config, parallel, seq_len, torch.device("cuda"), documents=document > 0
+    )
+    tokens = microbatch * seq_len // parallel.cp
+    memory = predict_memory(model, parallel, tokens, microbatches, fused, masked)
     sent = Counter()
     traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
     for (dim, collective), cost in traffic.items():

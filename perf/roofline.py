@@ -11,8 +11,9 @@ The estimate is a sum of parts:
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth
     to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
                  forward, and copies back longer than backward
-    tp, shard,   for each mesh dimension, the exposed time of its collectives: the time that is not
-    replicate    hidden behind computation
+    tp, cp,      for each of these dimensions, the exposed time of its collectives: the time that is
+    shard,       not hidden behind computation
+    replicate
     pp           the time that a rank of a pipeline waits for other stages: the schedule is
                  simulated with the time of each action and message. Parts are the busiest rank's
 
@@ -24,7 +25,7 @@ A collective takes a latency, and then its bytes over each link at the speed of 
     replicate    as much as the last microbatch's backward takes, beside which the gradients are
                  all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
                  all-gather of updated weights, which comes after the optimizer
-    tp           nothing: the next operation always needs the result
+    tp, cp       nothing: the next operation always needs the result
 
 gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
 --model NAME --out FILE` replaces them with measurements.
@@ -245,7 +246,7 @@ def step_time(
 
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
     sequences; where these are packed, a `document` has so many tokens."""
-    tokens = microbatch * seq_len
+    tokens = microbatch * seq_len // parallel.cp
     of_stages = [
         compute_time(model.config, parallel, tokens, document or seq_len, machine, stage)
         for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])
@@ -258,13 +259,13 @@ def step_time(
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
     moment = parallel.moments.itemsize if parallel.moments else 4
     parts["optimizer"] = update_bytes(moment) * updated / machine.bandwidth
-    parts["handling"] = machine.fsdp_overhead * microbatches * parallel.uses_fsdp
+    parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
     predicted = partial(predict_traffic, model, parallel, microbatches, microbatch, seq_len)
     traffic = predicted(pp_rank=busiest)
     messages = traffic.pop(("pp", "send"), (0, 0))
-    if parallel.shard > 1:  # FSDP copies each payload between parameters and buffers
-        copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "shard")
-        parts["passes"] += 2 * copied / machine.bandwidth
+    # FSDP copies each payload between parameters and buffers; keys and values are put in order.
+    copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
+    parts["passes"] += 2 * copied / machine.bandwidth
 
     # Backward is two thirds of products and passes.
     forward = (parts["products"] + parts["passes"]) / 3
@@ -275,10 +276,11 @@ def step_time(
     parts["to the CPU"] *= parallel.offload_activations
     computation = {  # seconds behind which collectives over a dimension can hide
         "tp": 0.0,
+        "cp": 0.0,
         "shard": parts["products"] + parts["recompute"] + parts["passes"],
         "replicate": backward / microbatches,
     }
-    exposed_calls = {"tp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
+    exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
     total, hideable = dict.fromkeys(computation, 0.0), dict.fromkeys(computation, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
@@ -289,29 +291,30 @@ def step_time(
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
     if parallel.pp > 1:
-        parts["pp"] = bubble_time(of_stages, parts["tp"], messages, parallel, microbatches, machine)
+        waits = parts["tp"] + parts["cp"]
+        parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
     return parts
 
 
 def bubble_time(
     of_stages: list[dict[str, float]],
-    tp_time: float,
+    waits: float,
     messages: tuple[int, float],
     parallel: ParallelConfig,
     microbatches: int,
     machine: Machine,
 ) -> float:
     """Return seconds that the busiest rank of a pipeline waits for other stages. `of_stages` are
-    what compute_time returned for each; a rank waits `tp_time` for tp in a step, and sends
-    `messages`, (calls, bytes)."""
+    what compute_time returned for each; a rank `waits` so many seconds for tp and cp in a step, and
+    sends `messages`, (calls, bytes)."""
     p, v = parallel.pp, parallel.stages_per_rank
     splits, seconds = has_w(parallel.schedule), {}
-    tp_time /= 3 * microbatches * v  # of a forward; a backward waits twice as long
+    waits /= 3 * microbatches * v  # of a forward; a backward waits twice as long
     for stage, parts in enumerate(of_stages):
         forward = (parts["products"] + parts["passes"]) / 3
         weights = splits * parts["products"] / 3
-        seconds["F", stage] = forward + tp_time
-        seconds["B", stage] = 2 * (forward + tp_time) + parts["recompute"] - weights
+        seconds["F", stage] = forward + waits
+        seconds["B", stage] = 2 * (forward + waits) + parts["recompute"] - weights
         seconds["W", stage] = weights
     calls, nbytes = messages
     message = collective_time("send", nbytes / calls, "pp", parallel, machine)
@@ -361,7 +364,7 @@ def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[i
     n = getattr(parallel, dim)
     # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
     stride = parallel.size // parallel.pp if dim == "pp" else 1
-    if dim in ("shard", "replicate"):
+    if dim in ("shard", "replicate", "cp"):
         stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
     return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
 

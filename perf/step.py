@@ -59,7 +59,7 @@ from perf.measure import (
     state_bytes,
     state_tensors,
 )
-from perf.memory import predict_memory, prediction_caveat
+from perf.memory import mask_width, predict_memory, prediction_caveat
 from perf.timeline import Action, Span
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from pipeline import Pipeline
@@ -108,8 +108,10 @@ class Training:
     @property
     def dims(self) -> list[str]:
         """Mesh dimensions with more than one rank; ranks along the first are farthest apart."""
-        mesh = self.world.mesh
-        return [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
+        parallel = self.world.parallel
+        return [
+            dim for dim in ("pp", "replicate", "shard", "cp", "tp") if getattr(parallel, dim) > 1
+        ]
 
 
 def measure_lora_step(args: argparse.Namespace) -> str:
@@ -142,7 +144,8 @@ def measure_step(
         group["lr"] = lr
     read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        masked = job.mask_width(args, world.device)
+        config, documents = job.whole.config, job.train_set.document_mask
+        masked = mask_width(config, world.parallel, args.seq_len, world.device, documents)
         training = Training(args, world, job.model, runner, optimizer, batches, job.whole, masked)
         print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
         for _ in range(WARM_UP_STEPS):
@@ -408,7 +411,8 @@ def report(
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops_per_token(training.whole, args.seq_len) * speed / (peak * world.size)
-    whole, tokens = training.whole, args.microbatch * args.seq_len
+    whole, tokens = training.whole, args.microbatch * args.seq_len // parallel.cp
+    chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
     fused = parallel.compile or on_gpu
     predicted = partial(
         predict_memory,
@@ -433,7 +437,7 @@ def report(
             for name, other in alternatives(parallel, world.per_node).items()
         },
         frozen=any(not p.requires_grad for p in whole.parameters()),
-        attentions=attentions / (len(training.model.layers) * training.microbatches),
+        attentions=attentions / (len(training.model.layers) * training.microbatches * chunks),
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,
         mfu=mfu,

@@ -45,6 +45,8 @@ class Facts:
         """Return whether groups along a mesh dimension have ranks on several nodes."""
         parallel = self.parallel
         # A group lies within a block of consecutive ranks, of this size.
+        if dim == "cp":
+            return self.per_node % (parallel.tp * parallel.cp) != 0
         block = 1
         for name in ("tp", "shard", "replicate", "pp"):
             block *= getattr(parallel, name)
@@ -153,6 +155,12 @@ def tp_levers(facts: Facts) -> list[str]:
     return ["a smaller --tp with a larger --batch, if memory allows, waits less"]
 
 
+def cp_levers(facts: Facts) -> list[str]:
+    if facts.crosses_nodes("cp"):
+        return [f"--cp {facts.per_node // facts.parallel.tp} or less stays within a node"]
+    return ["a smaller --cp, if memory allows, waits less, and needs a larger --batch"]
+
+
 def pp_levers(facts: Facts) -> list[str]:
     levers = []
     if facts.sequences > facts.microbatches:
@@ -200,6 +208,7 @@ RULES = {
         "waits for all-gathers and reduce-scatters over shard", 0.10, shard_levers
     ),
     EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", 0.10, tp_levers),
+    EXPOSED + "cp": Rule("waits for keys and values over cp", 0.10, cp_levers),
     EXPOSED + "pp": Rule("waits for other stages", 0.10, pp_levers),
     "recompute": Rule("recomputes activations", 0.10, recompute_levers),
     "data": Rule(

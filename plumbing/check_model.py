@@ -6,25 +6,53 @@ a kernel."""
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from context_parallel import share_sequences
 from data import Batch
 from model import DOCUMENT_KERNELS, Llama, LlamaConfig
+from parallel import World
 from plumbing.fingerprint import fixed_weight
 from plumbing.processes import UserError
 from plumbing.stages import part_of, stages_of
 from tensor_parallel import tensor_parallel
 
 
-def check_splits(config: LlamaConfig, mesh: DeviceMesh) -> None:
+def check_splits(config: LlamaConfig, world: World) -> None:
     """Raise UserError on all ranks if a small model computes something else when it is split along
-    tp or pp as the model is."""
-    check_tensor_parallel(config, mesh["tp"])
-    if mesh["pp"].size() > 1:
-        check_stages(config, torch.device(mesh.device_type))
+    tp, cp or pp as the model is."""
+    check_tensor_parallel(config, world.mesh["tp"])
+    if world.parallel.cp > 1:
+        check_context_parallel(config, world)
+    if world.parallel.pp > 1:
+        check_stages(config, world.device)
+
+
+@torch.no_grad()
+def check_context_parallel(config: LlamaConfig, world: World) -> None:
+    """Raise UserError on all ranks if a small model has another loss when ranks share sequences.
+
+    Attention that was changed may take a rank's own tokens for all there are."""
+    world = replace(world, parallel=replace(world.parallel, dtype=torch.float64))
+    T = 4 * world.parallel.cp
+    model, tokens = _small_model(config, 1, world.device, length=T)
+    positions = (torch.arange(T, device=world.device)[None] + 2) % (
+        T - 1
+    )  # a second one at the end
+    whole = Batch(tokens, tokens, positions, text_bytes=0)
+    own = share_sequences(whole, world)
+    found = model(*own.inputs, documents=own.documents)
+    dist.all_reduce(found, group=world.cp_mesh.get_group())
+    expected = model(*whole.inputs)
+    if not (found - expected).abs() <= 1e-9 * expected.abs():  # NaN fails too
+        raise UserError(
+            "--cp computes another loss than one process, since model.py was changed: let "
+            "Llama.forward hand `documents` on to attend, and mix tokens nowhere else"
+        )
 
 
 @torch.no_grad()
@@ -107,18 +135,18 @@ def check_documents(config: LlamaConfig, device: torch.device, dtype: torch.dtyp
     error = model(tokens, positions=batch.positions, documents=batch.documents) - expected
     if not error.norm() <= 0.03 * expected.norm():  # roundings to 8 bits, added up; NaN fails too
         raise UserError(
-            "attention_in_documents and document_mask give other logits, since model.py was "
-            "changed: change both alike, or remove the entry of DOCUMENT_KERNELS"
+            "Documents.attention and document_mask give other logits, since model.py was changed: "
+            "change both alike, or remove the entry of DOCUMENT_KERNELS"
         )
 
 
 @torch.no_grad()
 def _small_model(
-    config: LlamaConfig, tp: int, device: torch.device, n_layers: int = 1
+    config: LlamaConfig, tp: int, device: torch.device, n_layers: int = 1, length: int = 0
 ) -> tuple[Llama, Tensor]:
-    """Return a model that tp divides, and tokens [1, 4 tp]."""
+    """Return a model that tp divides, and tokens [1, length], by default 4 tp of them."""
     small = dict(dim=32 * tp, n_layers=n_layers, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp)
     model = Llama(replace(config, **small, vocab_size=5 * tp)).double().to(device).eval()
     for name, parameter in model.named_parameters():
         parameter.copy_(fixed_weight(name, parameter))
-    return model, torch.arange(4 * tp, device=device)[None] ** 2 % (5 * tp)
+    return model, torch.arange(length or 4 * tp, device=device)[None] ** 2 % (5 * tp)

@@ -58,6 +58,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         dp=args.dp,
         tp=args.tp,
         pp=args.pp,
+        cp=args.cp,
         stages_per_rank=args.stages_per_rank or STAGES.get(args.schedule, 1),
         schedule=args.schedule,
         reshard=args.reshard,
@@ -88,13 +89,15 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             f"reach --lr: use at most --warmup {args.steps}"
         )
     check_parallel(requested_parallel(args), args.shard, config, process)
-    if args.seq_len % args.tp and torch.__version__ < "2.13":  # compared as versions
-        even = math.ceil(args.seq_len / args.tp) * args.tp
+    check_seq_len(args.seq_len, args.cp)
+    each = args.tp * args.cp
+    if args.seq_len % each and torch.__version__ < "2.13":  # compared as versions
+        even = math.ceil(args.seq_len / (2 * each)) * 2 * each
         raise UserError(
             f"torch {torch.__version__} cannot shard --seq-len {args.seq_len} over --tp {args.tp}: "
             f"use --seq-len {even}, or torch 2.13, which shards unevenly"
         )
-    data_ranks = process.size // (args.tp * args.pp)
+    data_ranks = process.size // (args.tp * args.pp * args.cp)
     share, rest = divmod(args.batch, data_ranks)
     if rest:
         raise UserError(
@@ -114,6 +117,19 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
+        )
+
+
+def check_seq_len(seq_len: int, cp: int) -> None:
+    """Raise UserError for sequences that cannot be cut into two equal chunks for each of cp ranks.
+
+    Padding would do, too, but all rows have seq_len tokens, so a length that can be cut costs less.
+    """
+    if cp > 1 and seq_len % (2 * cp):
+        even = math.ceil(seq_len / (2 * cp)) * 2 * cp
+        raise UserError(
+            f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
+            f"--seq-len {even}"
         )
 
 

@@ -116,6 +116,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parallel.add_argument("--tp", type=positive_int, default=1,
                           help="tensor parallelism: ranks that share every matrix product and see "
                                "the same sequences (default: %(default)s)")
+    parallel.add_argument("--cp", type=positive_int, default=1,
+                          help="context parallelism: ranks of data parallelism that share each "
+                               "sequence, for long ones (default: %(default)s)")
     parallel.add_argument("--pp", type=positive_int, default=1,
                           help="pipeline parallelism: ranks that each hold some of the layers and "
                                "pass microbatches on (default: %(default)s)")

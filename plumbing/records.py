@@ -24,7 +24,7 @@ from plumbing.tokenizer import Tokenizer
 # Flags that may change when a run is resumed: what they change is the same experiment, or refused.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
-    "dp shard tp pp schedule stages_per_rank reshard offload offload_activations microbatch "
+    "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations microbatch "
     "checkpointing compile "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
@@ -139,11 +139,15 @@ def describe_mesh(world: World, microbatches: int = 0) -> str:
     ranks of a pipeline wait, if it has so many microbatches."""
     mesh, parts = world.mesh, []
     dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
-    for dim in reversed(dims):
-        groups = mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1).flatten(0, -2).tolist()
-        shown = [f"({' '.join(map(str, ranks))})" for ranks in groups]
+    groups = {dim: mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1) for dim in dims}
+    groups = {dim: ranks.flatten(0, -2) for dim, ranks in groups.items()}
+    if (cp := world.parallel.cp) > 1:  # consecutive ranks of replicate x shard
+        groups["cp"] = mesh.mesh.movedim(-1, 1).reshape(-1, cp)
+    for dim, ranks_of_groups in reversed(groups.items()):
+        shown = [f"({' '.join(map(str, ranks))})" for ranks in ranks_of_groups.tolist()]
         parts.append(f"{dim} groups {' '.join(shown[:8])}{' ...' if len(shown) > 8 else ''}")
     sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
+    sizes += f", of which each {cp} share sequences" * (cp > 1)
     if microbatches and (parallel := world.parallel).pp > 1:
         given = parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank
         spans = check_schedule(

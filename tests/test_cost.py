@@ -1,6 +1,7 @@
 """perf/cost.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from perf.choose import (
 )
 from perf.cost import predict_traffic, sent_bytes
 from perf.measure import Live, build_on_meta, emulate, state_tensors
-from perf.memory import predict_memory, prediction_caveat
+from perf.memory import mask_width, predict_memory, prediction_caveat
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
@@ -67,6 +68,12 @@ STEPS = {
     "autocast offloading": (CHUNKY, dict(offload_activations=True, dtype=LOW), 4, 4),
     "fsdp offloading": (WIDE, dict(offload_activations=True, dp="fsdp", shard=4), 4, 1),
     "tp offloading": (CHUNKY, dict(offload_activations=True, tp=2), 4, 4),
+    "cp": (CHUNKY, dict(dp="fsdp", shard=4, cp=4), 1, 1),
+    "cp ddp": (TIED, dict(replicate=4, cp=2), 4, 2),
+    "cp selective": (WIDE, dict(dp="fsdp", shard=4, cp=2, checkpointing="selective"), 4, 2),
+    "cp full": (CHUNKY, dict(dp="fsdp", shard=4, cp=4, checkpointing="full"), 2, 2),
+    "cp bfloat16": (TIED, dict(dp="fsdp", shard=2, cp=2, dtype=LOW), 4, 4),
+    "cp x tp": (CHUNKY, dict(dp="fsdp", shard=2, cp=2, tp=2), 2, 2),
 }  # fmt: skip
 
 
@@ -80,6 +87,7 @@ QUICK = (
     "fsdp bfloat16",
     "fsdp bfloat16 moments",
     "one offloading",
+    "cp",
 )  # a choice of them
 
 
@@ -92,7 +100,9 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     parallel, seq_len = ParallelConfig(**parallel), 256
     with torch.device("meta"):
         model = Llama(config)
-    expected = predict_memory(model, parallel, microbatch * seq_len, share // microbatch)
+    tokens = microbatch * seq_len // parallel.cp
+    masked = mask_width(config, parallel, seq_len, torch.device("cpu"), documents=False)
+    expected = predict_memory(model, parallel, tokens, share // microbatch, masked=masked)
     traffic = predict_traffic(model, parallel, share // microbatch, microbatch, seq_len)
     sent, held = emulate(model, parallel, share, microbatch, seq_len)
     assert sent == traffic
@@ -122,6 +132,7 @@ PIPELINES = {
         range(4),
     ),
     "tp": (replace(CHUNKY, n_layers=6), dict(pp=3, tp=2, checkpointing="selective"), 6, 1, [1]),
+    "cp": (replace(TIED, n_layers=5), dict(pp=2, dp="fsdp", shard=2, cp=2), 4, 1, range(2)),
     "short": (replace(WIDE, n_layers=5), dict(pp=2, dp="fsdp", shard=2), 1, 1, range(2)),
 }  # fmt: skip
 
@@ -130,11 +141,15 @@ PIPELINES = {
 def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
     config, parallel, share, microbatch, ranks = PIPELINES[name]
     parallel, seq_len, microbatches = ParallelConfig(**parallel), 256, share // microbatch
-    peaks = []
+    peaks, tokens = [], microbatch * seq_len // parallel.cp
+    masked = mask_width(config, parallel, seq_len, torch.device("cpu"), documents=False)
+    predicted = partial(
+        predict_memory, parallel=parallel, tokens=tokens, microbatches=microbatches, masked=masked
+    )
     for rank in ranks:
         with torch.device("meta"):
             model = Llama(config)
-        expected = predict_memory(model, parallel, microbatch * seq_len, microbatches, pp_rank=rank)
+        expected = predicted(model, pp_rank=rank)
         traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len, pp_rank=rank)
         sent, held = emulate(model, parallel, share, microbatch, seq_len, pp_rank=rank)
         assert sent == traffic
@@ -145,8 +160,7 @@ def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
     if len(peaks) == parallel.pp:
         with torch.device("meta"):
             model = Llama(config)
-        most = predict_memory(model, parallel, microbatch * seq_len, microbatches)
-        assert most["peak"] == max(peaks)
+        assert predicted(model)["peak"] == max(peaks)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

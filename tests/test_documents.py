@@ -21,14 +21,19 @@ CPU = torch.device("cpu")
 
 
 def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, enable_gqa):
-    """torch.nn.attention.varlen.varlen_attn: each document by itself. q [N, H, E]."""
-    assert starts is k_starts and longest == k_longest and window_size == (-1, 0)
-    assert starts.dtype == torch.int32 and enable_gqa == (q.shape[1] != k.shape[1])
+    """torch.nn.attention.varlen.varlen_attn: each document by itself, whose last query attends to
+    all its keys. q [N, H, E]."""
+    assert starts.dtype == k_starts.dtype == torch.int32 and window_size == (-1, 0)
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    of_queries, of_keys = (zip(s.tolist(), s.tolist()[1:]) for s in (starts, k_starts))
     rows = []
-    for start, end in zip(starts.tolist(), starts.tolist()[1:]):
-        assert end - start <= longest
-        parts = (tensor[start:end].transpose(0, 1) for tensor in (q, k, v))
-        out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=enable_gqa)
+    for (start, end), (k_start, k_end) in zip(of_queries, of_keys, strict=True):
+        queries, keys = end - start, k_end - k_start
+        assert queries <= longest and queries <= keys <= k_longest
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        parts = q[start:end], k[k_start:k_end], v[k_start:k_end]
+        heads = (part.transpose(0, 1) for part in parts)
+        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=enable_gqa)
         rows.append(out.transpose(0, 1))
     return torch.cat(rows)
 
@@ -62,7 +67,7 @@ def test_lengths_and_mask_say_the_same():
         tokens = torch.zeros(B, T, dtype=torch.int64)
         parts = Batch(tokens, tokens, positions, 0).microbatches(1 + trial % B)
         for part in parts:
-            starts, longest = part.documents
+            starts, _, longest, _ = part.documents
             assert starts[0] == 0 and starts[-1] == part.tokens.numel()
             pairs = torch.zeros(part.tokens.numel(), part.tokens.numel(), dtype=torch.bool)
             for start, end in zip(starts.tolist(), starts.tolist()[1:]):

@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from conftest import finish, metrics, start, wait_for_lines
 from test_adamw import steps as adamw_steps
 from test_adamw import with_bfloat16_moments
@@ -24,7 +23,7 @@ import checkpoint
 import model as model_py
 from data import Batch
 from lora import LoRA
-from model import LlamaConfig, attention_in_documents, document_mask, generate
+from model import LlamaConfig, attend, document_mask, generate
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
 from perf.memory import predict_memory
@@ -206,14 +205,8 @@ def test_attention_by_documents_is_attention_by_mask(kv_heads):
         grad, results = torch.randn_like(q), []
         for dtype in (torch.float32, LOW):
             inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-            if dtype == LOW:
-                out = attention_in_documents(*inputs, batch.documents)
-            else:
-                heads = (t.transpose(1, 2) for t in inputs)
-                q_, k_, v_ = heads
-                k_, v_ = (t.repeat_interleave(4 // kv_heads, 1) for t in (k_, v_))
-                mask = document_mask(batch.positions, 200)
-                out = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=mask).transpose(1, 2)
+            mask = batch.documents if dtype == LOW else document_mask(batch.positions, 200)
+            out = attend(*inputs, mask)
             results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
         by_mask, by_lengths = (dict(enumerate(r)) for r in results)
         close(by_lengths, by_mask, 0.02)

@@ -199,7 +199,7 @@ def plain(key: str) -> dict:
 
     `key` is JSON of a case's config, packed, lora and steps. Adapters are added to the weights,
     W + scale B A, of a model without adapters."""
-    config, packed, lora, steps = json.loads(key)
+    config, packed, lora, steps, *seq = json.loads(key)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**config)).double()
         if lora:
@@ -214,7 +214,7 @@ def plain(key: str) -> dict:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
     lr = 1e-3 if lora else 1e-2
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=False, foreach=False)
-    batch, rows, gradients = batch_of(packed), [], {}
+    batch, rows, gradients = batch_of(packed, *seq), [], {}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(steps):
         weights = effective(model, lora)
@@ -247,6 +247,7 @@ def effective(model: Llama, lora: dict | None) -> dict:
 
 def equals_plain(result: dict, case: dict) -> None:
     key = case["config"], case["packed"], case.get("lora"), case.get("steps", STEPS)
+    key += (case["seq"],) if "seq" in case else ()
     same_training(result, plain(json.dumps(key)))
 
 
@@ -285,11 +286,13 @@ def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
 
 
 def computes_once(result: dict, case: dict) -> None:
-    """Attention runs forward once for each layer and microbatch; twice, where all is recomputed."""
+    """Attention runs forward once for each layer and microbatch, and chunk where ranks share
+    sequences; twice, where all is recomputed."""
     parallel = ParallelConfig(**case["parallel"])
-    parts = parallel.replicate * parallel.shard
+    parts = parallel.replicate * parallel.shard // parallel.cp
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
     times = 2 if parallel.checkpointing == "full" else 1
+    times *= 2 if parallel.cp > 1 else 1  # for each chunk
     assert result["attentions"] == times * microbatches * result["layers"]
 
 

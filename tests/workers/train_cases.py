@@ -1,8 +1,8 @@
 """Run on several ranks: train each case in the JSON file of the first argument for "steps" steps.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"dtype", "flags" of the optimizer, "steps", "generate", and for adapters "lora" (fields of LoRA);
-those train with a tenth of the learning rate.
+"seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate", and for adapters
+"lora" (fields of LoRA); those train with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import offload
+from context_parallel import share_sequences
 from data import Batch
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig, generate
@@ -37,13 +38,19 @@ BATCH, SEQ, VOCAB = 8, 13, 101
 offload.MIN_BYTES = 0  # the tensors here are small
 
 
-def batch_of(packed: bool) -> Batch:
-    """Rows with 1 to 13 targets; packed, with documents of 4 and 9 tokens."""
-    tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+def batch_of(packed: bool, seq: int = SEQ) -> Batch:
+    """Rows with 1 to `seq` targets; packed, of 13 tokens with documents of 4 and 9 tokens, of more
+    with documents of 1 to 7 tokens, the first of which begins before the row."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (BATCH, seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
     for row in range(BATCH):
-        targets[row, 1 + 12 * row // 7 :] = IGNORE
+        targets[row, 1 + (seq - 1) * row // 7 :] = IGNORE
     positions = torch.tensor([[*range(4), *range(9)]] * BATCH) if packed else None
+    if packed and seq != SEQ:
+        lengths = torch.randint(1, 8, (BATCH, seq), generator=generator).tolist()
+        documents = [[*range(2, 4), *(i for n in row for i in range(n))] for row in lengths]
+        positions = torch.tensor([row[:seq] for row in documents])
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
 
 
@@ -86,10 +93,10 @@ def train(process, case: dict) -> dict:
         model = Llama(LlamaConfig(**case["config"]))
         if "lora" in case:
             add_adapters(model, LoRA(**case["lora"]))
-    parts = world.data_size
+    parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
     predicted = predict_traffic(
-        model, world.parallel, BATCH // parts // microbatch, microbatch, SEQ, pp_rank=0
+        model, world.parallel, BATCH // parts // microbatch, microbatch, seq, pp_rank=0
     )
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
@@ -102,10 +109,11 @@ def train(process, case: dict) -> dict:
         updated = optimizer_parameters(model).items()
         gradients.update({name: whole(p.grad) for name, p in updated})
 
-    batch = batch_of(case.get("packed", False))
+    batch = batch_of(case.get("packed", False), seq)
     share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
     positions = None if batch.positions is None else batch.positions[share]
     mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
+    mine = share_sequences(mine, world)
     rows = []
     # A mode would make compiled blocks run eagerly; the profiler counts what is merely asked for.
     compiled = world.parallel.compile
