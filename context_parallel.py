@@ -3,8 +3,8 @@
 A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r, so that all
 ranks attend to equally many tokens:
 
-    chunk   0  1  2  3  4  5  6  7        n = 4: to chunk 0 and all before it a token of chunk 0
-    rank    0  1  2  3  3  2  1  0        attends, to eight chunks one of chunk 7: rank 0 has both
+    chunk   0  1  2  3  4  5  6  7        n = 4. The queries of chunk c attend to c + 1 chunks:
+    rank    0  1  2  3  3  2  1  0        those of rank 0 to 1 and 8, those of rank 3 to 4 and 5
 
 A rank computes everything for its own tokens alone, but attention needs the others. So each block
 gathers the keys and values of whole sequences, and the queries of a chunk attend to all tokens up
@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from data import Batch, document_starts, flat_starts
 from model import DOCUMENT_KERNELS, Documents, attend, document_mask
 from parallel import World
+from plumbing.lower_right import causal_lower_right
 
 
 def chunks_of(rank: int, n: int) -> tuple[int, int]:
@@ -65,7 +66,7 @@ class SharedSequences(NamedTuple):
 
     mesh: DeviceMesh  # the ranks that share
     ends: list[int]  # of each of the rank's two chunks: where it ends in the sequence
-    masks: list[Tensor | Documents]  # and what its queries may attend to, of the tokens up to there
+    masks: list  # and the mask or Documents of its queries, None where they see all tokens up to it
     needs_kernel = False
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -73,12 +74,16 @@ class SharedSequences(NamedTuple):
         own = torch.stack([k, v])[None]
         parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
-        k, v = whole_sequences(parts)  # [B, T, KV, E] each
-        attended = (
-            attend(queries, k[:, :end], v[:, :end], mask)
-            for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks)
-        )
-        return torch.cat(list(attended), 1)
+        return self.attend_to(q, *whole_sequences(parts))
+
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same, given keys and values [B, T, KV, E] of whole sequences."""
+        attended = []
+        for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
+            seen = queries, k[:, :end], v[:, :end]
+            out = causal_lower_right(*seen)[0] if mask is None else attend(*seen, mask)
+            attended.append(out)
+        return torch.cat(attended, 1)
 
 
 @dataclass
@@ -86,6 +91,7 @@ class SharedBatch(Batch):
     """This rank's tokens of a batch. `starts` and `max_length` are those of whole sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
+    packed: bool = False  # whether rows may hold several documents
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
@@ -95,7 +101,10 @@ class SharedBatch(Batch):
         rank, n = self.mesh.get_local_rank(), self.mesh.size()
         size = self.all_positions.shape[1] // (2 * n)
         ends = [(chunk + 1) * size for chunk in chunks_of(rank, n)]
-        has_kernel = (self.tokens.device.type, self.dtype) in DOCUMENT_KERNELS
+        device = self.tokens.device.type
+        if device == "cpu" and not self.packed:
+            return SharedSequences(self.mesh, ends, [None, None])
+        has_kernel = (device, self.dtype) in DOCUMENT_KERNELS
         make = self.documents_until if has_kernel else self.mask_until
         return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
 
@@ -129,5 +138,6 @@ def share_sequences(batch: Batch, world: World) -> Batch:
     starts, max_length = document_starts(positions)
     own = (own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions))
     text_bytes = batch.text_bytes if rank == 0 else 0  # counted once
-    whole = dict(all_positions=positions, mesh=mesh, dtype=world.parallel.dtype)
-    return SharedBatch(*own, text_bytes, starts, max_length, **whole)
+    packed = batch.positions is not None
+    more = positions, packed, mesh, world.parallel.dtype
+    return SharedBatch(*own, text_bytes, starts, max_length, *more)

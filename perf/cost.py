@@ -153,15 +153,12 @@ def _context_parallel(
     they depend on is trained."""
     config, L = model.config, len(model.layers)
     kv = 2 * batch * seq_len * config.n_kv_heads * config.head_dim * parallel.weight_bytes
-    block = first_block(model)
-    needed_by_keys = (
-        model.tok_embeddings,
-        block.attention_norm,
-        block.attention.wk,
-        block.attention.wv,
-    )
-    trained = any(p.requires_grad for module in needed_by_keys for p in module.parameters())
-    skipped = "0" in model.layers and not trained
+    skipped = False
+    if "0" in model.layers:
+        attention = first_block(model).attention
+        before_keys = model.tok_embeddings, first_block(model).attention_norm
+        modules = *before_keys, attention.wk, attention.wv
+        skipped = not any(p.requires_grad for module in modules for p in module.parameters())
     recomputed = L if parallel.checkpointing != "none" else 0
     yield "cp", "all-gather", m * (L + recomputed), kv // parallel.tp
     yield "cp", "reduce-scatter", m * (L - skipped), kv // parallel.tp

@@ -250,7 +250,8 @@ def mask_width(
     if config.head_dim in DOCUMENT_KERNELS.get((device.type, parallel.dtype), ()):
         return 0
     if parallel.cp > 1:
-        return (2 * parallel.cp + 1) * seq_len // (4 * parallel.cp)
+        has_mask = documents or device.type != "cpu"
+        return has_mask * (2 * parallel.cp + 1) * seq_len // (4 * parallel.cp)
     return seq_len if documents else 0
 
 
@@ -276,10 +277,10 @@ def saved_elements(
     norm_inputs = 2 * norm_saves(parallel, fused, frozen) * D
     everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
     if parallel.cp > 1:
-        # Keys and values up to the end of each of two chunks, which together are so many tokens for
-        # each of the rank's; and attention's output of each chunk beside that of both.
-        keys = parallel.cp + 1 / 2
-        everything += (2 * (keys * (D if masked else kv_dim) - kv_dim) + D) / parallel.tp
+        # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
+        # of two chunks. And attention's output of each chunk beside that of both.
+        keys = (parallel.cp + 1 / 2) * D if masked else parallel.cp * kv_dim
+        everything += (2 * (keys - kv_dim) + D) / parallel.tp
     elif masked:
         everything += masked + 2 * (D - kv_dim) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters

@@ -3,6 +3,7 @@
 Each check runs a small model, whose weights need no random numbers: in float64, or in the dtype of
 a kernel."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -37,22 +38,22 @@ def check_context_parallel(config: LlamaConfig, world: World) -> None:
     """Raise UserError on all ranks if a small model has another loss when ranks share sequences.
 
     Attention that was changed may take a rank's own tokens for all there are."""
+    cp, device = world.parallel.cp, world.device
     world = replace(world, parallel=replace(world.parallel, dtype=torch.float64))
-    T = 4 * world.parallel.cp
-    model, tokens = _small_model(config, 1, world.device, length=T)
-    positions = (torch.arange(T, device=world.device)[None] + 2) % (
-        T - 1
-    )  # a second one at the end
-    whole = Batch(tokens, tokens, positions, text_bytes=0)
-    own = share_sequences(whole, world)
-    found = model(*own.inputs, documents=own.documents)
-    dist.all_reduce(found, group=world.cp_mesh.get_group())
-    expected = model(*whole.inputs)
-    if not (found - expected).abs() <= 1e-9 * expected.abs():  # NaN fails too
-        raise UserError(
-            "--cp computes another loss than one process, since model.py was changed: let "
-            "Llama.forward hand `documents` on to attend, and mix tokens nowhere else"
-        )
+    T = math.ceil(512 / cp) * 2 * cp
+    model, tokens = _small_model(config, 1, device, length=T)
+    documents = torch.cat([torch.arange(n, device=device) for n in (T // 3, 1, T)])[:T]
+    for positions in (None, documents[None]):
+        whole = Batch(tokens, tokens, positions, text_bytes=0)
+        own = share_sequences(whole, world)
+        found = model(*own.inputs, documents=own.documents)
+        dist.all_reduce(found, group=world.cp_mesh.get_group())
+        expected = model(*whole.inputs)
+        if not (found - expected).abs() <= 1e-9 * expected.abs():  # NaN fails too
+            raise UserError(
+                "--cp computes another loss than one process, since model.py was changed: let "
+                "Llama.forward hand `documents` on to attend, and mix tokens nowhere else"
+            )
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from context_parallel import SharedBatch, chunks_of, own_tokens, share_sequences
 from data import Batch
 from model import attend, document_mask
 from parallel import ParallelConfig
+from plumbing import lower_right
 
 # ------------------------------------------------------------------------- one rank by itself
 
@@ -52,34 +53,49 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
         positions = random_positions(3, T, within) if packed else None
         q, k, v = (torch.randn(3, T, h, 8, dtype=torch.float64) for h in (4, 2, 2))
         mask = document_mask(positions, T) if packed else None
-        expected, found = attend(q, k, v, mask), []
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        expected, parts = attend(*inputs, mask), []
         for rank in range(n):
             batch = shared(positions, rank, n)
-            make = batch.documents_until if kernel else batch.mask_until
-            size = T // (2 * n)
-            for chunk in chunks_of(rank, n):
-                end = (chunk + 1) * size
-                queries = q[:, end - size : end]
-                found.append((chunk, attend(queries, k[:, :end], v[:, :end], make(end, size))))
-        found = torch.cat([part for _, part in sorted(found, key=lambda pair: pair[0])], 1)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            documents = batch.documents
+            if kernel:
+                make, size = batch.documents_until, T // (2 * n)
+                masks = [make(end, size) for end in documents.ends]
+                documents = documents._replace(masks=masks)
+            parts.append(documents.attend_to(own_tokens(q, rank, n), k, v))
+        found = whole_sequences(torch.stack(parts))
+        grad = torch.randn_like(found)
+        for ours, theirs in zip(
+            [found, *torch.autograd.grad(found, inputs, grad)],
+            [expected, *torch.autograd.grad(expected, inputs, grad)],
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_every_rank_attends_to_equally_many_tokens():
+def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
     T, n, heads, width = 48, 4, 4, 8
+    flash, pairs = lower_right._flash, []  # numbers of queries times keys
+
+    def counting(q, k, v, **options):
+        pairs.append(q.shape[2] * k.shape[2])
+        return flash(q, k, v, **options)
+
+    monkeypatch.setattr(lower_right, "_flash", counting)
     size = T // (2 * n)
+    q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
     for rank in range(n):
-        shared_sequences = shared(None, rank, n, T=T).documents
-        q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
+        documents = shared(torch.arange(T).expand(3, T), rank, n, T=T).documents
         products = sdpa_kernel(SDPBackend.MATH)  # whose operators the counter knows
         with products, FlopCounterMode(display=False) as counted:
-            for queries, end, mask in zip(
-                own_tokens(q, rank, n).chunk(2, 1), shared_sequences.ends, shared_sequences.masks
-            ):
-                attend(queries, k[:, :end], v[:, :end], mask)
+            documents.attend_to(own_tokens(q, rank, n), k, v)
         squares = 2 * n + 1
         assert counted.get_total_flops() == squares * 4 * size**2 * 3 * heads * width
+
+        pairs.clear()  # now in whole rows, without a mask
+        shared(None, rank, n, T=T).documents.attend_to(own_tokens(q, rank, n), k, v)
+        assert sum(pairs) == squares * size**2
 
 
 def test_targets_and_text_are_counted_once():

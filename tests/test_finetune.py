@@ -154,6 +154,8 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
         slow(2, ["--tp", "2", "--checkpointing", "full"]),
         slow(4, ["--dp", "hsdp", "--shard", "2", "--microbatch", "1"]),
         slow(2, ["--compile", "--microbatch", "2"]),
+        slow(2, ["--cp", "2", "--dp", "fsdp", "--microbatch", "2"]),
+        slow(4, ["--cp", "2", "--tp", "2", "--merge"]),
         slow(2, ["--pp", "2", "--microbatch", "2", "--merge"]),
         slow(4, ["--pp", "2", "--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
     ],

@@ -131,6 +131,10 @@ def same_run(out: Path, expected: Path) -> None:
         slow(2, ["--tp", "2", "--checkpointing", "full"]),
         (2, ["--dp", "fsdp", "--offload", "--checkpointing", "selective"]),
         (2, ["--dp", "zero1", "--microbatch", "1"]),
+        (2, ["--cp", "2", "--dp", "fsdp", "--microbatch", "2"]),
+        slow(4, ["--cp", "4", "--dp", "zero1"]),
+        slow(4, ["--cp", "2", "--tp", "2", "--dp", "fsdp", "--checkpointing", "selective"]),
+        slow(4, ["--cp", "2", "--pp", "2", "--microbatch", "2"]),
         (2, ["--pp", "2", "--microbatch", "2"]),
         slow(4, ["--pp", "2", "--dp", "fsdp", "--microbatch", "1", "--schedule", "zero-bubble"]),
         slow(4, ["--pp", "2", "--tp", "2", "--microbatch", "2", "--checkpointing", "full"]),
@@ -182,13 +186,14 @@ def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
     source.write_text("".join(lines))
     succeed("data.py", "tokenize", source, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
     results = []
-    for nproc, options in [(0, {}), (2, {"document_mask": True}), (0, {"document_mask": True})]:
+    masked = dict(document_mask=True)
+    for nproc, options in [(0, {}), (2, masked), (2, masked | dict(cp=2)), (0, masked)]:
         out = tmp_path / f"run{len(results)}"
         arguments = flags(tmp_path / "tokens", out, eval_every=5, eval_windows=7, **options)
         succeed("train.py", *arguments, nproc=nproc)
         results.append([metrics(out)[-1][key] for key in ("loss", "val_loss", "grad_norm")])
-    unmasked, two, one = results
-    assert two == pytest.approx(one, rel=1e-12)
+    unmasked, two, shared, one = results
+    assert two == pytest.approx(one, rel=1e-12) and shared == pytest.approx(one, rel=1e-12)
     assert unmasked[0] != pytest.approx(one[0], rel=1e-4)
 
 

@@ -31,7 +31,8 @@ from data import ShardWriter
 
 
 @pytest.mark.parametrize(
-    "nproc, parallel", [(0, {}), (2, {}), (2, dict(dp="zero1")), (2, dict(pp=2, microbatch=2))]
+    "nproc, parallel",
+    [(0, {}), (2, {}), (2, dict(dp="zero1")), (2, dict(cp=2)), (2, dict(pp=2, microbatch=2))],
 )
 def test_resuming_is_bit_exact(shards, tmp_path, nproc, parallel):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -134,6 +135,9 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
         (dict(dp="hsdp", shard=3), ["--shard 3", "2 ranks"]),  # noticed afterwards
         (dict(dp="zero1", tp=2), ["--dp zero1 does not combine with --tp", "--dp fsdp"]),
         (dict(dp="zero1", pp=2), ["--dp zero1 does not combine with --pp", "--dp fsdp"]),
+        (dict(cp=3), ["--cp 3 must divide the 2 ranks"]),
+        (dict(cp=2, tp=2), ["--cp 2 must divide the 1 ranks", "--tp 2"]),
+        (dict(cp=2, seq_len=30), ["--seq-len 30", "the 4 chunks of --cp 2", "use --seq-len 32"]),
         (dict(pp=2, n_layers=1), ["--pp 2 makes 2 stages", "the model has 1 layers"]),
         (dict(pp=2, schedule="interleaved", n_layers=4), ["multiple of 2 microbatches, not 1"]),
         (dict(pp=2, schedule="best"), ["no schedule 'best': choose from gpipe, 1f1b"]),
