@@ -1,33 +1,37 @@
 """Context parallelism: several ranks share each sequence, where sequences are too long for one.
 
-A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r, so that all
-ranks attend to equally many tokens:
+A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r. Where each
+row is one document, all ranks then attend to equally many tokens:
 
     chunk   0  1  2  3  4  5  6  7        n = 4. The queries of chunk c attend to c + 1 chunks:
     rank    0  1  2  3  3  2  1  0        those of rank 0 to 1 and 8, those of rank 3 to 4 and 5
 
 A rank computes everything for its own tokens alone, but attention needs the others. So each block
-gathers the keys and values of whole sequences, and the queries of a chunk attend to all tokens up
-to its end. Grouped-query attention makes this cheap: keys and values are narrow. In backward each
-rank has a part of their gradients, and a reduce-scatter sums them. (Llama 3 was trained like this:
-Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.)
+all-gathers the keys and values of whole sequences, and the queries of a chunk attend, causally, to
+keys up to the chunk's end. Grouped-query attention makes this cheap: keys and values are narrow. In
+backward each rank has a part of their gradients, and a reduce-scatter sums them. (Llama 3 was
+trained like this: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.)
 
 All of it hangs on the batch: `share_sequences` leaves a rank its own tokens, and hands attention
 what it needs to know of the others. To everything else, ranks along cp are data ranks, which have
 different tokens: FSDP shards over them, DDP averages over them, and losses and targets add up. They
-are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension for them.
+are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension for them: on 4 ranks
+with --tp 2 --cp 2, ranks 0 and 2 share sequences, and ranks 1 and 3.
 
-Communication over cp, a block and microbatch, with kv = 2 B T KV E w / tp bytes (T tokens of whole
-sequences; other letters as in parallel.py): all-gather of kv in forward, reduce-scatter of kv in
-backward. Checkpointing, selective or full, repeats the all-gather in backward.
+Letters as in parallel.py; T tokens of a whole sequence, of which a rank has T/n, while in model.py
+T are the tokens of a rank. Communication over cp, a block and microbatch, with
+kv = 2 B T KV E w / tp bytes: all-gather of kv in forward, reduce-scatter of kv in backward.
+Checkpointing, selective or full, repeats the all-gather in backward.
 
 Use when the activations of one sequence do not fit, even with checkpointing, or when there are
 more ranks than sequences. Avoid for short sequences: attention waits for each collective. Without
-checkpointing a block saves keys and values of whole sequences for backward, n times its own.
+checkpointing a block saves keys and values of whole sequences for backward, at least n times its
+own; and where attention needs a mask, for each query head.
 
 A ring (Liu et al. 2023, arXiv:2310.01889) passes keys and values from rank to rank in place of the
-gathering, and adds up the softmax part by part. It never holds a whole sequence's keys, and can
-compute while it sends, but sends (3 n - 2) / n kv a block where this sends 2 (n - 1) / n kv.
+all-gather, and adds up the softmax part by part. It never holds a whole sequence's keys, and can
+compute while it sends; but in backward keys travel again, and their gradients with them: it sends
+(3 n - 2) / n kv a block where this sends 2 (n - 1) / n kv.
 """
 
 from dataclasses import dataclass
@@ -56,8 +60,10 @@ def own_tokens(tensor: Tensor, rank: int, n: int) -> Tensor:
 
 
 def whole_sequences(parts: Tensor) -> Tensor:
-    """Put the chunks of all ranks in order: parts [n, ..., T/n, KV, E] -> [..., T, KV, E]."""
-    first, second = parts.chunk(2, -3)  # of each rank, its first and its second chunk
+    """Put the chunks of all ranks in order: the first ones by rank, then the second ones backwards.
+
+    parts [n, ..., T/n, KV, E] -> [..., T, KV, E]."""
+    first, second = parts.chunk(2, -3)
     return torch.cat([*first.unbind(0), *second.flip(0).unbind(0)], -3)
 
 
@@ -65,16 +71,18 @@ class SharedSequences(NamedTuple):
     """Attention of a rank's tokens to whole sequences. It takes the place of a mask (model.py)."""
 
     mesh: DeviceMesh  # the ranks that share
-    ends: list[int]  # of each of the rank's two chunks: where it ends in the sequence
-    masks: list  # and the mask or Documents of its queries, None where they see all tokens up to it
-    needs_kernel = False
+    ends: list[int]  # where each of the rank's two chunks ends in the sequence
+    masks: list  # for each chunk, its queries' mask or Documents; None for causal attention alone
+    needs_kernel = False  # read by Llama.forward
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T/n, H, E], k and v [B, T/n, KV, E] of this rank's tokens -> as q."""
-        own = torch.stack([k, v])[None]
+        own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], of which ranks are sharded
         parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+        # An all-gather; in backward, gradients that are partial sums make it a reduce-scatter.
         parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
-        return self.attend_to(q, *whole_sequences(parts))
+        k, v = whole_sequences(parts)  # [B, T, KV, E] both
+        return self.attend_to(q, k, v)
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The same, given keys and values [B, T, KV, E] of whole sequences."""
@@ -91,7 +99,7 @@ class SharedBatch(Batch):
     """This rank's tokens of a batch. `starts` and `max_length` are those of whole sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
-    packed: bool = False  # whether rows may hold several documents
+    packed: bool = False  # whether rows may hold several documents: positions were given
     mesh: DeviceMesh | None = None  # the ranks that share
     dtype: torch.dtype = torch.float32  # of computation
 
@@ -109,14 +117,14 @@ class SharedBatch(Batch):
         return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
 
     def mask_until(self, end: int, queries: int) -> Tensor:
-        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. As numbers,
-        since attention would turn truth values into numbers in each block, and keep them."""
+        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. If it had truth
+        values, each block would make such numbers of them, and save them."""
         visible = document_mask(self.all_positions[:, :end], queries)  # [B, 1, queries, end]
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 
     def documents_until(self, end: int, queries: int) -> Documents:
-        """Return the same by lengths: of each document the part of its queries that lies in the
-        chunk, and its keys up to the chunk's end. The kernel lets the last query attend to the last
+        """Return the same by lengths: of each document its queries in the chunk, of which some have
+        none, and its keys up to the chunk's end. The kernel lets the last query attend to the last
         key, the one before to all keys but the last, and so on."""
         of_queries = self.starts.clamp(end - queries, end) - (end - queries)
         return Documents(
@@ -128,16 +136,29 @@ class SharedBatch(Batch):
 
 
 def share_sequences(batch: Batch, world: World) -> Batch:
-    """Return this rank's tokens of a batch of whole sequences, which all ranks along cp have."""
-    mesh, n = world.cp_mesh, world.parallel.cp
+    """Return this rank's tokens of a batch of whole sequences, which all ranks along cp have. Raise
+    ValueError for sequences that cannot be cut into 2 cp equal chunks."""
+    mesh, n, positions = world.cp_mesh, world.parallel.cp, batch.positions
     if n == 1:
         return batch
-    positions, rank = batch.positions, mesh.get_local_rank()
+    rank, T = mesh.get_local_rank(), batch.tokens.shape[1]
+    if T % (2 * n):
+        raise ValueError(f"sequences of {T} tokens cannot be cut into {2 * n} equal chunks")
     if positions is None:
-        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        positions = torch.arange(T, device=batch.tokens.device).repeat(len(batch.tokens), 1)
     starts, max_length = document_starts(positions)
-    own = (own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions))
-    text_bytes = batch.text_bytes if rank == 0 else 0  # counted once
-    packed = batch.positions is not None
-    more = positions, packed, mesh, world.parallel.dtype
-    return SharedBatch(*own, text_bytes, starts, max_length, *more)
+    tokens, targets, own_positions = (
+        own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)
+    )
+    return SharedBatch(
+        tokens,
+        targets,
+        own_positions,
+        text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
+        starts=starts,
+        max_length=max_length,
+        all_positions=positions,
+        packed=batch.positions is not None,
+        mesh=mesh,
+        dtype=world.parallel.dtype,
+    )

@@ -141,9 +141,9 @@ class Documents(NamedTuple):
 
     starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
-    max_length: int  # no document has more tokens; some may have none
-    max_keys: int
-    needs_kernel = True
+    max_length: int  # no document has more queries; some may have none
+    max_keys: int  # and none more keys
+    needs_kernel = True  # of DOCUMENT_KERNELS, else document_mask does the same
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
@@ -157,7 +157,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
-    # With a mask, and in float32 on a GPU, kernels need a key/value head for each query head.
+    # With a mask, or in float32 on a GPU, kernels need a key/value head for each query head.
     if mask is not None or (q.is_cuda and q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Without a mask they are fastest: they skip the upper half and never store T x T.

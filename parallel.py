@@ -15,9 +15,9 @@ Ranks form a mesh of four dimensions, and each technique works along some of the
     shard        ranks that share one copy of the weights, different sequences  (FSDP, HSDP)
     tp           ranks that share one copy of the weights, the same sequences   (tensor parallelism)
 
-Row-major, the last dimension varies fastest: 8 ranks as 2 x 2 x 2 are ((0 1) (2 3)) ((4 5) (6 7)).
+Row-major, the last dimension varies fastest: 1 x 2 x 2 x 2 ranks are ((0 1) (2 3)) ((4 5) (6 7)).
 Ranks that communicate most are nearest: tp within a node, then shard; replicate and pp cross nodes.
-Of ranks with different sequences, `cp` neighbours may share each of theirs (context_parallel.py).
+With --cp N, each N neighbours along replicate x shard have parts of the same sequences.
 
 What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a

@@ -176,26 +176,31 @@ def what_would_fit(
 ) -> str:
     """Return a sentence that names flags with which a step that ran out of memory is predicted to
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
-    activations, AdamW's moments in bfloat16, FSDP. `masked` is mask_width."""
+    activations, AdamW's moments in bfloat16, FSDP, context parallelism. `masked` is mask_width."""
     fused = parallel.compile or process.device.type == "cuda"
     data_ranks = parallel.replicate * parallel.shard
-    sequences = args.batch * parallel.cp // data_ranks  # of a step, on each rank
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
 
     def peak(parallel: ParallelConfig, size: int) -> int:
-        tokens = size * args.seq_len // parallel.cp
+        tokens, sequences = (
+            size * args.seq_len // parallel.cp,
+            args.batch * parallel.cp // data_ranks,
+        )
         return predict_memory(model, parallel, tokens, sequences // size, fused, masked)["peak"]
 
     needed = peak(parallel, args.microbatch)
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
+    sequences = args.batch * parallel.cp // data_ranks  # of a step, on each rank
     sizes = [n for n in reversed(divisors(sequences)) if n <= args.microbatch]
     present = parallel.checkpointing, parallel.offload_activations
     next_ones = ACTIVATIONS.index(present) + 1 if present in ACTIVATIONS else -1
     treatments = present, *(t for t in ACTIVATIONS[next_ones:] if not (t[1] and parallel.pp > 1))
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
+    possible = (n for n in divisors(data_ranks) if args.seq_len % (2 * n) == 0 or n == 1)
+    shared = replace(sharded, cp=max(n for n in possible if n % parallel.cp == 0))
     dtypes = parallel.moments, torch.bfloat16
     for base, moments, (checkpointing, offload), size in itertools.product(
-        (parallel, sharded), dtypes, treatments, sizes
+        (parallel, sharded, shared), dtypes, treatments, sizes
     ):
         changed = replace(
             base, moments=moments, checkpointing=checkpointing, offload_activations=offload
@@ -203,6 +208,7 @@ def what_would_fit(
         if peak(changed, size) < limit:
             flags = {
                 f"--dp {changed.dp}": changed.dp != parallel.dp,
+                f"--cp {changed.cp}": changed.cp != parallel.cp,
                 "--moments bfloat16": changed.moments != parallel.moments,
                 f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
                 "--offload-activations": offload and not parallel.offload_activations,

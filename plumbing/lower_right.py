@@ -1,10 +1,15 @@
 """Causal attention of the last tokens of rows to whole rows, on the CPU and without a mask.
 
-Without a mask, torch's kernel for the CPU lets query i attend to keys 0..i, which is right only if
-there are as many queries as keys. So the tokens attend in two parts: to those before them, all of
-which they see, and to each other. Beside its result, each part returns the logarithm of the sum of
-its exponentials, from which the softmax over both follows. The gradients of a part need only the
-result and the sum of both. Parts from other ranks could be added alike: that is a ring.
+The scores of T queries and S keys form a rectangle, and the triangle of causal attention belongs in
+its lower right corner. But without a mask, torch's kernel for the CPU lets query i attend to keys
+0..i. So the tokens attend in two parts: to those before them, all of which they see, and to each
+other. Beside its output, each part returns the logarithm of the sum of its exponentials:
+
+    log_sum = log(exp(log_sum_1) + exp(log_sum_2))
+    output = sum of output_i exp(log_sum_i - log_sum)
+
+The gradients of a part need only the final output and the final log_sum. Parts from other ranks
+could be added alike: that is a ring.
 """
 
 import torch
@@ -14,6 +19,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+# A single operator, for torch.compile and so that selective checkpointing saves its output, which
+# parallel.is_attention knows by the name.
 @torch.library.custom_op("flatllama::scaled_dot_product_lower_right", mutates_args=())
 def causal_lower_right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return causal attention of the last tokens of rows to the rows, and logarithms for backward.
@@ -41,7 +48,6 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad, _):
-    """The gradient of a part follows from the result and the sum of both parts."""
     q, k, v, out, log_sum = ctx.saved_tensors
     past = k.shape[1] - q.shape[1]
     grad, q, k, v, out, log_sum = (t.transpose(1, 2) for t in (grad, q, k, v, out, log_sum))

@@ -211,7 +211,7 @@ out_of_memory_advice: Callable[[], str] = lambda: "use a smaller model or batch"
 
 
 def advise_if_out_of_memory(advice: Callable[[], str]) -> None:
-    """Let `run` end its line with advice(), should this process run out of GPU memory."""
+    """Let `run` end its line with advice(), should this process run out of memory."""
     global out_of_memory_advice
     out_of_memory_advice = advice
 
@@ -248,7 +248,8 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         startup.end_interrupted()
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
+        if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE_ERRNOS:
             error = UserError(f"{error}: free some space, or give a path that can be written")

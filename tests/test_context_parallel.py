@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_copy, slow
+from conftest import changed_copy, launch, metrics, refused, slow, succeed
 from test_documents import one_by_one, random_positions
 from test_parallel import FOUR, GROUPED, ODD, SEVEN, TIED, beside, case, equals_plain, holds, train
 from test_pipeline import piped, selected
@@ -233,7 +233,7 @@ def test_every_combination_equals_one_process(tmp_path, data, of_copy, cp):
         ("context_parallel", "*second.flip(0).unbind(0)", "*second.unbind(0)"),
         ("context_parallel", "return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
         ("context_parallel", "grad_placements=[Partial()]", "grad_placements=[Replicate()]"),
-        ("context_parallel", "batch.targets, positions)", "batch.targets, positions * 0 + 1)"),
+        ("context_parallel", "        own_positions,", "        own_positions * 0 + 1,"),
         (
             "train",
             "world.parallel.replicate * world.parallel.shard / sums",
@@ -253,3 +253,22 @@ def test_planted_faults_are_found(tmp_path, file, old, new):
     (result,) = train(tmp_path, 2, {"faulty": faulty}, within=within).values()
     with pytest.raises(AssertionError):
         equals_plain(result, faulty)
+
+
+@pytest.mark.slow
+def test_a_long_sequence_fits_on_four_ranks_and_not_on_one(tmp_path):
+    """32,768 tokens, where each process may allocate 600 MB."""
+    text, out = tmp_path / "numbers.txt", tmp_path / "run"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(30_000)))
+    sizes = dict(dim=64, n_layers=4, n_heads=2, n_kv_heads=1, ffn_dim=256, seq_len=32_768, batch=1)
+    given = sizes | dict(model="llama3.2-1b", data=text, tokenizer="bytes", steps=2, eval_every=0,
+                         out=out)  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    script = "tests/workers/limited_memory.py", 600, "train.py"
+    refused(
+        launch(*script, *flags, timeout=300),
+        "out of memory: a step is predicted",
+        "--checkpointing",
+    )
+    succeed(*script, *flags, "--cp=4", "--resume", nproc=4, timeout=600)
+    assert [row["step"] for row in metrics(out)] == [1, 2]
