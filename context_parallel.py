@@ -117,8 +117,8 @@ class SharedBatch(Batch):
         return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
 
     def mask_until(self, end: int, queries: int) -> Tensor:
-        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. If it had truth
-        values, each block would make such numbers of them, and save them."""
+        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. Truth values
+        would become such numbers in each block, which saves them."""
         visible = document_mask(self.all_positions[:, :end], queries)  # [B, 1, queries, end]
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 

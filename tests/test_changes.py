@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from functools import partial
 from unittest import mock
 
@@ -35,7 +36,7 @@ NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
 
 CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
-FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"schedule": "wsd"}}
+FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"decay": "wsd"}}
 TOLERANCE = {"muon": 1e-10}  # 1e-12 for the others
 UNPREDICTED = ("experts", "muon")  # send more than perf/cost.py says
 STILL_A_LLAMA = ("z_loss", "muon", "wsd")
@@ -80,6 +81,12 @@ def name(request):
 def changed(name, tmp_path_factory):
     """The first arguments of `launch` for a script of the project with this change."""
     return changed_copy(tmp_path_factory.mktemp(name), name, CONSTANTS.get(name))
+
+
+def test_a_changed_project_has_all_names_and_flags(name, changed):
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", changed[1]]
+    subprocess.run(ruff, check=True)
+    succeed(*changed, "train.py", "--help")
 
 
 @pytest.mark.slow
