@@ -81,10 +81,11 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("contestants", nargs="*", metavar="NAME", type=contestant_name,
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
                              "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
-                             "tp: tensor parallelism over all processes; selective, full, "
-                             "offloaded, compiled: ddp with checkpointing, with full and offloaded "
-                             "activations, or with compiled blocks (default: those that differ on "
-                             "these processes and fit in memory together)")
+                             "tp: tensor parallelism over all processes; cp: fsdp whose ranks in "
+                             "a node share sequences; pp: a stage on each node, or process; "
+                             "selective, full, offloaded, compiled: ddp with checkpointing, with "
+                             "full and offloaded activations, or with compiled blocks (default: "
+                             "those that differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")

@@ -30,13 +30,17 @@ from plumbing.processes import UserError
 
 @pytest.mark.slow
 def test_compare():
-    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "full", "--batch=2", "--seq-len=16",
-                  "--repeats=2", nproc=2).out  # fmt: skip
+    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "cp", "full", "--batch=2",
+                  "--seq-len=16", "--repeats=2", nproc=2).out  # fmt: skip
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    assert rows[2:] == ["ddp", "wrong", "tp", "full"]
+    assert rows[2:] == ["ddp", "wrong", "tp", "cp", "full"]
     # 0.64 M parameters; in a ring of two, a rank sends as much as an all-reduce's payload.
     assert "ddp sends 2.56 MB; payload 2.56 MB by 2 all-reduce over replicate" in out
     assert "full sends 2.56 MB; payload 2.56 MB" in out and "all-gather over tp" in out
+    # Keys and values of 16 tokens, two heads of 24: in 4 layers, for two microbatches.
+    kv = 2 * 16 * 2 * 24 * 4
+    assert f"{8 * kv / 1e6:.2f} MB by 8 all-gather over cp" in out
+    assert "losses of the first step agree" in out
 
 
 @pytest.mark.slow

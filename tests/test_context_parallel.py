@@ -30,11 +30,13 @@ def test_chunks_come_back_in_order(n):
     assert sorted(chunk for rank in range(n) for chunk in chunks_of(rank, n)) == [*range(2 * n)]
 
 
-def shared(positions: torch.Tensor | None, rank: int, n: int, T: int = 24, **world) -> SharedBatch:
+def shared(
+    positions: torch.Tensor | None, rank: int, n: int, T: int = 24, dtype=torch.float64
+) -> SharedBatch:
     """What `rank` of n has of three rows with these positions."""
     tokens = torch.arange(3 * T).view(3, T)
     mesh = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: n)
-    parallel = ParallelConfig(replicate=n, cp=n, dtype=torch.float64)
+    parallel = ParallelConfig(replicate=n, cp=n, dtype=dtype)
     world = SimpleNamespace(cp_mesh=mesh, parallel=parallel)
     return share_sequences(Batch(tokens, tokens + 1, positions, text_bytes=7), world)
 

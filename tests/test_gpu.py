@@ -16,14 +16,16 @@ import torch.distributed as dist
 from conftest import finish, metrics, start, wait_for_lines
 from test_adamw import steps as adamw_steps
 from test_adamw import with_bfloat16_moments
+from test_context_parallel import shared
 from test_documents import random_positions
 from test_train import flags
 
 import checkpoint
 import model as model_py
+from context_parallel import own_tokens
 from data import Batch
 from lora import LoRA
-from model import LlamaConfig, attend, document_mask, generate
+from model import Documents, LlamaConfig, attend, document_mask, generate
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
 from perf.memory import predict_memory
@@ -208,6 +210,26 @@ def test_attention_by_documents_is_attention_by_mask(kv_heads):
             mask = batch.documents if dtype == LOW else document_mask(batch.positions, 200)
             out = attend(*inputs, mask)
             results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
+        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
+        close(by_lengths, by_mask, 0.02)
+
+
+@needs_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_sequences_by_lengths_are_those_by_mask(packed):
+    """What each of three ranks computes once it has all keys and values."""
+    torch.manual_seed(0)
+    positions = random_positions(3, 240, within=True) if packed else None
+    q, k, v, grad = (torch.randn(3, 240, h, 64, device=DEVICE) for h in (4, 2, 2, 4))
+    for rank in range(3):
+        results = []
+        for dtype in (torch.float32, LOW):
+            documents = shared(positions, rank, 3, T=240, dtype=dtype).to(DEVICE).documents
+            assert isinstance(documents.masks[0], Documents) == (dtype == LOW)
+            own_q, own_grad = (own_tokens(t, rank, 3).to(dtype) for t in (q, grad))
+            inputs = [t.to(dtype).detach().requires_grad_() for t in (own_q, k, v)]
+            out = documents.attend_to(*inputs)
+            results.append([out, *torch.autograd.grad(out, inputs, own_grad)])
         by_mask, by_lengths = (dict(enumerate(r)) for r in results)
         close(by_lengths, by_mask, 0.02)
 

@@ -71,6 +71,17 @@ def test_zero1_wins_where_only_adamw_is_too_large():
     assert " --dp zero1 " in command and "--shard" not in command and "--reshard" not in command
 
 
+def test_long_sequences_are_shared():
+    """131,072 tokens: who does not share them recomputes all activations."""
+    out = run("--model", "llama3.1-8b", "--gpus", 8, "--gpu", "h100", "--seq-len", 131072,
+              "--batch", 8, "--tp", 1, "--pp", 1)  # fmt: skip
+    assert "Best: 1 x 8 x 1, cp 8 with --dp fsdp, checkpointing selective" in out
+    (command,) = [line for line in out.splitlines() if line.startswith("torchrun")]
+    assert " --cp 8 " in command
+    row = next(line for line in out.splitlines() if line.startswith("| 1 x 8 x 1 |"))
+    assert "full and offloaded" in row and "s of recomputation" in row
+
+
 @pytest.mark.slow
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
@@ -133,10 +144,11 @@ def test_wrong_input(args, parts):
     refused(launch("bench.py", "plan", *args), *parts)
 
 
-def test_long_sequences_are_offloaded(tmp_path):
+def test_long_sequences_that_are_not_shared_are_offloaded(tmp_path):
     """8B and 131,072 tokens on 8 GPUs of 80 GB: the inputs of 32 blocks alone take 34 GB."""
     file = tmp_path / "plans.json"
-    sizes = ("--gpus", 8, "--batch", 8, "--seq-len", 131072, "--shard", 8, "--json", file)
+    sizes = ("--gpus", 8, "--batch", 8, "--seq-len", 131072, "--shard", 8, "--cp", 1,
+             "--json", file)  # fmt: skip
     out = run(*sizes)
     command = next(line for line in out.splitlines() if line.startswith("torchrun"))
     assert "--checkpointing full" in command and "--offload-activations" in command

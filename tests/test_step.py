@@ -69,6 +69,21 @@ def test_fully_sharded(shards, tmp_path):
     check_traffic(out)
 
 
+def test_shared_sequences(shards):
+    out, parts, memory = step(shards, "--cp=2", "--dp=fsdp", "--microbatch=2", nproc=2)
+    assert list(parts)[2:4] == [EXPOSED + "shard", EXPOSED + "cp"]
+    assert "attention runs forward 1 time(s)" in out
+    check_memory(memory, ParallelConfig(dp="fsdp", shard=2, cp=2), 2)
+    check_traffic(out)
+
+
+@pytest.mark.slow
+def test_shared_sequences_compiled(shards):
+    out, parts, _ = step(shards, "--cp=2", "--compile", "--checkpointing=full", nproc=2)
+    assert "attention runs forward 2 time(s)" in out and EXPOSED + "cp" in parts
+    assert "1 graph(s) compiled, 0 graph break(s)" in out
+
+
 def test_a_pipeline(shards, tmp_path):
     """Waiting for the other stage is a part; the bubble has three shares, and a picture."""
     picture = tmp_path / "step.svg"

@@ -73,6 +73,14 @@ def test_waiting_for_tp():
     assert "crosses nodes: --tp 4 or less" in verdict(facts(tp, shares=shares, per_node=4))[0]
 
 
+def test_waiting_for_cp():
+    cp = replace(FSDP, cp=8)
+    shares = {EXPOSED + "cp": 0.2}
+    assert "keys and values over cp: a smaller --cp" in verdict(facts(cp, shares=shares))[0]
+    (across,) = verdict(facts(replace(cp, shard=4, tp=2), shares=shares, per_node=4))
+    assert "crosses nodes: --cp 2 or less" in across
+
+
 def test_recomputing():
     full = replace(DDP, checkpointing="full")
     shares = {"recompute": 0.25}
