@@ -165,6 +165,19 @@ def draw_two_nodes(path: Path) -> None:
     save(figure, path)
 
 
+def draw_context(path: Path) -> None:
+    """Peak memory of a rank by the number of ranks that share a sequence."""
+    lines = (MEASURED / "context.csv").read_text().splitlines()[1:]
+    ranks, counted, predicted = zip(*(map(int, line.split(",")) for line in lines))
+    names = [f"{n} ranks" if n > 1 else "one rank" for n in ranks]
+    figure, (ax,) = new_figure(7, 1.9)
+    bars(ax, names, [n / 1e9 for n in counted], [n / 1e9 for n in predicted], BLUE)
+    ax.set_title("a sequence of 8,192 tokens: peak memory of a rank, GB", loc="left")
+    ax.invert_yaxis()
+    figure.supxlabel("bars: counted; lines: predicted", color=GREY, fontsize=9)
+    save(figure, path)
+
+
 def draw_mesh(path: Path) -> None:
     """Eight ranks on two nodes as 2 x 2 x 2: who communicates with whom, and how much."""
     sizes = dict(replicate=2, shard=2, tp=2)
@@ -245,6 +258,7 @@ PICTURES = {
     "strategies": draw_strategies,
     "two_nodes": draw_two_nodes,
     "pipeline": draw_pipeline,
+    "context": draw_context,
 }
 
 
