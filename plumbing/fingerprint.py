@@ -50,11 +50,11 @@ def check_computes_llama() -> None:
 def attends_to_everything(model: Llama) -> bool:
     """Return whether each layer attends to the first of CONTEXT cached tokens: whether logits have
     a gradient there. With a sliding window, which may be longer than TOKENS, they have none."""
-    shape = 1, CONFIG.n_kv_heads, CONTEXT, CONFIG.head_dim
+    shape = 1, CONTEXT, CONFIG.n_kv_heads, CONFIG.head_dim
     keys, *values = (torch.zeros(shape).double() for _ in range(1 + CONFIG.n_layers))
     cache, position = KVCache(), torch.tensor([[CONTEXT]])
     cache.add_positions(torch.arange(CONTEXT)[None])
     for layer, v in enumerate(values):
         cache.add(layer, keys, v.requires_grad_())
     logits = model(torch.zeros_like(position), positions=position, cache=cache)
-    return all(grad[:, :, 0].any() for grad in torch.autograd.grad(logits.sum(), values))
+    return all(grad[:, 0].any() for grad in torch.autograd.grad(logits.sum(), values))

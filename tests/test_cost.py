@@ -194,7 +194,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
          "--moments bfloat16 --offload-activations"),
         (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full", moments=LOW,
-                     offload_activations=True), "--cp 4 --checkpointing none"),
+                     offload_activations=True), "--cp 4"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
          "--moments bfloat16 --checkpointing full"),
         (80, 1, dict(microbatch=1), None),
