@@ -54,6 +54,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from float8 import use_float8
 from model import Block, Llama
 from offload import offload_activations
 from pipeline import Pipeline, has_w
@@ -84,6 +85,7 @@ class ParallelConfig:
     stages_per_rank: int = 1
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
+    float8: str = "none"  # or one of float8.py's RECIPES
 
     def __post_init__(self):
         check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))
@@ -151,12 +153,11 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
-    """Apply pipeline, tensor parallelism, recomputation, compilation, data parallelism, in order.
+    """Apply pipeline, 8 bits, tensor parallelism, recomputation, compilation, data parallelism.
 
-    `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns the
-    module that a training step calls: the model, whose modules now have the hooks of tensor
-    parallelism and FSDP, or DDP, ZeRO-1 or a Pipeline around it. For evaluation, generation and
-    checkpoints use `model` itself."""
+    `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
+    a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
+    around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
     if parallel.dtype == torch.float64:
         model.double()
@@ -167,6 +168,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
         cut(model, *place)
         if has_w(parallel.schedule):
             make_deferrable(model)
+    if parallel.float8 != "none":
+        use_float8(model, parallel.float8, parallel.tp)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"])
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
@@ -231,9 +234,9 @@ class ZeRO1(nn.Module):
         rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
         rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
 
-    A rank updates its slice of every parameter (of dimension 0, as in FSDP), and sends it to the
-    others. So it needs only its slice of the averaged gradient. Whole gradients exist until the
-    last microbatch's backward has reduce-scattered them.
+    A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
+    gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
+    has reduce-scattered them.
     Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
     the last backward computes, all-gather of P g bytes after the update. Together they send what
     DDP's all-reduce sends.
@@ -359,16 +362,11 @@ class Strategy:
 
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
+UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
 # --dp auto takes the first that fits. perf/cost.py knows what each of them communicates.
 STRATEGIES = {
     "ddp": Strategy(ddp, "rank", grads_in_buckets=True),
-    "zero1": Strategy(
-        ZeRO1,
-        "rank",
-        sharded={"gradients": "replicate", "optimizer": "replicate"},
-        automatic=False,
-        splits_layers=False,
-    ),
+    "zero1": Strategy(ZeRO1, "rank", UPDATES, automatic=False, splits_layers=False),
     "hsdp": Strategy(fsdp, "node", sharded=EVERYTHING, uses_fsdp=True),
     "fsdp": Strategy(fsdp, "world", sharded=EVERYTHING, uses_fsdp=True),
 }
@@ -473,14 +471,14 @@ def is_attention(operator: str) -> bool:
 def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`, with
     what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
-    products = ("mm.default", "addmm.default", "bmm.default", "lora_linear.default")
+    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear"
     marked = {}  # whether this is a recomputation -> whether the next product is marked
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__
         if name == "alias.default":
             marked[context.is_recompute] = True
-        save = name in products and marked.pop(context.is_recompute, False)
+        save = name.removesuffix(".default") in products and marked.pop(context.is_recompute, False)
         if save or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -49,7 +49,7 @@ from perf.memory import mask_width, prediction_caveat
 from pipeline import Pipeline
 from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
-from plumbing.check_model import check_documents, check_splits, loss_caveat
+from plumbing.check_model import check_model, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -325,8 +325,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(job.whole, parallel, microbatches, args.microbatch, args.seq_len)
     world = with_mesh(process, parallel)
-    check_splits(config, world)
-    check_documents(config, process.device, parallel.dtype)
+    check_model(config, world)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world, microbatches))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"

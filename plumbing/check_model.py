@@ -24,9 +24,10 @@ from plumbing.stages import part_of, stages_of
 from tensor_parallel import tensor_parallel
 
 
-def check_splits(config: LlamaConfig, world: World) -> None:
+def check_model(config: LlamaConfig, world: World) -> None:
     """Raise UserError on all ranks if a small model computes something else when it is split along
-    tp, cp or pp as the model is."""
+    tp, cp or pp as the model is, or by the kernel for documents."""
+    check_documents(config, world.device, world.parallel.dtype)
     check_tensor_parallel(config, world.mesh["tp"])
     if world.parallel.cp > 1:
         check_context_parallel(config, world)

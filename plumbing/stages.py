@@ -31,6 +31,10 @@ def check_combination(parallel, strategy, splits_backward: bool) -> None:
         raise UserError("--pp does not combine with offloading: give one of them")
     if splits_backward and parallel.compile:
         raise UserError("compiled blocks cannot split backward: give --no-compile")
+    if splits_backward and parallel.float8 != "none":
+        raise UserError(
+            "a backward in two parts does not combine with --float8: use --schedule 1f1b"
+        )
     if splits_backward and parallel.reshard == "all":
         raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
 

@@ -140,7 +140,7 @@ TWO = {
 }
 FOURFOLD = {
     "ddp": sharing(ODD, 4, dp="ddp", replicate=4, cp=4),
-    "fsdp": sharing(GROUPED | TIED, 2, dp="fsdp", shard=4, cp=2),
+    "fsdp": sharing(GROUPED | TIED | dict(rope_scaling=8.0), 2, dp="fsdp", shard=4, cp=2),
     "fsdp none": sharing(GROUPED | TIED, 2, dp="fsdp", shard=4, cp=4, reshard="none"),
     "fsdp all": sharing(GROUPED, 2, dp="fsdp", shard=4, cp=2, reshard="all"),
     "hsdp": sharing(GROUPED | TIED, 2, dp="hsdp", replicate=2, shard=2, cp=2),

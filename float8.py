@@ -1,0 +1,216 @@
+"""Float8: the three matrix products of a linear layer in 8 bits, about twice as fast on GPUs.
+
+What 8 bits can say, beside the 16 that training otherwise computes in:
+
+                sign  exponent  mantissa   largest   smallest   numbers from 1 to 2
+    e4m3           1         4         3       448       2^-9                     8
+    e5m2           1         5         2    57,344      2^-16                     4
+    bfloat16       1         8         7    3.4e38     2^-133                   128
+
+e4m3 is finer and is used for inputs and weights; e5m2 reaches farther and is used for gradients,
+most of which are small beside their largest. Neither reaches as far as the numbers of a network,
+so a tensor is divided by a scale before it is rounded, and the product is multiplied by the scales
+of both. A scale brings the largest number to the largest that the format has; what is smaller by
+more than the format's range becomes 0, and all else is off by up to 1/16 (e4m3) or 1/8 (e5m2).
+
+    y  = x Wᵀ    [n, out]    sums over in
+    dx = g W     [n, in]     sums over out
+    dW = gᵀ x    [out, in]   sums over the n tokens
+
+    recipe       one scale for
+    tensorwise   a tensor, which is then rounded once for both of its products: the fastest
+    rowwise      each row of the left and each column of the right operand: an outlier spoils no
+                 other row. A tensor is rounded anew for each product, along what that sums over
+    mxfp8        32 neighbours along the sum, and a power of two (e8m0): the format of OCP's
+                 Microscaling specification, which Blackwell GPUs multiply. Emulated here
+
+Scales follow the numbers of each step (dynamic scaling), so there is nothing to tune or to save:
+weights stay float32 in AdamW and in checkpoints. On a GPU that has them (compute capability 8.9 and
+up), tensorwise and rowwise products run in 8 bits; elsewhere the rounded numbers are multiplied in
+float32, or in float64 in a float64 model, so that a laptop shows what 8 bits do to a gradient.
+
+Under tensor parallelism a rank has a part of some tensors, but a scale is that of the whole: ranks
+all-reduce the largest numbers over tp, so that they round as one process does. Under FSDP, DDP and
+context parallelism, scales of inputs and gradients are those of a rank's microbatch, as with
+accumulation in one process.
+
+Use for models whose matrices are large, compiled: rounding is a pass over memory, which only large
+products repay. Avoid where training already diverges. Embedding, output and norms stay as they are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
+
+from model import Llama
+
+RECIPES = ("tensorwise", "rowwise", "mxfp8")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCK = 32  # neighbours that share a scale in mxfp8
+MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
+
+
+# ------------------------------------------------------------------------------------ rounding
+
+
+class Rounded(NamedTuple):
+    """A matrix [m, k] in 8 bits. k is what a product sums over."""
+
+    codes: Tensor  # [m, k] e4m3 or e5m2
+    scale: Tensor  # what to multiply them by: [], [m, 1] or [m, k / BLOCK], float32
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Return what the codes stand for."""
+        codes, scale = self.codes.to(dtype), self.scale.to(dtype)
+        if scale.numel() > max(1, len(codes)):
+            return (codes.unflatten(1, (-1, BLOCK)) * scale[..., None]).flatten(1)
+        return codes * scale
+
+
+def rounded(
+    x: Tensor, format: torch.dtype, recipe: str, group=None, factor: Tensor | None = None
+) -> Rounded:
+    """Round a matrix [m, k] to 8 bits. `group`: ranks that have other parts of what a scale is for.
+    `factor` is what factor_of returns, if that is known.
+
+    Numbers are clamped to the format's largest, since older versions of torch make NaN of what is
+    beyond. A number that is not finite makes its scale, and so the product, not finite."""
+    if recipe == "mxfp8":
+        return rounded_in_blocks(x, format)
+    factor = factor_of(x, format, recipe, group) if factor is None else factor
+    largest = torch.finfo(format).max
+    return Rounded((x.float() * factor).clamp(-largest, largest).to(format), factor.reciprocal())
+
+
+def factor_of(x: Tensor, format: torch.dtype, recipe: str, group=None) -> Tensor:
+    """Return what brings the largest number of a tensor, or of each row, to the format's largest:
+    float32 [] or [m, 1]."""
+    amax = x.abs().amax() if recipe == "tensorwise" else x.abs().amax(1, keepdim=True)
+    if group is not None:
+        amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
+    return (torch.finfo(format).max / amax.double().clamp(min=1e-12)).float()
+
+
+def rounded_in_blocks(x: Tensor, format: torch.dtype) -> Rounded:
+    """The same with a power of two for each BLOCK of a row: the smallest with which no number is
+    beyond the format's largest. Powers from 2^-127 to 2^127, as in e8m0."""
+    largest = torch.finfo(format).max
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [1/2, 1)
+    exponent = exponent - (mantissa == 0.5).int()
+    exponent = torch.where(amax == 0, -127, exponent).clamp(-127, 127)
+    half = -exponent // 2  # in two steps, as 2^127 times 2^127 is more than float32 has
+    blocks = torch.ldexp(torch.ldexp(blocks, half), -exponent - half)
+    codes = blocks.clamp(-largest, largest).to(format).flatten(1)
+    scale = torch.where(amax.isfinite(), torch.ldexp(torch.ones_like(amax), exponent), torch.nan)
+    return Rounded(codes, scale.squeeze(-1))
+
+
+def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return a bᵀ [m, n] of a [m, k] and b [n, k]. `fast`: sums may be less exact, as is usual in
+    forward."""
+    in_blocks = a.scale.numel() > max(1, len(a.codes))
+    if a.codes.is_cuda and dtype != torch.float64 and not in_blocks:
+        right = b.codes.contiguous().T, b.scale.T.contiguous() if b.scale.ndim else b.scale
+        return torch._scaled_mm(
+            a.codes.contiguous(), right[0], a.scale, right[1], out_dtype=dtype, use_fast_accum=fast
+        )
+    wide = torch.promote_types(dtype, torch.float32)
+    return (a.numbers(wide) @ b.numbers(wide).T).to(dtype)
+
+
+# ----------------------------------------------------------------------------------- the layer
+
+
+class Float8Product(torch.autograd.Function):
+    """x Wᵀ, x [n, in], W [out, in]. `groups`: ranks over which `in` and `out` are sharded.
+
+    With one scale a tensor, backward needs the same codes of x, which are saved in its place. Those of
+    W are made again: saved, they would lie unsharded on every rank, which FSDP is to avoid."""
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe, groups):
+        ctx.recipe, (of_in, ctx.of_out) = recipe, groups
+        x8, factor = rounded(x, E4M3, recipe, of_in), None
+        if recipe == "tensorwise":
+            factor = factor_of(weight, E4M3, recipe, of_in or ctx.of_out)
+        weight8 = rounded(weight, E4M3, recipe, of_in, factor)
+        ctx.save_for_backward(weight, factor, *(x8 if recipe == "tensorwise" else (x, None)))
+        return product(x8, weight8, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        recipe, dtype = ctx.recipe, grad.dtype
+        weight, factor, x, x_scale = ctx.saved_tensors
+        format = E4M3 if recipe == "mxfp8" else E5M2
+        grad8 = rounded(grad, format, recipe, ctx.of_out)
+        weight8 = rounded(weight.T, E4M3, recipe, ctx.of_out, factor)
+        if recipe == "tensorwise":
+            x8, grad8_transposed = Rounded(x.T, x_scale), Rounded(grad8.codes.T, grad8.scale)
+        else:
+            x8, grad8_transposed = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
+        return product(grad8, weight8, dtype), product(grad8_transposed, x8, dtype), None, None
+
+
+def float8_product(x: Tensor, weight: Tensor, recipe: str, groups: tuple = (None, None)) -> Tensor:
+    """Return x Wᵀ in 8 bits, x [..., in]. Autocast applies to x and W, and not within."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        y = Float8Product.apply(x.flatten(0, -2), weight, recipe, groups)
+    return y.unflatten(0, x.shape[:-1])
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that computes in 8 bits.
+
+    `product` is the function that forward computes; tensor parallelism replaces it."""
+
+    def __init__(self, base: nn.Linear, recipe: str):
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
+        self.weight, self.recipe = base.weight, recipe
+        self.product: Callable = partial(float8_product, recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+    def shard_product(self, mesh: DeviceMesh) -> None:
+        """Let forward compute with this rank's shard of a weight that has become a DTensor."""
+        weight, group = self.weight.placements, mesh.get_group()
+        rows = weight[0].is_shard(1)  # `in` is sharded, else `out`
+        x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
+        groups = (group, None) if rows else (None, group)
+        self.product = local_map(
+            partial(float8_product, recipe=self.recipe, groups=groups),
+            out_placements=y,
+            in_placements=(x, weight),
+            in_grad_placements=(x if rows else [Partial()], weight),
+            device_mesh=mesh,
+        )
+
+
+def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
+    """Replace the matrices of the blocks that suits_float8 accepts by Float8Linear."""
+    for block in model.layers.values():
+        for name, layer in list(block.named_modules()):
+            if suits_float8(layer, recipe, tp):
+                parent, _, attribute = name.rpartition(".")
+                setattr(block.get_submodule(parent), attribute, Float8Linear(layer, recipe))
+
+
+def suits_float8(layer: nn.Module, recipe: str, tp: int = 1) -> bool:
+    """Return whether a layer is a matrix, without bias or adapter, whose widths on a rank can be
+    multiplied in 8 bits."""
+    multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
+    is_matrix = type(layer) in (nn.Linear, Float8Linear) and layer.bias is None
+    return is_matrix and layer.in_features % multiple == layer.out_features % multiple == 0

@@ -1,0 +1,199 @@
+"""float8.py: rounding to 8 bits, and a linear layer whose products are of rounded numbers."""
+
+import math
+
+import pytest
+import torch
+from test_parallel import GROUPED, case, same_training, train
+
+from float8 import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    RECIPES,
+    Float8Linear,
+    float8_product,
+    product,
+    rounded,
+    use_float8,
+)
+from model import Llama, LlamaConfig
+
+FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
+
+
+def decoded(code: int, format: torch.dtype) -> float:
+    """The number of a code, by its bits. e4m3 has no infinity, and one NaN of each sign."""
+    exponent_bits, mantissa_bits, bias = FORMATS[format]
+    sign = -1 if code >> 7 else 1
+    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
+    mantissa = code & (1 << mantissa_bits) - 1
+    if format == E4M3 and code & 0x7F == 0x7F:
+        return math.nan
+    if format == E5M2 and exponent == 31:
+        return math.nan if mantissa else sign * math.inf
+    fraction = mantissa / (1 << mantissa_bits)
+    if exponent == 0:
+        return sign * fraction * 2.0 ** (1 - bias)
+    return sign * (1 + fraction) * 2.0 ** (exponent - bias)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_codes_and_what_is_between_them(format):
+    """The docstring's table; rounding is to the nearest, of two to the one with an even code."""
+    codes = torch.arange(256, dtype=torch.uint8).view(format).double()
+    expected = torch.tensor([decoded(code, format) for code in range(256)], dtype=torch.float64)
+    torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
+    positive = sorted(value for value in expected[:128].tolist() if math.isfinite(value))
+    assert positive[-1] == torch.finfo(format).max == {E4M3: 448, E5M2: 57344}[format]
+    assert positive[1] == {E4M3: 2**-9, E5M2: 2**-16}[format]
+    assert sum(1 <= value < 2 for value in positive) == {E4M3: 8, E5M2: 4}[format]
+    for low, (i, high) in zip(positive, enumerate(positive[1:], 1)):
+        middle = (low + high) / 2
+        near = torch.tensor([middle * (1 - 1e-6), middle, middle * (1 + 1e-6)])
+        even = low if (i - 1) % 2 == 0 else high
+        assert near.to(format).double().tolist() == [low, even, high]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
+    torch.manual_seed(0)
+    largest = torch.finfo(format).max
+    x = torch.randn(48, 64) * torch.logspace(-6, 6, 48)[:, None]
+    x[3] = 0
+    eight = rounded(x, format, recipe)
+    scale = eight.scale
+    blocks = {"tensorwise": x.flatten(), "rowwise": x, "mxfp8": x.unflatten(1, (-1, BLOCK))}[recipe]
+    amax = blocks.abs().amax(-1)
+    if recipe == "mxfp8":  # the smallest power of two with which the largest number fits
+        exact = torch.log2((amax / largest).double()).ceil().clamp(-127, 127)
+        assert torch.equal(scale.double(), torch.exp2(exact))
+    else:
+        factor = (largest / amax.double().clamp(min=1e-12)).float()
+        assert torch.equal(scale.flatten(), factor.reciprocal().flatten())
+    step = 2.0 ** -(FORMATS[format][1] + 1)  # half of a unit in the last place
+    error = (eight.numbers(torch.float64) - x.double()).abs()
+    smallest = scale.double() * torch.tensor(decoded(1, format), dtype=torch.float64)
+    if recipe == "mxfp8":
+        smallest = smallest.repeat_interleave(BLOCK, 1)
+    assert (error <= torch.maximum(step * x.double().abs() * (1 + 1e-6), smallest)).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_not_finite_is_not_hidden(recipe):
+    for bad in (math.inf, -math.inf, math.nan):
+        x = torch.ones(32, 32)
+        x[0, 5] = bad
+        y = float8_product(x, torch.ones(32, 32), recipe)
+        assert not y[0].isfinite().any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float64", 1e-15), ("float32", 1e-6), ("bfloat16", 6e-3)]
+)
+def test_products_are_those_of_rounded_numbers(recipe, dtype, tolerance):
+    """Output and both gradients, beside float64 products of what the codes stand for."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, dtype)
+    x, weight, grad = (torch.randn(*shape, dtype=dtype) for shape in ((64, 96), (32, 96), (64, 32)))
+    weight[2] *= 1000  # an outlier
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    y = float8_product(*inputs, recipe)
+    found = y.detach(), *torch.autograd.grad(y, inputs, grad)
+    of_gradients = E4M3 if recipe == "mxfp8" else E5M2
+
+    def numbers(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+        return rounded(x.detach(), format, recipe).numbers(torch.float64)
+
+    expected = (
+        numbers(x, E4M3) @ numbers(weight, E4M3).T,
+        numbers(grad, of_gradients) @ numbers(weight.T, E4M3).T,
+        numbers(grad.T, of_gradients) @ numbers(x.T, E4M3).T,
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_emulated_products_are_those_of_torchs_scaled_mm():
+    """Bit for bit in bfloat16, in which the CPU has them for one scale a tensor."""
+    torch.manual_seed(0)
+    a, b = (rounded(torch.randn(48, 64), E4M3, "tensorwise") for _ in "ab")
+    theirs = torch._scaled_mm(a.codes, b.codes.T, a.scale, b.scale, out_dtype=torch.bfloat16)
+    assert torch.equal(product(a, b, torch.bfloat16), theirs)
+
+
+def test_matrices_of_blocks_are_replaced_where_their_widths_allow():
+    config = LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48, n_heads=4, n_kv_heads=2))
+    model = Llama(config)
+    names = {name for name, _ in model.named_parameters()}
+    use_float8(model, "mxfp8")
+    replaced = {name for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    attention = [f"layers.{i}.attention.{w}" for i in range(2) for w in ("wq", "wk", "wv", "wo")]
+    assert replaced == set(attention)  # 48 is no multiple of 32
+    assert {name for name, _ in model.named_parameters()} == names
+    use_float8(model, "rowwise", tp=4)  # 48 / 4 is no multiple of 16
+    assert {name for name, m in model.named_modules() if isinstance(m, Float8Linear)} == replaced
+
+
+# ---------------------------------------------------------------------- in every configuration
+
+WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
+
+
+def in_8_bits(recipe: str, microbatch: int = 2, packed: bool = False, **options) -> dict:
+    """A case of sequences of 16 tokens, so that 32 are a multiple of all that recipes need."""
+    return case(WIDE, microbatch, packed, float8=recipe, **options) | {"seq": 16}
+
+
+ONE = {recipe: in_8_bits(recipe) for recipe in RECIPES}
+TWO = {
+    f"{recipe} {name}": in_8_bits(recipe, **options)
+    for recipe in RECIPES
+    for name, options in {
+        "ddp": dict(dp="ddp", replicate=2),
+        "fsdp full": dict(dp="fsdp", shard=2, checkpointing="full"),
+        "tp": dict(dp="ddp", tp=2),
+        "tp selective": dict(dp="fsdp", tp=2, checkpointing="selective"),
+        "pp": dict(pp=2),
+    }.items()
+}
+
+
+FOURFOLD = {
+    f"{recipe} {name}": in_8_bits(recipe, **options)
+    for recipe in RECIPES
+    for name, options in {
+        "hsdp": dict(dp="hsdp", replicate=2, shard=2),
+        "fsdp tp": dict(dp="fsdp", shard=2, tp=2),
+        "fsdp tp compiled": dict(dp="fsdp", shard=2, tp=2, compile=True),
+        "pp fsdp": dict(dp="fsdp", shard=2, pp=2, checkpointing="full"),
+    }.items()
+}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), 0, ONE)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("two"), 2, TWO)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_round_as_one_process_does(one, two, name):
+    """In float64, where sums in another order do not make another code."""
+    same_training(two[name], one[name.split()[0]])
+
+
+@pytest.mark.slow
+def test_four_ranks_round_as_one_process_does(one, tmp_path):
+    for name, result in train(tmp_path, 4, FOURFOLD, timeout=900).items():
+        same_training(result, one[name.split()[0]])
+
+
+def test_recipes_differ(one):
+    assert len({result["rows"][0] for result in one.values()}) == len(RECIPES)
