@@ -133,8 +133,8 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> T
 class Float8Product(torch.autograd.Function):
     """x Wᵀ, x [n, in], W [out, in]. `groups`: ranks over which `in` and `out` are sharded.
 
-    With one scale a tensor, backward needs the same codes of x, which are saved in its place. Those of
-    W are made again: saved, they would lie unsharded on every rank, which FSDP is to avoid."""
+    With one scale a tensor, backward needs the same codes of x, which are saved in its place. Those
+    of W are made again: saved, they would lie unsharded on every rank, which FSDP avoids."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):
