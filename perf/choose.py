@@ -181,17 +181,17 @@ def what_would_fit(
     data_ranks = parallel.replicate * parallel.shard
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
 
+    def sequences(parallel: ParallelConfig) -> int:
+        """Of a step, on each rank."""
+        return args.batch * parallel.cp // data_ranks
+
     def peak(parallel: ParallelConfig, size: int) -> int:
-        tokens, sequences = (
-            size * args.seq_len // parallel.cp,
-            args.batch * parallel.cp // data_ranks,
-        )
-        return predict_memory(model, parallel, tokens, sequences // size, fused, masked)["peak"]
+        tokens, microbatches = size * args.seq_len // parallel.cp, sequences(parallel) // size
+        return predict_memory(model, parallel, tokens, microbatches, fused, masked)["peak"]
 
     needed = peak(parallel, args.microbatch)
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
-    sequences = args.batch * parallel.cp // data_ranks  # of a step, on each rank
-    sizes = [n for n in reversed(divisors(sequences)) if n <= args.microbatch]
+    sizes = [n for n in reversed(divisors(sequences(parallel))) if n <= args.microbatch]
     present = parallel.checkpointing, parallel.offload_activations
     next_ones = ACTIVATIONS.index(present) + 1 if present in ACTIVATIONS else -1
     treatments = present, *(t for t in ACTIVATIONS[next_ones:] if not (t[1] and parallel.pp > 1))

@@ -160,7 +160,7 @@ EIGHT = {
     "pp tp": piped(GROUPED | TIED, 2, 2, "1f1b", packed=True, dp="ddp", replicate=2, tp=2, cp=2)
     | {"seq": 24},
 }
-QUICK = ("ddp", "ddp accumulating", "fsdp selective", "lora w2", "hsdp", "tp", "pp")
+QUICK = ("ddp accumulating", "fsdp selective", "lora w2", "hsdp", "tp", "pp")
 for cases, name in ((TWO, "ddp"), (FOURFOLD, "tp"), (FOURFOLD, "pp")):
     cases[name]["generate"] = True
 

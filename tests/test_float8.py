@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from conftest import slow
 from test_parallel import GROUPED, case, same_training, train
+from test_pipeline import selected
 
 from float8 import (
     BLOCK,
@@ -161,6 +163,7 @@ TWO = {
 }
 
 
+QUICK = ("tensorwise ddp", "tensorwise tp", "rowwise tp", "mxfp8 fsdp full")
 FOURFOLD = {
     f"{recipe} {name}": in_8_bits(recipe, **options)
     for recipe in RECIPES
@@ -179,11 +182,11 @@ def one(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("two"), 2, TWO)
+def two(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("two"), 2, selected(request, TWO))
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TWO])
 def test_two_ranks_round_as_one_process_does(one, two, name):
     """In float64, where sums in another order do not make another code."""
     same_training(two[name], one[name.split()[0]])
