@@ -1,8 +1,9 @@
-"""Float8: the three matrix products of a linear layer in 8 bits, about twice as fast on GPUs.
+"""Float8: the three matrix products of a linear layer in 8 bits, which GPUs do twice as fast.
 
-What 8 bits can say, beside the 16 that training otherwise computes in:
+Which numbers 8 bits can hold, beside the 16 that training otherwise computes in (the smallest above
+0; numbers at least 1 and below 2):
 
-                sign  exponent  mantissa   largest   smallest   numbers from 1 to 2
+                sign  exponent  mantissa   largest   smallest   numbers in [1, 2)
     e4m3           1         4         3       448       2^-9                     8
     e5m2           1         5         2    57,344      2^-16                     4
     bfloat16       1         8         7    3.4e38     2^-133                   128
@@ -10,29 +11,31 @@ What 8 bits can say, beside the 16 that training otherwise computes in:
 e4m3 is finer and is used for inputs and weights; e5m2 reaches farther and is used for gradients,
 most of which are small beside their largest. Neither reaches as far as the numbers of a network,
 so a tensor is divided by a scale before it is rounded, and the product is multiplied by the scales
-of both. A scale brings the largest number to the largest that the format has; what is smaller by
-more than the format's range becomes 0, and all else is off by up to 1/16 (e4m3) or 1/8 (e5m2).
+of both. A scale brings the largest number to, or near, the largest that the format has. Rounding is
+then off by up to 1/17 (e4m3) or 1/9 (e5m2) of a number; by more for those that are smaller than the
+largest by a factor of 28,672 (e4m3) or 9e8 (e5m2), and the smallest become 0.
 
     y  = x Wᵀ    [n, out]    sums over in
     dx = g W     [n, in]     sums over out
     dW = gᵀ x    [out, in]   sums over the n tokens
 
     recipe       one scale for
-    tensorwise   a tensor, which is then rounded once for both of its products: the fastest
+    tensorwise   a tensor, which has the same codes in both of its products: the fastest
     rowwise      each row of the left and each column of the right operand: an outlier spoils no
-                 other row. A tensor is rounded anew for each product, along what that sums over
-    mxfp8        32 neighbours along the sum, and a power of two (e8m0): the format of OCP's
-                 Microscaling specification, which Blackwell GPUs multiply. Emulated here
+                 other row. A tensor has other codes in each of its two products
+    mxfp8        each 32 numbers in a row, of those that are summed; a power of two (e8m0). The
+                 format of OCP's Microscaling specification, which Blackwell GPUs multiply: emulated
+                 here. Its gradients are in e4m3
 
-Scales follow the numbers of each step (dynamic scaling), so there is nothing to tune or to save:
-weights stay float32 in AdamW and in checkpoints. On a GPU that has them (compute capability 8.9 and
-up), tensorwise and rowwise products run in 8 bits; elsewhere the rounded numbers are multiplied in
+Scales follow the numbers of each product (dynamic scaling), so there is nothing to tune or to save:
+weights stay float32 in AdamW and in checkpoints. In bfloat16 on a GPU of compute capability 8.9 or
+more, tensorwise and rowwise products run in 8 bits; elsewhere the rounded numbers are multiplied in
 float32, or in float64 in a float64 model, so that a laptop shows what 8 bits do to a gradient.
 
 Under tensor parallelism a rank has a part of some tensors, but a scale is that of the whole: ranks
-all-reduce the largest numbers over tp, so that they round as one process does. Under FSDP, DDP and
-context parallelism, scales of inputs and gradients are those of a rank's microbatch, as with
-accumulation in one process.
+all-reduce the largest numbers over tp, two all-reduces a layer, so that they round as one process
+does (mxfp8 needs none). Under FSDP, DDP and context parallelism, scales of inputs and gradients are
+those of a rank's microbatch, as with accumulation in one process.
 
 Use for models whose matrices are large, compiled: rounding is a pass over memory, which only large
 products repay. Avoid where training already diverges. Embedding, output and norms stay as they are.
@@ -50,10 +53,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama
+from plumbing.processes import UserError
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 32  # neighbours that share a scale in mxfp8
+SMALLEST_AMAX = 2.0**-100  # with which the factor is still a float32
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
 
 
@@ -66,10 +71,14 @@ class Rounded(NamedTuple):
     codes: Tensor  # [m, k] e4m3 or e5m2
     scale: Tensor  # what to multiply them by: [], [m, 1] or [m, k / BLOCK], float32
 
+    @property
+    def in_blocks(self) -> bool:
+        return self.scale.ndim == 2 and self.scale.shape[1] > 1
+
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for."""
         codes, scale = self.codes.to(dtype), self.scale.to(dtype)
-        if scale.numel() > max(1, len(codes)):
+        if self.in_blocks:
             return (codes.unflatten(1, (-1, BLOCK)) * scale[..., None]).flatten(1)
         return codes * scale
 
@@ -80,8 +89,8 @@ def rounded(
     """Round a matrix [m, k] to 8 bits. `group`: ranks that have other parts of what a scale is for.
     `factor` is what factor_of returns, if that is known.
 
-    Numbers are clamped to the format's largest, since older versions of torch make NaN of what is
-    beyond. A number that is not finite makes its scale, and so the product, not finite."""
+    Numbers are clamped to the format's largest: what is beyond would become infinite or NaN. A
+    number that is not finite makes its row of the product not finite."""
     if recipe == "mxfp8":
         return rounded_in_blocks(x, format)
     factor = factor_of(x, format, recipe, group) if factor is None else factor
@@ -95,19 +104,24 @@ def factor_of(x: Tensor, format: torch.dtype, recipe: str, group=None) -> Tensor
     amax = x.abs().amax() if recipe == "tensorwise" else x.abs().amax(1, keepdim=True)
     if group is not None:
         amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
-    return (torch.finfo(format).max / amax.double().clamp(min=1e-12)).float()
+    return (torch.finfo(format).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
 def rounded_in_blocks(x: Tensor, format: torch.dtype) -> Rounded:
     """The same with a power of two for each BLOCK of a row: the smallest with which no number is
     beyond the format's largest. Powers from 2^-127 to 2^127, as in e8m0."""
+    if x.shape[1] % BLOCK:
+        raise UserError(
+            f"mxfp8 cannot sum over {x.shape[1]} numbers, which are no multiple of {BLOCK}: choose "
+            f"--microbatch and --seq-len so that a microbatch has a multiple of {BLOCK} tokens"
+        )
     largest = torch.finfo(format).max
     blocks = x.float().unflatten(1, (-1, BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [1/2, 1)
     exponent = exponent - (mantissa == 0.5).int()
     exponent = torch.where(amax == 0, -127, exponent).clamp(-127, 127)
-    half = -exponent // 2  # in two steps, as 2^127 times 2^127 is more than float32 has
+    half = -exponent // 2  # in two steps, neither of which leaves float32's range
     blocks = torch.ldexp(torch.ldexp(blocks, half), -exponent - half)
     codes = blocks.clamp(-largest, largest).to(format).flatten(1)
     scale = torch.where(amax.isfinite(), torch.ldexp(torch.ones_like(amax), exponent), torch.nan)
@@ -117,14 +131,18 @@ def rounded_in_blocks(x: Tensor, format: torch.dtype) -> Rounded:
 def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return a bᵀ [m, n] of a [m, k] and b [n, k]. `fast`: sums may be less exact, as is usual in
     forward."""
-    in_blocks = a.scale.numel() > max(1, len(a.codes))
-    if a.codes.is_cuda and dtype != torch.float64 and not in_blocks:
+    if has_kernel(a.codes.device) and dtype == torch.bfloat16 and not a.in_blocks:
         right = b.codes.contiguous().T, b.scale.T.contiguous() if b.scale.ndim else b.scale
         return torch._scaled_mm(
             a.codes.contiguous(), right[0], a.scale, right[1], out_dtype=dtype, use_fast_accum=fast
         )
     wide = torch.promote_types(dtype, torch.float32)
     return (a.numbers(wide) @ b.numbers(wide).T).to(dtype)
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Return whether a device multiplies in 8 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # ----------------------------------------------------------------------------------- the layer
@@ -147,17 +165,27 @@ class Float8Product(torch.autograd.Function):
         return product(x8, weight8, x.dtype, fast=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        recipe, dtype = ctx.recipe, grad.dtype
+        with torch.autocast(grad.device.type, enabled=False):
+            return *Float8Product.gradients(ctx, grad), None, None
+
+    @staticmethod
+    def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        recipe, dtype, x_grad, weight_grad = ctx.recipe, grad.dtype, None, None
         weight, factor, x, x_scale = ctx.saved_tensors
         format = E4M3 if recipe == "mxfp8" else E5M2
         grad8 = rounded(grad, format, recipe, ctx.of_out)
-        weight8 = rounded(weight.T, E4M3, recipe, ctx.of_out, factor)
-        if recipe == "tensorwise":
-            x8, grad8_transposed = Rounded(x.T, x_scale), Rounded(grad8.codes.T, grad8.scale)
-        else:
-            x8, grad8_transposed = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
-        return product(grad8, weight8, dtype), product(grad8_transposed, x8, dtype), None, None
+        if ctx.needs_input_grad[0]:
+            weight8 = rounded(weight.T, E4M3, recipe, ctx.of_out, factor)
+            x_grad = product(grad8, weight8, dtype)
+        if ctx.needs_input_grad[1]:
+            if recipe == "tensorwise":
+                x8, grad8_transposed = Rounded(x.T, x_scale), Rounded(grad8.codes.T, grad8.scale)
+            else:
+                x8, grad8_transposed = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
+            weight_grad = product(grad8_transposed, x8, dtype)
+        return x_grad, weight_grad
 
 
 def float8_product(x: Tensor, weight: Tensor, recipe: str, groups: tuple = (None, None)) -> Tensor:
@@ -200,17 +228,22 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
-    """Replace the matrices of the blocks that suits_float8 accepts by Float8Linear."""
+    """Replace the matrices of the blocks that suits_float8 accepts by Float8Linear. Raise UserError
+    for an unknown recipe, and if there is no such matrix."""
+    if recipe not in RECIPES:
+        raise UserError(f"no recipe '{recipe}' of 8 bits: choose one of {', '.join(RECIPES)}")
     for block in model.layers.values():
         for name, layer in list(block.named_modules()):
             if suits_float8(layer, recipe, tp):
                 parent, _, attribute = name.rpartition(".")
                 setattr(block.get_submodule(parent), attribute, Float8Linear(layer, recipe))
+    if not any(isinstance(layer, Float8Linear) for layer in model.modules()):
+        raise UserError(f"no matrix of this model has widths that {recipe} can multiply in 8 bits")
 
 
 def suits_float8(layer: nn.Module, recipe: str, tp: int = 1) -> bool:
-    """Return whether a layer is a matrix, without bias or adapter, whose widths on a rank can be
-    multiplied in 8 bits."""
+    """Return whether a layer is a matrix, without bias or adapter, whose widths can be multiplied
+    in 8 bits, also when tp divides one of them."""
     multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
     is_matrix = type(layer) in (nn.Linear, Float8Linear) and layer.bias is None
     return is_matrix and layer.in_features % multiple == layer.out_features % multiple == 0

@@ -7,6 +7,7 @@ import torch
 from conftest import slow
 from test_parallel import GROUPED, case, same_training, train
 from test_pipeline import selected
+from torch.utils.flop_counter import FlopCounterMode
 
 from float8 import (
     BLOCK,
@@ -20,6 +21,7 @@ from float8 import (
     use_float8,
 )
 from model import Llama, LlamaConfig
+from plumbing.processes import UserError
 
 FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
 
@@ -72,7 +74,7 @@ def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
         exact = torch.log2((amax / largest).double()).ceil().clamp(-127, 127)
         assert torch.equal(scale.double(), torch.exp2(exact))
     else:
-        factor = (largest / amax.double().clamp(min=1e-12)).float()
+        factor = (largest / amax.double().clamp(min=2.0**-100)).float()
         assert torch.equal(scale.flatten(), factor.reciprocal().flatten())
     step = 2.0 ** -(FORMATS[format][1] + 1)  # half of a unit in the last place
     error = (eight.numbers(torch.float64) - x.double()).abs()
@@ -135,8 +137,31 @@ def test_matrices_of_blocks_are_replaced_where_their_widths_allow():
     attention = [f"layers.{i}.attention.{w}" for i in range(2) for w in ("wq", "wk", "wv", "wo")]
     assert replaced == set(attention)  # 48 is no multiple of 32
     assert {name for name, _ in model.named_parameters()} == names
-    use_float8(model, "rowwise", tp=4)  # 48 / 4 is no multiple of 16
-    assert {name for name, m in model.named_modules() if isinstance(m, Float8Linear)} == replaced
+    model = Llama(config)
+    use_float8(model, "rowwise", tp=2)  # 48 / 2 is no multiple of 16
+    replaced = {name for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    assert replaced == set(attention)
+    for recipe, widths in (("row-wise", 64), ("rowwise", 40)):
+        small = Llama(LlamaConfig(**GROUPED | dict(dim=widths, ffn_dim=44)))
+        with pytest.raises(UserError, match=r"no recipe|no matrix"):
+            use_float8(small, recipe)
+
+
+def test_only_what_is_asked_for_is_computed():
+    x, weight = torch.randn(32, 64), torch.randn(32, 64)
+    for needs_x, needs_weight in ((True, False), (False, True)):
+        inputs = x.clone().requires_grad_(needs_x), weight.clone().requires_grad_(needs_weight)
+        with FlopCounterMode(display=False) as counted:
+            float8_product(*inputs, "rowwise").sum().backward()
+        assert counted.get_total_flops() == 2 * 2 * 32 * 64 * 32
+        assert (inputs[0].grad is not None, inputs[1].grad is not None) == (needs_x, needs_weight)
+
+
+def test_an_odd_number_of_tokens_is_refused_in_blocks():
+    x = torch.randn(33, 64, requires_grad=True)
+    weight = torch.randn(32, 64, requires_grad=True)
+    with pytest.raises(UserError, match="33 numbers"):
+        float8_product(x, weight, "mxfp8").sum().backward()
 
 
 # ---------------------------------------------------------------------- in every configuration
