@@ -121,9 +121,7 @@ def rounded_in_blocks(x: Tensor, format: torch.dtype) -> Rounded:
     mantissa, exponent = torch.frexp(amax / largest)  # mantissa in [1/2, 1)
     exponent = exponent - (mantissa == 0.5).int()
     exponent = torch.where(amax == 0, -127, exponent).clamp(-127, 127)
-    half = -exponent // 2  # in two steps, neither of which leaves float32's range
-    blocks = torch.ldexp(torch.ldexp(blocks, half), -exponent - half)
-    codes = blocks.clamp(-largest, largest).to(format).flatten(1)
+    codes = torch.ldexp(blocks, -exponent).clamp(-largest, largest).to(format).flatten(1)
     scale = torch.where(amax.isfinite(), torch.ldexp(torch.ones_like(amax), exponent), torch.nan)
     return Rounded(codes, scale.squeeze(-1))
 
@@ -132,10 +130,9 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> T
     """Return a bᵀ [m, n] of a [m, k] and b [n, k]. `fast`: sums may be less exact, as is usual in
     forward."""
     if has_kernel(a.codes.device) and dtype == torch.bfloat16 and not a.in_blocks:
-        right = b.codes.contiguous().T, b.scale.T.contiguous() if b.scale.ndim else b.scale
-        return torch._scaled_mm(
-            a.codes.contiguous(), right[0], a.scale, right[1], out_dtype=dtype, use_fast_accum=fast
-        )
+        left, right = a.codes.contiguous(), b.codes.contiguous().T  # the layouts that it takes
+        b_scale = b.scale.T.contiguous() if b.scale.ndim else b.scale
+        return torch._scaled_mm(left, right, a.scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
     wide = torch.promote_types(dtype, torch.float32)
     return (a.numbers(wide) @ b.numbers(wide).T).to(dtype)
 
@@ -238,12 +235,14 @@ def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
                 parent, _, attribute = name.rpartition(".")
                 setattr(block.get_submodule(parent), attribute, Float8Linear(layer, recipe))
     if not any(isinstance(layer, Float8Linear) for layer in model.modules()):
-        raise UserError(f"no matrix of this model has widths that {recipe} can multiply in 8 bits")
+        raise UserError(
+            f"{recipe} finds no matrix, without bias or adapter, with widths to multiply in 8 bits"
+        )
 
 
 def suits_float8(layer: nn.Module, recipe: str, tp: int = 1) -> bool:
     """Return whether a layer is a matrix, without bias or adapter, whose widths can be multiplied
     in 8 bits, also when tp divides one of them."""
     multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
-    is_matrix = type(layer) in (nn.Linear, Float8Linear) and layer.bias is None
+    is_matrix = type(layer) is nn.Linear and layer.bias is None
     return is_matrix and layer.in_features % multiple == layer.out_features % multiple == 0

@@ -142,8 +142,8 @@ class Documents(NamedTuple):
     starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
     max_length: int  # no document has more queries; some may have none
-    max_keys: int  # and none more keys
-    needs_kernel = True  # of DOCUMENT_KERNELS, else document_mask does the same
+    max_keys: int  # nor more keys
+    needs_kernel = True  # without one of DOCUMENT_KERNELS, document_mask does the same
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
@@ -338,7 +338,7 @@ class Llama(nn.Module):
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
         (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
-        alike however the model is split, on one kind of device; and in float64, which is cast."""
+        the same however the model is split, on one kind of device. float64 is cast from float32."""
         for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
             if kind.startswith("lora_"):

@@ -42,6 +42,7 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
 
 # ------------------------------------------------------------------------------- communication
 
+DIMS = ("pp", "replicate", "shard", "cp", "tp")  # ranks along the first are farthest apart
 Traffic = dict[tuple[str, str], tuple[int, int]]  # (mesh dimension, collective) -> calls, payload
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import USABLE_FRACTION
-from perf.cost import flops_per_token, predict_traffic
+from perf.cost import DIMS, flops_per_token, predict_traffic
 from perf.devices import GPUS
 from perf.measure import (
     build_on_meta,
@@ -28,7 +28,7 @@ from perf.measure import (
     problem_with_files,
 )
 from perf.memory import predict_memory, prediction_caveat
-from perf.plans import FILTERS, MESH_DIMS, Plan, every_plan, order
+from perf.plans import FILTERS, Plan, every_plan, order
 from perf.roofline import (
     Machine,
     assumed_machine,
@@ -70,7 +70,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:
-        sizes = tuple(getattr(plan.parallel, dim) for dim in MESH_DIMS)
+        sizes = tuple(getattr(plan.parallel, dim) for dim in DIMS)
         best_of_mesh.setdefault(sizes, plan)
     best, shown = plans[0], list(best_of_mesh.values())[: args.top]
     lines = [
@@ -253,7 +253,7 @@ def table(
                 f"{gigabytes['gathered']:,.3g}",
                 f"{gigabytes['activations']:,.3g}",
                 f"{gigabytes['peak']:,.3g}",
-                *(f"{plan.sent.get(dim, 0) / 1e9:,.3g}" for dim in MESH_DIMS),
+                *(f"{plan.sent.get(dim, 0) / 1e9:,.3g}" for dim in DIMS),
                 f"{plan.seconds:,.3g}",
                 mfu,
                 reason(plan, ranked[0], machine),
@@ -269,7 +269,7 @@ def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
 def json_row(plan: Plan, args: argparse.Namespace) -> dict:
     """Return a plan as --json writes it, in bytes and seconds."""
     names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
-    names = (*MESH_DIMS, *names)
+    names = (*DIMS, *names)
     return {name: getattr(plan.parallel, name) for name in names} | {
         "microbatch": plan.microbatch,
         "fits": plan.fits,

@@ -12,13 +12,12 @@ import torch
 from model import Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
-from perf.cost import predict_traffic, sent_bytes
+from perf.cost import DIMS, predict_traffic, sent_bytes
 from perf.measure import count_rounds
 from perf.memory import mask_width, predict_memory
 from perf.roofline import Machine, find_measured_group, group_shape, step_time
 from plumbing.checks import moments_dtype
 
-MESH_DIMS = ("pp", "replicate", "shard", "cp", "tp")
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
 FILTERS = (
@@ -163,7 +162,7 @@ def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
     """Return whether groups of each mesh dimension were measured, if the machine was measured."""
     if not machine.measured:
         return True
-    shapes = [group_shape(dim, parallel, machine) for dim in MESH_DIMS]
+    shapes = [group_shape(dim, parallel, machine) for dim in DIMS]
     return all(n == 1 or find_measured_group(n, in_node, machine) for n, in_node in shapes)
 
 

@@ -11,9 +11,9 @@ The estimate is a sum of parts:
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth
     to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
                  forward, and copies back longer than backward
-    tp, cp,      for each of these dimensions, the exposed time of its collectives: the time that is
-    shard,       not hidden behind computation
-    replicate
+    tp, cp, shard, replicate
+                 for each of these dimensions, the exposed time of its collectives: the time that is
+                 not hidden behind computation
     pp           the time that a rank of a pipeline waits for other stages: the schedule is
                  simulated with the time of each action and message. Parts are the busiest rank's
 

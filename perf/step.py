@@ -45,7 +45,7 @@ from model import Llama
 from parallel import World, is_attention
 from perf.bubble import actions_stamped, draw, shares_of_bubble
 from perf.choose import usable_memory
-from perf.cost import describe_traffic, flops_per_token
+from perf.cost import DIMS, describe_traffic, flops_per_token
 from perf.devices import peak_flops
 from perf.measure import (
     Counted,
@@ -107,11 +107,8 @@ class Training:
 
     @property
     def dims(self) -> list[str]:
-        """Mesh dimensions with more than one rank; ranks along the first are farthest apart."""
-        parallel = self.world.parallel
-        return [
-            dim for dim in ("pp", "replicate", "shard", "cp", "tp") if getattr(parallel, dim) > 1
-        ]
+        """Dimensions with more than one rank; ranks along the first are farthest apart."""
+        return [dim for dim in DIMS if getattr(self.world.parallel, dim) > 1]
 
 
 def measure_lora_step(args: argparse.Namespace) -> str:

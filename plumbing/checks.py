@@ -90,9 +90,8 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         )
     check_parallel(requested_parallel(args), args.shard, config, process)
     check_seq_len(args.seq_len, args.cp)
-    each = args.tp * args.cp
-    if args.seq_len % each and torch.__version__ < "2.13":  # compared as versions
-        even = math.ceil(args.seq_len / (2 * each)) * 2 * each
+    if args.seq_len // args.cp % args.tp and torch.__version__ < "2.13":  # compared as versions
+        even = _round_up(args.seq_len, args.tp * 2 * args.cp if args.cp > 1 else args.tp)
         raise UserError(
             f"torch {torch.__version__} cannot shard --seq-len {args.seq_len} over --tp {args.tp}: "
             f"use --seq-len {even}, or torch 2.13, which shards unevenly"
@@ -102,7 +101,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     if rest:
         raise UserError(
             f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it: "
-            f"use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
+            f"use --batch {_round_up(args.batch, data_ranks)}"
         )
     if args.microbatch and share % args.microbatch:
         raise UserError(
@@ -126,11 +125,14 @@ def check_seq_len(seq_len: int, cp: int) -> None:
     Padding would do, too, but all rows have seq_len tokens, so a length that can be cut costs less.
     """
     if cp > 1 and seq_len % (2 * cp):
-        even = math.ceil(seq_len / (2 * cp)) * 2 * cp
         raise UserError(
             f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
-            f"--seq-len {even}"
+            f"--seq-len {_round_up(seq_len, 2 * cp)}"
         )
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return math.ceil(n / multiple) * multiple
 
 
 @torch.no_grad()

@@ -139,8 +139,9 @@ def describe_mesh(world: World, microbatches: int = 0) -> str:
     ranks of a pipeline wait, if it has so many microbatches."""
     mesh, parts = world.mesh, []
     dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
-    groups = {dim: mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1) for dim in dims}
-    groups = {dim: ranks.flatten(0, -2) for dim, ranks in groups.items()}
+    groups = {}  # dimension -> the ranks of each of its groups
+    for dim in dims:
+        groups[dim] = mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1).flatten(0, -2)
     if (cp := world.parallel.cp) > 1:  # consecutive ranks of replicate x shard
         groups["cp"] = mesh.mesh.movedim(-1, 1).reshape(-1, cp)
     for dim, ranks_of_groups in reversed(groups.items()):

@@ -187,6 +187,17 @@ def changed_copy(
     return "tests/workers/in_copy.py", copy
 
 
+def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
+    """Copy the project's scripts and replace a string that one of them has once. Returns what
+    changed_copy does."""
+    within = changed_copy(copy)
+    path = copy / f"{file}.py"
+    source = path.read_text()
+    assert source.count(old) == 1
+    path.write_text(source.replace(old, new))
+    return within
+
+
 def error_lines(result: Result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("error: ")]
 

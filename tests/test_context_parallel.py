@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import changed_copy, launch, metrics, refused, slow, succeed
+from conftest import launch, metrics, refused, slow, succeed, with_fault
 from test_documents import one_by_one, random_positions
 from test_parallel import FOUR, GROUPED, ODD, SEVEN, TIED, beside, case, equals_plain, holds, train
 from test_pipeline import piped, selected
@@ -130,6 +130,12 @@ TWO = {
     "fsdp selective": sharing(GROUPED, 4, dp="fsdp", shard=2, cp=2, checkpointing="selective"),
     "lora": sharing(GROUPED, 4, lora=SEVEN, dp="fsdp", shard=2, cp=2),
     "lora w2": sharing(GROUPED, 4, lora=beside("w2"), dp="ddp", replicate=2, cp=2),
+    "offloaded": sharing(
+        GROUPED, 4, dp="fsdp", shard=2, cp=2, offload_activations=True, checkpointing="full"
+    ),
+    "all offloaded": sharing(
+        GROUPED, 4, dp="fsdp", shard=2, cp=2, offload_activations=True, offload=True
+    ),
     "compiled": sharing(GROUPED, 4, dp="fsdp", shard=2, cp=2, compile=True),
     "compiled full": sharing(
         GROUPED, 4, packed=False, dp="ddp", replicate=2, cp=2, compile=True, checkpointing="full"
@@ -234,7 +240,7 @@ def test_every_combination_equals_one_process(tmp_path, data, of_copy, cp):
         ("context_parallel", "own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
         ("context_parallel", "*second.flip(0).unbind(0)", "*second.unbind(0)"),
         ("context_parallel", "return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
-        ("context_parallel", "grad_placements=[Partial()]", "grad_placements=[Replicate()]"),
+        ("context_parallel", "grad_placements=[Partial()]", "grad_placements=None"),
         ("context_parallel", "        own_positions,", "        own_positions * 0 + 1,"),
         (
             "train",
@@ -246,11 +252,7 @@ def test_every_combination_equals_one_process(tmp_path, data, of_copy, cp):
 def test_planted_faults_are_found(tmp_path, file, old, new):
     """Keys in place of values, the order of chunks lost, chunks that are not those of the order,
     gradients of keys that are not summed, positions lost, tokens that count twice."""
-    within = changed_copy(tmp_path / "copy")
-    path = tmp_path / "copy" / f"{file}.py"
-    source = path.read_text()
-    assert source.count(old) == 1
-    path.write_text(source.replace(old, new).replace("Partial, Shard", "Partial, Replicate, Shard"))
+    within = with_fault(tmp_path / "copy", file, old, new)
     faulty = sharing(ODD | TIED, 4, dp="fsdp", shard=2, cp=2)
     (result,) = train(tmp_path, 2, {"faulty": faulty}, within=within).values()
     with pytest.raises(AssertionError):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import changed_copy, launch, refused
+from conftest import launch, refused, with_fault
 from test_parallel import GROUPED, ODD, RSLORA, SEVEN, TIED, case, equals_plain, holds, train
 
 from perf.timeline import bubble, check_schedule, draw_svg, draw_text, held, read_schedule
@@ -282,11 +282,7 @@ def test_every_combination_equals_one_process(tmp_path, data, schedule):
 def test_planted_faults_are_found(tmp_path, file, old, new):
     """A microbatch that is lost, ties not summed or counted twice in the norm, a norm of the rank's
     own stage, gradients of one microbatch alone."""
-    within = changed_copy(tmp_path / "copy")
-    path = tmp_path / "copy" / f"{file}.py"
-    source = path.read_text()
-    assert source.count(old) == 1
-    path.write_text(source.replace(old, new))
+    within = with_fault(tmp_path / "copy", file, old, new)
     faulty = case(ODD | TIED, 2, pp=2, schedule="zero-bubble")
     (result,) = train(tmp_path, 2, {"faulty": faulty}, within=within).values()
     with pytest.raises(AssertionError):
