@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from float8 import RECIPES
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
@@ -83,9 +84,10 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
                              "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
                              "tp: tensor parallelism over all processes; cp: fsdp whose ranks in "
                              "a node share sequences; pp: a stage on each node, or process; "
-                             "selective, full, offloaded, compiled: ddp with checkpointing, with "
-                             "full and offloaded activations, or with compiled blocks (default: "
-                             "those that differ on these processes and fit in memory together)")
+                             "selective, full, offloaded, compiled, float8: ddp with that "
+                             "checkpointing, with full and offloaded activations, with compiled "
+                             "blocks, or with those and products in 8 bits (default: those that "
+                             "differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
@@ -158,6 +160,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="dtype of computation (default: bfloat16)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of AdamW's two moments (default: %(default)s)")
+    parser.add_argument("--float8", choices=["none", *RECIPES], default="none",
+                        help="products of the blocks' matrices in 8 bits (default: none)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
     for name in ("shard", "cp", "tp", "pp", "stages-per-rank", "microbatch"):

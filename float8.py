@@ -24,13 +24,12 @@ largest by a factor of 28,672 (e4m3) or 9e8 (e5m2), and the smallest become 0.
     rowwise      each row of the left and each column of the right operand: an outlier spoils no
                  other row. A tensor has other codes in each of its two products
     mxfp8        each 32 numbers in a row, of those that are summed; a power of two (e8m0). The
-                 format of OCP's Microscaling specification, which Blackwell GPUs multiply: emulated
-                 here. Its gradients are in e4m3
+                 format of OCP's Microscaling specification. Its gradients are in e4m3
 
 Scales follow the numbers of each product (dynamic scaling), so there is nothing to tune or to save:
-weights stay float32 in AdamW and in checkpoints. In bfloat16 on a GPU of compute capability 8.9 or
-more, tensorwise and rowwise products run in 8 bits; elsewhere the rounded numbers are multiplied in
-float32, or in float64 in a float64 model, so that a laptop shows what 8 bits do to a gradient.
+weights stay float32 in AdamW and in checkpoints. In bfloat16 on a GPU that has them, products run
+in 8 bits; elsewhere the rounded numbers are multiplied in float32, or in float64 in a float64
+model, so that a laptop shows what 8 bits do to a gradient.
 
 Under tensor parallelism a rank has a part of some tensors, but a scale is that of the whole: ranks
 all-reduce the largest numbers over tp, two all-reduces a layer, so that they round as one process
@@ -54,10 +53,10 @@ from torch.distributed.tensor.experimental import local_map
 
 from model import Llama
 from plumbing.processes import UserError
+from plumbing.scaled_mm import BLOCK, has_kernel, scaled_mm
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 32  # neighbours that share a scale in mxfp8
 SMALLEST_AMAX = 2.0**-100  # with which the factor is still a float32
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
 
@@ -129,17 +128,10 @@ def rounded_in_blocks(x: Tensor, format: torch.dtype) -> Rounded:
 def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return a bᵀ [m, n] of a [m, k] and b [n, k]. `fast`: sums may be less exact, as is usual in
     forward."""
-    if has_kernel(a.codes.device) and dtype == torch.bfloat16 and not a.in_blocks:
-        left, right = a.codes.contiguous(), b.codes.contiguous().T  # the layouts that it takes
-        b_scale = b.scale.T.contiguous() if b.scale.ndim else b.scale
-        return torch._scaled_mm(left, right, a.scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+    if has_kernel(a.codes.device, dtype, "mxfp8" if a.in_blocks else "rowwise"):
+        return scaled_mm(a.codes, b.codes, a.scale, b.scale, dtype, fast)
     wide = torch.promote_types(dtype, torch.float32)
     return (a.numbers(wide) @ b.numbers(wide).T).to(dtype)
-
-
-def has_kernel(device: torch.device) -> bool:
-    """Return whether a device multiplies in 8 bits."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # ----------------------------------------------------------------------------------- the layer
@@ -225,24 +217,28 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
-    """Replace the matrices of the blocks that suits_float8 accepts by Float8Linear. Raise UserError
-    for an unknown recipe, and if there is no such matrix."""
+    """Replace the layers_in_8_bits by Float8Linear. Raise UserError for an unknown recipe, and if
+    there is no such layer."""
     if recipe not in RECIPES:
         raise UserError(f"no recipe '{recipe}' of 8 bits: choose one of {', '.join(RECIPES)}")
-    for block in model.layers.values():
-        for name, layer in list(block.named_modules()):
-            if suits_float8(layer, recipe, tp):
-                parent, _, attribute = name.rpartition(".")
-                setattr(block.get_submodule(parent), attribute, Float8Linear(layer, recipe))
-    if not any(isinstance(layer, Float8Linear) for layer in model.modules()):
+    names = layers_in_8_bits(model, recipe, tp)
+    if not names:
         raise UserError(
             f"{recipe} finds no matrix, without bias or adapter, with widths to multiply in 8 bits"
         )
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        layer = Float8Linear(model.get_submodule(name), recipe)
+        setattr(model.get_submodule(parent), attribute, layer)
 
 
-def suits_float8(layer: nn.Module, recipe: str, tp: int = 1) -> bool:
-    """Return whether a layer is a matrix, without bias or adapter, whose widths can be multiplied
-    in 8 bits, also when tp divides one of them."""
+def layers_in_8_bits(model: Llama, recipe: str, tp: int = 1) -> list[str]:
+    """Return the names of the layers that are multiplied in 8 bits: matrices of the blocks, without
+    bias or adapter, whose widths can be, also when tp divides one of them."""
     multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
-    is_matrix = type(layer) is nn.Linear and layer.bias is None
-    return is_matrix and layer.in_features % multiple == layer.out_features % multiple == 0
+    return [
+        name
+        for name, layer in model.named_modules()
+        if name.startswith("layers.") and type(layer) is nn.Linear and layer.bias is None
+        if layer.in_features % multiple == layer.out_features % multiple == 0
+    ]

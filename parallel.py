@@ -85,7 +85,7 @@ class ParallelConfig:
     stages_per_rank: int = 1
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
-    float8: str = "none"  # or one of float8.py's RECIPES; predictions do not know it yet
+    float8: str = "none"  # or one of float8.py's RECIPES
 
     def __post_init__(self):
         check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))

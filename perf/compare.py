@@ -40,12 +40,14 @@ from perf.measure import (
     timing_table,
 )
 from perf.memory import mask_width, predict_memory
-from plumbing.checks import check_seq_len, moments_dtype
+from plumbing.checks import check_seq_len, check_tokens, moments_dtype
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
+from plumbing.scaled_mm import has_kernel
 from train import Totals
 
-# Relative; sums in a different order differ by less.
+# Relative; sums in a different order differ by less, and those of products in 8 bits by less than
+# is allowed in bfloat16.
 LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 # ------------------------------------------------------------------------------- contestants
@@ -65,6 +67,7 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "full": ParallelConfig(checkpointing="full"),
     "offloaded": ParallelConfig(checkpointing="full", offload_activations=True),
     "compiled": ParallelConfig(compile=True),
+    "float8": ParallelConfig(compile=True, float8="tensorwise"),
 }
 
 
@@ -91,6 +94,8 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return base.size == 1
     if name in ("selective", "full"):
         return True
+    if name == "float8":
+        return has_kernel(base.device, base.parallel.dtype, CONTESTANTS[name].float8)
     if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
     if name in ("wrong", "cp", "pp", "pp-zero-bubble") or (
@@ -167,6 +172,8 @@ def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, b
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
     check_parallel(parallel, None, config, base)
     check_seq_len(args.seq_len, parallel.cp)
+    if parallel.float8 != "none":
+        check_tokens(parallel.float8, args.microbatch * args.seq_len, base)
     if args.batch % (data_ranks * args.microbatch):
         raise UserError(
             f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "
@@ -330,7 +337,8 @@ def sent_text(cost: Cost) -> str:
 def compare_losses(costs: dict[str, Cost]) -> str:
     """Say whether all contestants computed the same loss in the first step, as they must."""
     (first, reference), *_ = costs.items()
-    tolerance = LOSS_TOLERANCE[reference.parallel.dtype]
+    rounded = any(cost.parallel.float8 != "none" for cost in costs.values())
+    tolerance = LOSS_TOLERANCE[torch.bfloat16 if rounded else reference.parallel.dtype]
     errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
     if different := [name for name, error in errors.items() if error > tolerance]:
         losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from float8 import layers_in_8_bits
 from model import LOSS_CHUNK, Llama
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from plumbing.stages import part_of
@@ -24,19 +25,25 @@ from tensor_parallel import planned_dims
 # --------------------------------------------------------------------------------------- FLOPs
 
 
-def flops_per_token(model: Llama, seq_len: int) -> int:
+def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None = None) -> int:
     """Return the floating-point operations to train on one token.
 
     Per element of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
     trainable, 2 for its own gradient. Attention takes 4 D per layer and token attended to, for
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
-    seq_len tokens, and recomputation is not counted, so that published figures compare."""
-    config, weights = model.config, 0
-    for layer in model.modules():
+    seq_len tokens, and recomputation is not counted, so that published figures compare.
+
+    With a `parallel` that multiplies in 8 bits, such products count half: GPUs do twice as many of
+    them in a second, so that the share of the bfloat16 peak is that of each product's own peak."""
+    config, weights, halved = model.config, 0, set()
+    if parallel and parallel.float8 != "none":
+        halved = set(layers_in_8_bits(model, parallel.float8, parallel.tp))
+    for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             for matrix in layer.parameters():
-                weights += (6 if matrix.requires_grad else 4) * matrix.numel()
+                flops = (6 if matrix.requires_grad else 4) * matrix.numel()
+                weights += flops // 2 if name in halved else flops
     return weights + 3 * 4 * config.n_layers * config.dim * seq_len
 
 
@@ -145,6 +152,30 @@ def _tensor_parallel(
         yield "tp", "all-gather", m * 2 * L, activation
     if parallel.checkpointing == "full":
         yield "tp", "reduce-scatter", m * L, activation
+    if parallel.float8 in ("tensorwise", "rowwise"):
+        yield from _largest_numbers(model, parallel, m, tokens)
+
+
+def _largest_numbers(
+    model: Llama, parallel: ParallelConfig, m: int, tokens: int
+) -> Iterator[tuple]:
+    """What scales of whole tensors or rows need of other ranks along tp: the largest numbers of a
+    weight in forward, by rows where its rows are sharded; those of its input there, and those of
+    the gradient of its output where columns are."""
+    forwards = m * (1 if parallel.checkpointing == "none" else 2)
+    dims = _sharded_dims("block", first_block(model))
+    sharded_in_block = set(layers_in_8_bits(model, parallel.float8, parallel.tp))
+    for block, name in (name.split(".", 2)[1:] for name in sharded_in_block):
+        layer, by_rows = model.layers[block].get_submodule(name), dims[f"{name}.weight"] == 1
+        width = layer.out_features if by_rows else layer.in_features
+        if parallel.float8 == "tensorwise":
+            width = rows = 1
+        else:
+            rows = tokens
+        # of the weight: tensorwise in forward; by row, where the product sums over what is sharded
+        times = forwards if by_rows or parallel.float8 == "tensorwise" else m
+        yield "tp", "all-reduce", times, width * parallel.weight_bytes
+        yield "tp", "all-reduce", forwards if by_rows else m, rows * parallel.weight_bytes
 
 
 def _context_parallel(

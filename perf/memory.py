@@ -283,6 +283,9 @@ def saved_elements(
         everything += (2 * (keys - kv_dim) + D) / parallel.tp
     elif masked:
         everything += masked + 2 * (D - kv_dim) / parallel.tp
+    if parallel.float8 == "tensorwise":  # each product saves codes of a byte in place of its input
+        inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
+        everything += inputs * D * byte - norm_outputs + ((D + F) * byte - F) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     saved = {
         "none": everything,

@@ -56,7 +56,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.batch = args.batch or 2 * args.gpus
-    check_flags(args)
+    check_flags(args, machine)
     args.per_node = min(args.gpus, args.per_node)
     model = build_on_meta(PRESETS[args.model])
     plans = sorted(every_plan(model, args, machine), key=order)
@@ -89,8 +89,13 @@ def plan_cluster(args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raise UserError where flags contradict each other, or --json cannot be written."""
+def check_flags(args: argparse.Namespace, machine: Machine) -> None:
+    """Raise UserError where flags contradict each other or the machine, or --json cannot be
+    written."""
+    if args.float8 != "none" and args.float8 not in machine.recipes:
+        known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
+        reason = "bench.py comm does not measure products in 8 bits" if args.measured else known
+        raise UserError(f"no plan with --float8 {args.float8} for {machine.name}: {reason}")
     if args.gpus > args.per_node and args.gpus % args.per_node:
         nodes = math.ceil(args.gpus / args.per_node)
         raise UserError(
@@ -217,7 +222,8 @@ def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
             f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
         )
     return (
-        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}, on {args.gpus} "
+        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}"
+        f"{f' and {args.float8} float8' if args.float8 != 'none' else ''}, on {args.gpus} "
         f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
@@ -234,9 +240,9 @@ def table(
         "| sends over pp GB | replicate GB | shard GB | cp GB | tp GB | step s | MFU | reason"
     ).split(" | ")
     rows = []
-    flops = flops_per_token(model, args.document_length or args.seq_len)
     for plan in ranked:
         parallel = plan.parallel
+        flops = flops_per_token(model, args.document_length or args.seq_len, parallel)
         gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
         state = gigabytes["parameters"] + gigabytes["gradients"] + gigabytes["optimizer"]
         mfu = "unknown"  # as is the peak of a measured machine
@@ -325,6 +331,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "checkpointing": parallel.checkpointing,
         "dtype": args.dtype,
         "moments": args.moments if args.moments != "float32" else None,
+        "float8": args.float8 if args.float8 != "none" else None,
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train += " --offload-activations" * parallel.offload_activations

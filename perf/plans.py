@@ -97,6 +97,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     compile=args.compile,
                     dtype=dtype,
                     moments=moments_dtype(args),
+                    float8=args.float8,
                     pp=pp,
                     cp=cp,
                     schedule=schedule,

@@ -2,11 +2,13 @@
 
 The estimate is a sum of parts:
 
-    products     matrix products: FLOPs / (peak x MATMUL_FRACTION). Attention is causal, so half of
-                 its square counts, and its rate is peak x ATTENTION_FRACTION
+    products     matrix products: FLOPs / (peak x MATMUL_FRACTION), and in 8 bits in half that time.
+                 Attention is causal, so half of its square counts, and its rate is peak x
+                 ATTENTION_FRACTION
     recompute    the same for what backward recomputes under activation checkpointing
-    passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss
-                 and FSDP's copies read and write, recomputation included / memory bandwidth
+    passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss,
+                 FSDP's copies and rounding to 8 bits read and write, recomputation included /
+                 memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth
     to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
@@ -52,6 +54,7 @@ from perf.memory import predict_memory, saved_elements
 from perf.timeline import simulate
 from pipeline import has_w, make_schedule
 from plumbing.processes import UserError
+from plumbing.scaled_mm import recipes_of
 from plumbing.stages import layers_of
 
 MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
@@ -88,6 +91,7 @@ class Machine:
     overlaps: bool = True  # whether collectives run beside computation
     fsdp_overhead: float = 0.0  # seconds per microbatch
     measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
+    recipes: tuple[str, ...] = ()  # of float8.py, whose products it does twice as fast
 
 
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
@@ -115,6 +119,7 @@ def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
         node_link=row.node_link * 1e9,
         link=link_speed(link),
         per_node=per_node,
+        recipes=recipes_of(row.capability),
     )
 
 
@@ -223,14 +228,39 @@ def compute_time(
     matmul_rate = machine.peak * machine.matmul_fraction
     attention_rate = machine.peak * machine.attention_fraction
     # Backward takes twice the FLOPs of forward. Attention's also recomputes the scores: 2.5 times.
-    products = 3 * (L * block + output) / matmul_rate + 3.5 * L * attention / attention_rate
-    recompute = L * (block_again / matmul_rate + attention_again / attention_rate)
+    in_8_bits = parallel.float8 != "none"
+    block_rate = matmul_rate * (2 if in_8_bits else 1)
+    products = 3 * (L * block / block_rate + output / matmul_rate)
+    products += 3.5 * L * attention / attention_rate
+    recompute = L * (block_again / block_rate + attention_again / attention_rate)
     tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
+    rounding = L * rounding_bytes(config, parallel, tokens) if in_8_bits else 0
     return {
         "products": tokens_of_rank * products,
         "recompute": tokens_of_rank * recompute,
-        "passes": tokens_of_rank * passes / machine.bandwidth,
+        "passes": (tokens_of_rank * passes + rounding) / machine.bandwidth,
     }
+
+
+def rounding_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int) -> float:
+    """Return the bytes that float8.py's rounding reads and writes for a block and a microbatch.
+
+    A tensor is read for its largest number, and again for its codes. Tensorwise codes are copied to
+    be transposed; other recipes round along both dimensions."""
+    D, F, w, tp = config.dim, config.ffn_dim, parallel.weight_bytes, parallel.tp
+    kv_dim = config.n_kv_heads * config.head_dim
+    weights = (2 * D * (D + kv_dim) + 3 * D * F) / tp
+    # Compiled, wq, wk and wv share the codes of their input, as do w1 and w3.
+    inputs = tokens * ((2 if parallel.compile else 5) * D + (D + F) / tp)
+    gradients = tokens * (2 * D + (D + 2 * kv_dim + 2 * F) / tp)
+    cast = w + 1 if parallel.compile else w + 25  # eager: four passes, between them in float32
+    rounding = w + cast
+    forward = rounding * (inputs + weights)
+    if parallel.float8 == "tensorwise":
+        backward = cast * weights + (rounding + 2) * gradients + 2 * inputs
+    else:
+        backward = rounding * (weights + inputs + 2 * gradients)
+    return backward + forward * (1 if parallel.checkpointing == "none" else 2)
 
 
 def step_time(

@@ -64,6 +64,7 @@ from perf.timeline import Action, Span
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from pipeline import Pipeline
 from plumbing.processes import Process, UserError, print_rank_zero
+from plumbing.scaled_mm import has_kernel
 from train import (
     Job,
     accumulate,
@@ -409,7 +410,8 @@ def report(
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    mfu = peak and flops_per_token(training.whole, args.seq_len) * speed / (peak * world.size)
+    flops = flops_per_token(training.whole, args.seq_len, parallel)
+    mfu = peak and flops * speed / (peak * world.size)
     whole, tokens = training.whole, args.microbatch * args.seq_len // parallel.cp
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
     fused = parallel.compile or on_gpu
@@ -440,6 +442,7 @@ def report(
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,
         mfu=mfu,
+        can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
     )
     bubble = []
     if parallel.pp > 1:

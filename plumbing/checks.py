@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from data import find_shards, tokenizer_of_shards
-from model import PRESETS, LlamaConfig
+from float8 import MULTIPLE, use_float8
+from model import PRESETS, Llama, LlamaConfig
 from parallel import ParallelConfig, World
 from perf.choose import check_parallel
 from pipeline import STAGES, make_schedule
@@ -16,6 +17,7 @@ from plumbing.flags import MODEL_SIZES
 from plumbing.model_directories import checkpoints, describe_differences
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
+from plumbing.scaled_mm import BLOCK
 from plumbing.shards import to_local
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
@@ -68,6 +70,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         offload_activations=args.offload_activations,
         dtype=getattr(torch, args.dtype),
         moments=moments_dtype(args),
+        float8=args.float8,
     )
 
 
@@ -113,9 +116,25 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         make_schedule(args.schedule, args.pp, microbatches, parallel.stages_per_rank)
     elif args.schedule != "1f1b" or args.stages_per_rank:
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
+    if args.float8 != "none":
+        check_tokens(args.float8, (args.microbatch or share) * args.seq_len // args.cp, process)
+        with torch.device("meta"):
+            use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
+        )
+
+
+def check_tokens(recipe: str, tokens: int, process: Process) -> None:
+    """Raise UserError if gradients of weights cannot be summed over the tokens of a microbatch in 8
+    bits. Where a GPU lacks the products, it emulates them."""
+    on_gpu = process.device.type == "cuda"
+    multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if on_gpu else 1
+    if tokens % multiple:
+        raise UserError(
+            f"--float8 {recipe} sums over the {tokens} tokens of a microbatch, which must be a "
+            f"multiple of {multiple}: choose --microbatch and --seq-len accordingly"
         )
 
 

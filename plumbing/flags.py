@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from float8 import RECIPES
 from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES
@@ -145,6 +146,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                        help="dtype of computation (default: bfloat16 on a GPU, else float32)")
     speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
                        help="compile the transformer blocks (default: on a GPU)")
+    speed.add_argument("--float8", choices=["none", *RECIPES], default="none",
+                       help="multiply the blocks' matrices in 8 bits, a scale for each tensor, "
+                            "row or 32 numbers; emulated where the device cannot (default: none)")
     speed.add_argument("--profile", action="store_true",
                        help="write a trace of three steps to OUT/trace-RANK.json, for "
                             "chrome://tracing")

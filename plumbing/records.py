@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from float8 import layers_in_8_bits
 from model import Llama
 from parallel import World
 from perf.cost import flops_per_token
@@ -19,6 +20,7 @@ from perf.timeline import bubble, check_schedule
 from pipeline import make_schedule
 from plumbing.checkpoint_files import lock_directory
 from plumbing.processes import print_rank_zero
+from plumbing.scaled_mm import has_kernel
 from plumbing.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed: what they change is the same experiment, or refused.
@@ -42,7 +44,7 @@ class Recorder:
         self.args, self.world, self.done = args, world, done
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-        self.flops_per_token = flops_per_token(model, args.seq_len)
+        self.flops_per_token = flops_per_token(model, args.seq_len, world.parallel)
         self.config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
         self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
         if world.rank == 0:
@@ -131,7 +133,20 @@ def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+        f"{describe_float8(model, world)}"
     )
+
+
+def describe_float8(model: Llama, world: World) -> str:
+    """Return which layers are multiplied in 8 bits, and whether the device can; "" if none are."""
+    parallel = world.parallel
+    if parallel.float8 == "none":
+        return ""
+    names = layers_in_8_bits(model, parallel.float8, parallel.tp)
+    layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    emulated = not has_kernel(world.device, parallel.dtype, parallel.float8)
+    how = ", emulated: 8-bit products need bfloat16 and a GPU that has them" if emulated else ""
+    return f"; {parallel.float8} float8 in {layers} of {len(model.layers)} blocks{how}"
 
 
 def describe_mesh(world: World, microbatches: int = 0) -> str:

@@ -74,6 +74,15 @@ STEPS = {
     "cp full": (CHUNKY, dict(dp="fsdp", shard=4, cp=4, checkpointing="full"), 2, 2),
     "cp bfloat16": (TIED, dict(dp="fsdp", shard=2, cp=2, dtype=LOW), 4, 4),
     "cp x tp": (CHUNKY, dict(dp="fsdp", shard=2, cp=2, tp=2), 2, 2),
+    "tensorwise": (WIDE, dict(float8="tensorwise"), 4, 4),
+    "tensorwise autocast": (WIDE, dict(float8="tensorwise", dtype=LOW), 4, 4),
+    "tensorwise tp": (CHUNKY, dict(float8="tensorwise", tp=2), 4, 2),
+    "tensorwise tp full": (CHUNKY, dict(float8="tensorwise", tp=2, checkpointing="full"), 4, 4),
+    "rowwise tp": (CHUNKY, dict(float8="rowwise", tp=2), 4, 4),
+    "rowwise tp selective": (
+        WIDE, dict(float8="rowwise", dp="fsdp", shard=2, tp=2, checkpointing="selective"), 4, 2,
+    ),
+    "mxfp8 tp": (WIDE, dict(float8="mxfp8", tp=2), 4, 4),
 }  # fmt: skip
 
 
@@ -88,6 +97,7 @@ QUICK = (
     "fsdp bfloat16 moments",
     "one offloading",
     "cp",
+    "tensorwise tp",
 )  # a choice of them
 
 

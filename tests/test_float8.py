@@ -4,24 +4,28 @@ import math
 
 import pytest
 import torch
-from conftest import slow
+from conftest import slow, succeed
 from test_parallel import GROUPED, case, same_training, train
 from test_pipeline import selected
+from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
 from float8 import (
-    BLOCK,
     E4M3,
     E5M2,
     RECIPES,
     Float8Linear,
     float8_product,
+    layers_in_8_bits,
     product,
     rounded,
     use_float8,
 )
 from model import Llama, LlamaConfig
+from parallel import ParallelConfig
+from perf.cost import flops_per_token
 from plumbing.processes import UserError
+from plumbing.scaled_mm import BLOCK, has_kernel, in_tiles, recipes_of
 
 FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
 
@@ -128,6 +132,34 @@ def test_emulated_products_are_those_of_torchs_scaled_mm():
     assert torch.equal(product(a, b, torch.bfloat16), theirs)
 
 
+def test_scales_of_blocks_in_the_order_of_a_gpu():
+    """By the formula of cuBLAS's documentation: where the scale of row r and column c lies."""
+    scales = torch.exp2(torch.randint(-126, 127, (200, 6)).float())
+    tiles = in_tiles(scales)
+    assert len(tiles) == 256 * 8
+    for r in range(200):
+        for c in range(6):
+            tile = (r // 128) * 2 + c // 4
+            place = tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+            assert tiles[place].float() == scales[r, c]
+
+
+def test_which_gpus_multiply_in_8_bits():
+    assert recipes_of((8, 0)) == ()
+    assert recipes_of((8, 9)) == recipes_of((9, 0)) == recipes_of((12, 0)) == RECIPES[:2]
+    assert recipes_of((10, 0)) == recipes_of((10, 3)) == RECIPES
+    assert not has_kernel(torch.device("cpu"), torch.bfloat16, "rowwise")
+
+
+def test_products_in_8_bits_count_half_for_mfu():
+    model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48, n_heads=4, n_kv_heads=2)))
+    in_8_bits = sum(model.get_parameter(f"{n}.weight").numel()
+                    for n in layers_in_8_bits(model, "rowwise"))  # fmt: skip
+    assert in_8_bits == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 48)
+    plain = flops_per_token(model, 16)
+    assert plain - flops_per_token(model, 16, ParallelConfig(float8="rowwise")) == 3 * in_8_bits
+
+
 def test_matrices_of_blocks_are_replaced_where_their_widths_allow():
     config = LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48, n_heads=4, n_kv_heads=2))
     model = Llama(config)
@@ -162,6 +194,18 @@ def test_an_odd_number_of_tokens_is_refused_in_blocks():
     weight = torch.randn(32, 64, requires_grad=True)
     with pytest.raises(UserError, match="33 numbers"):
         float8_product(x, weight, "mxfp8").sum().backward()
+
+
+def test_a_run_says_which_layers_and_its_weights_load_anywhere(shards, tmp_path):
+    """train.py in 8 bits, resumed without them, and with them from the same checkpoint."""
+    out = tmp_path / "run"
+    given = flags(shards, out, steps=2, float8="tensorwise")
+    told = succeed("train.py", *given).out
+    assert "tensorwise float8 in wq wk wv wo w1 w2 w3 of 2 blocks, emulated" in told
+    resumed = succeed("train.py", *flags(shards, out, steps=3), "--resume")
+    assert "warning: --float8 was tensorwise, is now none" in resumed.err
+    assert "float8" not in resumed.out
+    succeed("generate.py", out, "--prompt", "a", "--max-new-tokens", 2)
 
 
 # ---------------------------------------------------------------------- in every configuration

@@ -83,6 +83,20 @@ def test_long_sequences_are_shared():
 
 
 @pytest.mark.slow
+def test_8_bits_are_faster_and_their_peak_is_twice_as_high(tmp_path):
+    """8B on 8 GPUs, as the command that is printed asks for. MFU is that of each product's peak."""
+    speed, mfu = {}, {}
+    for recipe in ("none", "tensorwise", "rowwise"):
+        file = tmp_path / f"{recipe}.json"
+        sizes = ("--gpus", 8, "--shard", 8, "--tp", 1, "--pp", 1, "--json", file)
+        printed = succeed("bench.py", "plan", *sizes, "--float8", recipe).out
+        speed[recipe] = json.loads(file.read_text())[0]["tokens_per_second_per_gpu"]
+        mfu[recipe] = float(re.search(r"(\d+\.\d)%", printed)[1])
+        assert (f"--float8 {recipe}" in printed) == (recipe != "none")
+    assert speed["none"] < speed["rowwise"] < speed["tensorwise"] < 2 * speed["none"]
+    assert mfu["tensorwise"] < mfu["none"]
+
+
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
     fast, slow = (
@@ -138,6 +152,8 @@ def test_check_counts_what_was_predicted(dp, shard, more):
         (["--model", "llama3.1-405b", "--gpus", 8], ["nothing fits", "GB of 72", "--gpus 128"]),
         (["--gpus", 1, "--per-node", 1, "--gpu", "h200"], ["would fit: --moments bfloat16, or"]),
         (["--measured", "nowhere.json"], ["nowhere.json", "bench.py comm"]),
+        (["--float8", "rowwise", "--gpu", "a100"], ["--float8 rowwise for a100", "it has nothing"]),
+        (["--float8", "mxfp8"], ["--float8 mxfp8 for h100", "it has tensorwise, rowwise"]),
     ],
 )
 def test_wrong_input(args, parts):

@@ -20,6 +20,7 @@ from perf.roofline import (
     link_speed,
     measured_machine,
     read_measurement,
+    rounding_bytes,
     step_time,
     update_bytes,
 )
@@ -100,6 +101,24 @@ def test_computation_of_a_block():
     assert full["recompute"] == pytest.approx(recompute)
     halved = compute_time(config, ParallelConfig(tp=2, compile=True), 10, 128, machine)
     assert halved["products"] == pytest.approx(seconds["products"] / 2)
+
+
+@pytest.mark.parametrize("compile, cast", [(True, 3), (False, 27)])
+def test_rounding_of_a_block(compile, cast):
+    """Bytes of bfloat16 numbers that are read for the largest, and read and written as codes."""
+    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
+    options = dict(compile=compile, dtype=torch.bfloat16)
+    inputs = 10 * ((64 + 64 if compile else 5 * 64) + 64 + 160)
+    gradients = 10 * (64 + 2 * 32 + 64 + 2 * 160 + 64)
+    matrices = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
+    tensorwise = (2 + cast) * (inputs + matrices + gradients) + cast * matrices
+    tensorwise += 2 * (inputs + gradients)  # transposed
+    rowwise = 2 * (2 + cast) * (inputs + matrices + gradients)
+    for recipe, expected in {"tensorwise": tensorwise, "rowwise": rowwise}.items():
+        parallel = ParallelConfig(float8=recipe, **options)
+        assert rounding_bytes(config, parallel, 10) == expected
+    again = ParallelConfig(float8="rowwise", checkpointing="full", **options)
+    assert rounding_bytes(config, again, 10) == rowwise + (2 + cast) * (inputs + matrices)
 
 
 def test_collectives_of_1_gb():

@@ -121,6 +121,8 @@ def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(shards, tmp_path):
         (dict(micro_batch=3), ["--micro-batch=3: did you mean --microbatch?"]),
         (dict(batch="many"), ["--batch", "'many'"]),
         (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
+        (dict(float8="mxfp8", batch=1), ["24 tokens of a microbatch", "multiple of 32"]),
+        (dict(float8="rowwise", ffn_dim=40, dim=40, n_heads=1, n_kv_heads=1), ["finds no matrix"]),
     ],
 )
 def test_wrong_flags_are_refused(shards, tmp_path, options, parts):

@@ -113,6 +113,13 @@ def test_other_sentences():
     assert "2 graph break(s)" in sentences[1] and "--compile" in sentences[2]
 
 
+def test_8_bits_are_named_where_the_device_has_them():
+    compiled = replace(DDP, compile=True)
+    assert "--float8 tensorwise" in verdict(facts(compiled, shares={}, can_round=True))[0]
+    for parallel in (DDP, replace(compiled, float8="rowwise")):
+        assert "--float8" not in verdict(facts(parallel, shares={}, can_round=True))[0]
+
+
 def test_a_checkpoint_that_no_flag_asks_for():
     for checkpointing, expected in (("none", 1), ("selective", 1), ("full", 2)):
         parallel = replace(DDP, checkpointing=checkpointing)
