@@ -82,8 +82,9 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("contestants", nargs="*", metavar="NAME", type=contestant_name,
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
                              "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
-                             "tp: tensor parallelism over all processes; cp: fsdp whose ranks in "
-                             "a node share sequences; pp: a stage on each node, or process; "
+                             "tp: tensor parallelism over all processes; async-tp: the same, "
+                             "sending while it multiplies; cp: fsdp whose ranks in a node share "
+                             "sequences; pp: a stage on each node, or process; "
                              "selective, full, offloaded, compiled, float8: ddp with that "
                              "checkpointing, with full and offloaded activations, with compiled "
                              "blocks, or with those and products in 8 bits (default: those that "
@@ -162,6 +163,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--float8", choices=["none", *RECIPES], default="none",
                         help="products of the blocks' matrices in 8 bits (default: none)")
+    parser.add_argument("--async-tp", action="store_true",
+                        help="tensor parallelism that sends while it multiplies")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
     for name in ("shard", "cp", "tp", "pp", "stages-per-rank", "microbatch"):

@@ -52,8 +52,6 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
-    if args.float8 != "none":
-        raise UserError("--float8 is for train.py: a frozen base with adapters has no 8 bits yet")
     if args.alpha == 0:
         raise UserError("--alpha 0 switches the adapters off: give a number above 0")
     init = args.init.resolve()

@@ -33,8 +33,9 @@ model, so that a laptop shows what 8 bits do to a gradient.
 
 Under tensor parallelism a rank has a part of some tensors, but a scale is that of the whole: ranks
 all-reduce the largest numbers over tp, two all-reduces a layer, so that they round as one process
-does (mxfp8 needs none). Under FSDP, DDP and context parallelism, scales of inputs and gradients are
-those of a rank's microbatch, as with accumulation in one process.
+does (mxfp8 needs none); with --async-tp, each chunk and each rank's part of a matrix has scales of
+its own. Under FSDP, DDP and context parallelism, scales of inputs and gradients are those of a
+rank's microbatch, as with accumulation in one process.
 
 Use for models whose matrices are large, compiled: rounding is a pass over memory, which only large
 products repay. Avoid where training already diverges. Embedding, output and norms stay as they are.

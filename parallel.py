@@ -86,6 +86,7 @@ class ParallelConfig:
     schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
     float8: str = "none"  # or one of float8.py's RECIPES
+    async_tp: bool = False  # tensor parallelism sends while it multiplies
 
     def __post_init__(self):
         check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))
@@ -171,7 +172,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     if parallel.float8 != "none":
         use_float8(model, parallel.float8, parallel.tp)
     if parallel.tp > 1:
-        tensor_parallel(model, world.mesh["tp"])
+        tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
         offload_activations(model, world.device)
@@ -430,7 +431,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing == "selective":
             for module in block.modules():
                 for layer in getattr(module, "saved_products", ()):
-                    getattr(module, layer).register_forward_pre_hook(mark_product)
+                    mark_products(getattr(module, layer))
         if checkpointing != "none":
             block.forward = recompute(block.forward, selective=checkpointing == "selective")
         if compile and checkpointing != "full":
@@ -456,10 +457,13 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     return partial(checkpoint, forward, use_reentrant=False, **context)
 
 
-def mark_product(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Mark the layer's matrix product, which runs next, by an operator that does nothing: the
-    policy below sees operators, in compiled blocks too, but not the layers they belong to."""
-    return (torch.ops.aten.alias(inputs[0]),)
+def mark_products(layer: nn.Module) -> None:
+    """Let an operator that does nothing run before each matrix product of the layer: the policy
+    below sees operators, in compiled blocks too, but not the layers they belong to."""
+    if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
+        layer.saves_chunks = True
+    else:
+        layer.register_forward_pre_hook(lambda _, inputs: (torch.ops.aten.alias(inputs[0]),))
 
 
 def is_attention(operator: str) -> bool:
@@ -471,7 +475,7 @@ def is_attention(operator: str) -> bool:
 def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`, with
     what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
-    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear"
+    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear", "all_to_all_single"
     marked = {}  # whether this is a recomputation -> whether the next product is marked
 
     def policy(context, op, *args, **kwargs):

@@ -27,7 +27,8 @@ all, once a microbatch).
 
 Use when activations do not fit, or when there are more ranks than sequences, within a node: links
 are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in forward and
-for 4 in backward, and smaller matrix products use a GPU less well.
+for 4 in backward, and smaller matrix products use a GPU less well. With --async-tp most of these
+collectives travel while others compute (async_tp.py).
 """
 
 import math
@@ -37,7 +38,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -47,26 +47,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from async_tp import GatherInChunks, InChunks
 from model import Llama, cross_entropy_sum
 from plumbing.processes import UserError
+from plumbing.shards import dims_of, shard_parameters
 
 REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
 
 
-def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
-    """Return the dimension on which each parameter of a layer is sharded, given that of its weight;
-    None for a replicated one. A layer with more parameters than a weight, such as LoRALinear, says
-    so in a method `sharded_dims`."""
-    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
-
-
-def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
-    """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
-    alike, but of LoRA's factors one is replicated."""
-    for name, dim in dims_of(layer, weight_dim).items():
-        old, placement = layer.get_parameter(name), REPLICATED if dim is None else Shard(dim)
-        new = nn.Parameter(distribute(old, mesh, [placement]), requires_grad=old.requires_grad)
-        setattr(layer, name, new)
+def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
+    """Shard a layer's parameters, and let it multiply by its shards."""
+    shard_parameters(layer, mesh, style.weight_dim)
     if hasattr(layer, "shard_product"):
         layer.shard_product(mesh)
 
@@ -74,19 +65,13 @@ def shard_linear(layer: nn.Linear, mesh: DeviceMesh, weight_dim: int) -> None:
 class ColumnParallel(ColwiseParallel):
     """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
 
-    weight_dim = 0
-
-    def _partition_linear_fn(self, name, module, mesh):
-        shard_linear(module, mesh, self.weight_dim)
+    weight_dim, _partition_linear_fn = 0, shard_linear
 
 
 class RowParallel(RowwiseParallel):
     """Shard the input features of a linear layer: weight [out, in] on dimension 1."""
 
-    weight_dim = 1
-
-    def _partition_linear_fn(self, name, module, mesh):
-        shard_linear(module, mesh, self.weight_dim)
+    weight_dim, _partition_linear_fn = 1, shard_linear
 
 
 class VocabularyParallel(RowwiseParallel):
@@ -160,7 +145,14 @@ def planned_dims(path: str, layer: nn.Module) -> dict[str, int | None]:
     return dims
 
 
-def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+def in_chunks(style: ParallelStyle) -> ParallelStyle:
+    """Return the style that does the same while messages travel, if there is one (async_tp.py)."""
+    if isinstance(style, PrepareModuleInput):
+        return GatherInChunks()
+    return InChunks(style.weight_dim) if style in (COLUMNS, ROWS) else style
+
+
+def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) -> None:
     """Shard a model over a mesh of one dimension, in place: parameters become DTensors.
 
     Raises UserError for a parameter or a loss that it does not know how to shard."""
@@ -169,9 +161,11 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     for path, layer in model.named_modules():
         planned_dims(path, layer)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    paths = [path for path, _ in model.named_modules()]
-    parallelize_module(model, mesh, {path: s for path in paths if (s := style_of(path))})
-    for block in model.layers.values():
+    styles = {path: style for path, _ in model.named_modules() if (style := style_of(path))}
+    if asynchronous:
+        styles = {path: in_chunks(style) for path, style in styles.items()}
+    parallelize_module(model, mesh, styles)
+    for block in [] if asynchronous else model.layers.values():
         for module in (block.attention, block.feed_forward):
             module.register_forward_pre_hook(_make_contiguous)
     for name in frozen:  # SequenceParallel makes every norm trainable

@@ -178,6 +178,32 @@ def draw_context(path: Path) -> None:
     save(figure, path)
 
 
+def draw_float8(path: Path) -> None:
+    """Bits per byte, the mean of 25 steps, beside float32: by recipe, and for other seeds."""
+    header, *lines = (MEASURED / "float8.csv").read_text().splitlines()
+    columns = dict(zip(header.split(",")[1:], zip(*(line.split(",")[1:] for line in lines))))
+
+    def means(name: str) -> list[float]:
+        bits = [float(value) for value in columns[name]]
+        return [statistics.mean(bits[i : i + 25]) for i in range(len(bits) - 24)]
+
+    float32 = means("float32")
+    steps = range(13, 13 + len(float32))
+    figure, (ax,) = new_figure(7, 3)
+    colors = {"tensorwise": BLUE, "rowwise": GREEN, "mxfp8": RED}
+    for name in columns:
+        difference = [a - b for a, b in zip(means(name), float32)]
+        of_recipe = dict(color=colors.get(name, GREY), linewidth=1.5 if name in colors else 0.8)
+        ax.plot(steps, difference, **of_recipe, label=name if name in colors else None)
+    ax.plot([], [], color=GREY, linewidth=0.8, label="float32, other seeds")
+    ax.legend(frameon=False, ncols=4, loc="lower center")
+    ax.set_ylim(-0.2, 0.2)
+    ax.grid(axis="y", color=GREY, alpha=0.25)
+    ax.set_xlabel("step")
+    ax.set_title("bits per byte, beside those of float32 (mean of 25 steps)", loc="left")
+    save(figure, path)
+
+
 def draw_mesh(path: Path) -> None:
     """Eight ranks on two nodes as 2 x 2 x 2: who communicates with whom, and how much."""
     sizes = dict(replicate=2, shard=2, tp=2)
@@ -259,6 +285,7 @@ PICTURES = {
     "two_nodes": draw_two_nodes,
     "pipeline": draw_pipeline,
     "context": draw_context,
+    "float8": draw_float8,
 }
 
 

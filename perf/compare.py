@@ -60,6 +60,7 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
     "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
     "tp": ParallelConfig(),  # over all processes
+    "async-tp": ParallelConfig(tp=2, async_tp=True),  # likewise
     "cp": ParallelConfig(dp="fsdp"),  # over the processes of a node
     "pp": ParallelConfig(dp="fsdp"),  # over all nodes; on one node, over all processes
     "pp-zero-bubble": ParallelConfig(dp="fsdp", schedule="zero-bubble"),
@@ -78,7 +79,7 @@ def configure(name: str, base: World) -> ParallelConfig:
     parallel = replace(CONTESTANTS[name], **dtypes)
     if name == "one":
         return parallel
-    if name == "tp":
+    if name in ("tp", "async-tp"):
         return replace(parallel, tp=base.size)
     if name == "cp":
         parallel = replace(parallel, cp=base.per_node)
@@ -98,7 +99,7 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return has_kernel(base.device, base.parallel.dtype, CONTESTANTS[name].float8)
     if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
-    if name in ("wrong", "cp", "pp", "pp-zero-bubble") or (
+    if name in ("wrong", "async-tp", "cp", "pp", "pp-zero-bubble") or (
         name == "fsdp-adapters" and not args.lora
     ):
         return False

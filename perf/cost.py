@@ -133,9 +133,22 @@ def _tensor_parallel(
     has_embedding, has_loss = "0" in model.layers, model.output is not None
     skipped = _skipped_by_backward(model) if has_embedding else 0
     activation = batch * _round_up(seq_len, tp) * model.config.dim * w
-    calls = m * (4 * L + has_embedding + has_loss - skipped)
-    yield "tp", "all-gather", calls, activation
-    yield "tp", "reduce-scatter", calls, activation
+    # Those of the blocks, and of embedding and loss, of which backward skips the first ones.
+    gathers, scatters = 4 * L - max(0, skipped - 1), 4 * L - skipped
+    if parallel.checkpointing != "none":
+        gathers += 2 * L
+    if parallel.checkpointing == "full":
+        scatters += L
+    others = has_embedding + has_loss
+    yield "tp", "all-gather", m * (others - (skipped > 0)), activation
+    yield "tp", "reduce-scatter", m * others, activation
+    if parallel.async_tp:
+        repeated = L * (parallel.checkpointing != "none")  # for w2
+        messages = m * (gathers + scatters + repeated) * (tp - 1)
+        yield "tp", "send", messages, activation // tp
+    else:
+        yield "tp", "all-gather", m * gathers, activation
+        yield "tp", "reduce-scatter", m * scatters, activation
     for start in range(0, tokens, LOSS_CHUNK):
         yield "tp", "all-gather", m * has_loss, min(LOSS_CHUNK, tokens - start) * tp * g  # lse
     yield "tp", "all-reduce", m * has_loss, g  # the loss
@@ -148,11 +161,7 @@ def _tensor_parallel(
             if parameter.requires_grad and dims[name] is None:
                 n = times * (L if unit == "block" else 1)
                 yield "tp", "all-reduce", n, parameter.numel() * (g if summed else w)
-    if parallel.checkpointing != "none":
-        yield "tp", "all-gather", m * 2 * L, activation
-    if parallel.checkpointing == "full":
-        yield "tp", "reduce-scatter", m * L, activation
-    if parallel.float8 in ("tensorwise", "rowwise"):
+    if parallel.float8 in ("tensorwise", "rowwise") and not parallel.async_tp:
         yield from _largest_numbers(model, parallel, m, tokens)
 
 

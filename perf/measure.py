@@ -140,6 +140,7 @@ COLLECTIVES = {
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast",
     "recv_": None,  # counted where it is sent
+    "all_to_all_single": "send",  # async_tp.py's: to one rank
 }
 
 

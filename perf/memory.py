@@ -287,6 +287,8 @@ def saved_elements(
         inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
         everything += inputs * D * byte - norm_outputs + ((D + F) * byte - F) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
+    if parallel.async_tp:  # or messages of wo
+        reduced = (parallel.tp - 1) * D
     saved = {
         "none": everything,
         # The output of wo, a partial sum for all tokens; then the block's input, attention's

@@ -335,6 +335,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train += " --offload-activations" * parallel.offload_activations
+    train += " --async-tp" * parallel.async_tp
     train += " --document-mask" * (args.document_length > 0)
     train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
     if nodes == 1:

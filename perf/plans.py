@@ -66,6 +66,8 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
 
     With --measured, leave out plans with groups of ranks that were not measured."""
     config, dtype = model.config, getattr(torch, args.dtype)
+    # What zero bubble does not combine with.
+    whole_backward = args.compile or args.async_tp or args.float8 != "none"
     tp_sizes = divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim))
     pairs = list(itertools.product(tp_sizes, divisors(args.gpus)))
     for (tp, pp), _ in zip(pairs, count_rounds(len(pairs) - 1, "plans: ")):
@@ -84,7 +86,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
             for (checkpointing, offload), reshard, (schedule, v) in itertools.product(
                 ACTIVATIONS[: len(ACTIVATIONS) - (pp > 1)],  # the last offloads
                 reshards,
-                schedules(pp, microbatches, config.n_layers, args.compile),
+                schedules(pp, microbatches, config.n_layers, whole_backward),
             ):
                 parallel = ParallelConfig(
                     dp=dp,
@@ -98,6 +100,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     dtype=dtype,
                     moments=moments_dtype(args),
                     float8=args.float8,
+                    async_tp=args.async_tp and tp > 1,
                     pp=pp,
                     cp=cp,
                     schedule=schedule,
@@ -119,7 +122,7 @@ def shares_of_batch(data_ranks: int, args: argparse.Namespace) -> Iterator[tuple
 
 
 def schedules(
-    pp: int, microbatches: int, n_layers: int, compiled: bool
+    pp: int, microbatches: int, n_layers: int, whole_backward: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, stages of a rank) for a pipeline. Left out are GPipe, since 1F1B takes as
     long with less memory; fewer microbatches than ranks, which would wait half of the time; and
@@ -128,7 +131,7 @@ def schedules(
         yield "1f1b", 1
     elif microbatches >= pp:
         yield "1f1b", 1
-        if not compiled:
+        if not whole_backward:
             yield "zero-bubble", 1
         for v in INTERLEAVED:
             if microbatches % pp == 0 and pp * v <= n_layers:

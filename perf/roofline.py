@@ -27,7 +27,8 @@ A collective takes a latency, and then its bytes over each link at the speed of 
     replicate    as much as the last microbatch's backward takes, beside which the gradients are
                  all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
                  all-gather of updated weights, which comes after the optimizer
-    tp, cp       nothing: the next operation always needs the result
+    tp, cp       nothing: the next operation always needs the result. With --async-tp, a message as
+                 much as the product beside it takes: a rank's share of wq, wo, w1 or w2
 
 gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
 --model NAME --out FILE` replaces them with measurements.
@@ -305,7 +306,7 @@ def step_time(
     parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)
     parts["to the CPU"] *= parallel.offload_activations
     computation = {  # seconds behind which collectives over a dimension can hide
-        "tp": 0.0,
+        "tp": microbatches * beside_messages(model.config, parallel, tokens, machine),
         "cp": 0.0,
         "shard": parts["products"] + parts["recompute"] + parts["passes"],
         "replicate": backward / microbatches,
@@ -315,7 +316,8 @@ def step_time(
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
         total[dim] += calls * seconds
-        if (dim, collective) != ("replicate", "all-gather"):  # ZeRO-1's, after the update
+        follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
+        if not follows_update and (dim != "tp" or collective == "send"):
             hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
@@ -324,6 +326,19 @@ def step_time(
         waits = parts["tp"] + parts["cp"]
         parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
     return parts
+
+
+def beside_messages(
+    config: LlamaConfig, parallel: ParallelConfig, tokens: int, machine: Machine
+) -> float:
+    """Return the seconds of those products of a microbatch beside which asynchronous tensor
+    parallelism has a message under way: of wq, wo, w1 and w2, with all but one of the n chunks."""
+    if not parallel.async_tp:
+        return 0.0
+    n, layers = parallel.tp, config.n_layers // parallel.pp
+    flops = 3 * 2 * (2 * config.dim**2 + 2 * config.dim * config.ffn_dim) * layers
+    rate = machine.peak * machine.matmul_fraction * (1 if parallel.float8 == "none" else 2)
+    return (n - 1) / n * flops * tokens / n / rate
 
 
 def bubble_time(

@@ -31,8 +31,9 @@ for node in 0 1; do
   ip -n $node link set lo up
   ip -n $node link set veth up
   ip -n $node address add 10.0.0.$((node + 1))/24 dev veth
+  # The bucket must outlast the moments in which both cores compute and nobody fills it.
   [ "$speed" = none ] ||
-    tc -n $node qdisc add dev veth root tbf rate "$speed" burst 64kbit latency 50ms
+    tc -n $node qdisc add dev veth root tbf rate "$speed" burst 1mbit latency 50ms
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -153,12 +153,12 @@ def shard_levers(facts: Facts) -> list[str]:
 
 
 def tp_levers(facts: Facts) -> list[str]:
+    levers = ["--async-tp sends while it multiplies"] * (not facts.parallel.async_tp)
     if facts.crosses_nodes("tp"):
-        return [f"--tp {facts.per_node} or less stays within a node"]
-    if facts.sequences > 1:
-        return ["a smaller --tp, if memory allows, waits less"]
+        return [f"--tp {facts.per_node} or less stays within a node", *levers]
     # With fewer ranks along tp, more ranks need sequences of their own.
-    return ["a smaller --tp with a larger --batch, if memory allows, waits less"]
+    larger = "" if facts.sequences > 1 else " with a larger --batch"
+    return [*levers, f"a smaller --tp{larger}, if memory allows, waits less"]
 
 
 def cp_levers(facts: Facts) -> list[str]:

@@ -28,7 +28,7 @@ def check_model(config: LlamaConfig, world: World) -> None:
     """Raise UserError on all ranks if a small model computes something else when it is split along
     tp, cp or pp as the model is, or by the kernel for documents."""
     check_documents(config, world.device, world.parallel.dtype)
-    check_tensor_parallel(config, world.mesh["tp"])
+    check_tensor_parallel(config, world.mesh["tp"], world.parallel.async_tp)
     if world.parallel.cp > 1:
         check_context_parallel(config, world)
     if world.parallel.pp > 1:
@@ -87,7 +87,7 @@ def check_stages(config: LlamaConfig, device: torch.device) -> None:
         )
 
 
-def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh) -> None:
+def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh, asynchronous: bool) -> None:
     """Raise UserError on all ranks if a small model has another loss or another gradient when it
     is sharded over a mesh of one dimension.
 
@@ -96,7 +96,16 @@ def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh) -> None:
     of the vocabulary."""
     if mesh.size() == 1:
         return
-    expected, found = (_loss_and_gradients(config, mesh, split) for split in (False, True))
+    expected = _loss_and_gradients(config, mesh, split=False)
+    try:
+        found = _loss_and_gradients(config, mesh, split=True, asynchronous=asynchronous)
+    except (TypeError, AttributeError) as error:
+        if "Arriving" not in str(error):
+            raise
+        raise UserError(
+            f"--async-tp lets the input of attention and feed-forward arrive while layers multiply "
+            f"it, and this model does more with it ({error}): leave out --async-tp"
+        )
     for name, value in expected.items():
         if not (found[name] - value).norm() <= 1e-9 * value.norm():  # NaN fails too
             raise UserError(
@@ -106,10 +115,12 @@ def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh) -> None:
             )
 
 
-def _loss_and_gradients(config: LlamaConfig, mesh: DeviceMesh, split: bool) -> dict[str, Tensor]:
+def _loss_and_gradients(
+    config: LlamaConfig, mesh: DeviceMesh, split: bool, asynchronous: bool = False
+) -> dict[str, Tensor]:
     model, tokens = _small_model(config, mesh.size(), torch.device(mesh.device_type))
     if split:
-        tensor_parallel(model, mesh)
+        tensor_parallel(model, mesh, asynchronous)
     loss = model(tokens, targets=tokens)
     loss.backward()
     found = {"loss": loss.detach()}

@@ -71,6 +71,7 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         dtype=getattr(torch, args.dtype),
         moments=moments_dtype(args),
         float8=args.float8,
+        async_tp=args.async_tp,
     )
 
 
@@ -117,6 +118,8 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     elif args.schedule != "1f1b" or args.stages_per_rank:
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     if args.float8 != "none":
+        if "targets" in args:
+            raise UserError("--float8 is for train.py: with adapters, products are not in 8 bits")
         check_tokens(args.float8, (args.microbatch or share) * args.seq_len // args.cp, process)
         with torch.device("meta"):
             use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace

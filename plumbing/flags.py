@@ -149,6 +149,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     speed.add_argument("--float8", choices=["none", *RECIPES], default="none",
                        help="multiply the blocks' matrices in 8 bits, a scale for each tensor, "
                             "row or 32 numbers; emulated where the device cannot (default: none)")
+    speed.add_argument("--async-tp", action="store_true",
+                       help="with --tp: send chunks of the tokens while others are multiplied")
     speed.add_argument("--profile", action="store_true",
                        help="write a trace of three steps to OUT/trace-RANK.json, for "
                             "chrome://tracing")

@@ -27,7 +27,7 @@ from plumbing.tokenizer import Tokenizer
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
     "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations microbatch "
-    "checkpointing compile "
+    "checkpointing compile async_tp "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
 ).split()

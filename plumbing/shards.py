@@ -3,9 +3,9 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -24,6 +24,22 @@ def assign_shard(parameter: Tensor, full: Tensor) -> None:
             if not placement.is_replicate():
                 full = chunk_of(full, mesh, dim, placement.dim)
     to_local(parameter).copy_(full)
+
+
+def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
+    """Return the dimension on which each parameter of a layer is sharded, given that of its weight;
+    None for a replicated one. A layer with more parameters than a weight, such as LoRALinear, says
+    so in a method `sharded_dims`."""
+    return getattr(layer, "sharded_dims", lambda dim: {"weight": dim})(weight_dim)
+
+
+def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> None:
+    """Replace the parameters of a layer by DTensors. torch's own styles would shard all of them
+    alike, but of LoRA's factors one is replicated."""
+    for name, dim in dims_of(layer, weight_dim).items():
+        old, placement = layer.get_parameter(name), Replicate() if dim is None else Shard(dim)
+        new = distribute_tensor(old, mesh, [placement])
+        setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:

@@ -31,10 +31,13 @@ def check_combination(parallel, strategy, splits_backward: bool) -> None:
         raise UserError("--pp does not combine with offloading: give one of them")
     if splits_backward and parallel.compile:
         raise UserError("compiled blocks cannot split backward: give --no-compile")
-    if splits_backward and parallel.float8 != "none":
+    if splits_backward and (parallel.async_tp or parallel.float8 != "none"):
+        flag = "--async-tp" if parallel.async_tp else "--float8"
         raise UserError(
-            "a backward in two parts does not combine with --float8: use --schedule 1f1b"
+            f"a backward in two parts does not combine with {flag}: use --schedule 1f1b"
         )
+    if parallel.async_tp and parallel.tp == 1:
+        raise UserError("--async-tp is for --tp 2 or more: give --tp, or leave it out")
     if splits_backward and parallel.reshard == "all":
         raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
 

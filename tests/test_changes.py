@@ -174,7 +174,7 @@ FEATURES = "SwiGLU.apply(self.w1(x), self.w3(x))"
     "old, new",
     [
         (FEATURES, f"F.normalize({FEATURES}, dim=-1)"),
-        slow("out.transpose(1, 2).r", "(out - out.mean(1, keepdim=True)).transpose(1, 2).r"),
+        slow("(q, k, v, mask).flat", "(q - q.mean(2, keepdim=True), k, v, mask).flat"),  # heads
         slow(
             "            loss -= ",
             "            loss += logits.logsumexp(-1).sum()\n            loss -= ",

@@ -30,13 +30,15 @@ from plumbing.processes import UserError
 
 @pytest.mark.slow
 def test_compare():
-    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "cp", "full", "--batch=2",
-                  "--seq-len=16", "--repeats=2", nproc=2).out  # fmt: skip
+    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "async-tp", "cp", "full", "float8",
+                  "--batch=2", "--seq-len=16", "--repeats=2", nproc=2).out  # fmt: skip
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    assert rows[2:] == ["ddp", "wrong", "tp", "cp", "full"]
+    assert rows[2:] == ["ddp", "wrong", "tp", "async-tp", "cp", "full", "float8"]
     # 0.64 M parameters; in a ring of two, a rank sends as much as an all-reduce's payload.
     assert "ddp sends 2.56 MB; payload 2.56 MB by 2 all-reduce over replicate" in out
     assert "full sends 2.56 MB; payload 2.56 MB" in out and "all-gather over tp" in out
+    # Half of the tokens, 96 features: 8 messages in each of 4 layers, for two microbatches.
+    assert f"{64 * 8 * 96 * 4 / 1e6:.2f} MB by 64 send over tp" in out
     # Keys and values of 16 tokens, two heads of 24: in 4 layers, for two microbatches.
     kv = 2 * 16 * 2 * 24 * 4
     assert f"{8 * kv / 1e6:.2f} MB by 8 all-gather over cp" in out

@@ -83,6 +83,13 @@ STEPS = {
         WIDE, dict(float8="rowwise", dp="fsdp", shard=2, tp=2, checkpointing="selective"), 4, 2,
     ),
     "mxfp8 tp": (WIDE, dict(float8="mxfp8", tp=2), 4, 4),
+    "async tp": (CHUNKY, dict(tp=2, async_tp=True), 4, 4),
+    "async fsdp x tp": (CHUNKY, dict(dp="fsdp", shard=2, tp=2, async_tp=True), 2, 1),
+    "async tp selective": (
+        WIDE, dict(tp=4, async_tp=True, checkpointing="selective", dtype=LOW), 4, 4,
+    ),
+    "async tp full": (CHUNKY, dict(tp=2, async_tp=True, checkpointing="full"), 4, 4),
+    "async rowwise": (WIDE, dict(tp=2, async_tp=True, float8="rowwise"), 4, 4),
 }  # fmt: skip
 
 
@@ -98,6 +105,7 @@ QUICK = (
     "one offloading",
     "cp",
     "tensorwise tp",
+    "async tp",
 )  # a choice of them
 
 

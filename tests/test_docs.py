@@ -223,7 +223,8 @@ def test_every_command_runs(sandbox):
         ran.append(command[2:])
         worker = "tests/workers/in_directory.py"
         given = [worker, sandbox, command.script, *in_small(command, sandbox)]
-        result = launch(*given, nproc=min(command.nproc, 2), timeout=300)
+        most = 4 if "--cp" in command.arguments else 2  # what the flag asks for
+        result = launch(*given, nproc=min(command.nproc, most), timeout=300)
         print(command.page, command.text, result.codes, flush=True)
         if set(result.codes) != {0}:
             failures.append((command.page, command.text, result.err[-2000:]))

@@ -97,6 +97,14 @@ def test_8_bits_are_faster_and_their_peak_is_twice_as_high(tmp_path):
     assert mfu["tensorwise"] < mfu["none"]
 
 
+def test_messages_of_tp_hide_where_the_flag_asks_for_it():
+    sizes = ("--gpus", 8, "--shard", 1, "--tp", 8, "--pp", 1, "--seq-len", 4096, "--batch", 4)
+    told = [succeed("bench.py", "plan", *sizes, *more).out for more in ([], ["--async-tp"])]
+    waits = [int((re.search(r"waiting for tp (\d+)%", text) or [0, 0])[1]) for text in told]
+    assert waits[0] > 2 * waits[1]
+    assert "--async-tp" in told[1] and "--async-tp" not in told[0]
+
+
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
     fast, slow = (

@@ -179,6 +179,29 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     assert on_links < step_time(model, tp, 2, 1, 8192, H100)["tp"] < 1.2 * on_links
 
 
+def test_asynchronous_messages_hide_beside_products():
+    """On a fast link all of them, but not the collectives of embedding and loss; on a slow one as
+    much as the products of wq, wo, w1 and w2 take, of all chunks but the last."""
+    model = build_on_meta(LlamaConfig(512, 4, 8, 4, 1536, vocab_size=512))
+    plain = ParallelConfig(tp=4, dtype=torch.bfloat16, compile=True)
+    asynchronous = replace(plain, async_tp=True)
+    machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11)
+    waits = [step_time(model, p, 8, 2, 2048, machine)["tp"] for p in (plain, asynchronous)]
+    ends = {key: cost for key, cost in predict_traffic(model, asynchronous, 2, 8, 2048).items()
+            if key[1] != "send"}  # fmt: skip
+    exposed = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, machine)
+                  for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
+    assert waits[1] == pytest.approx(exposed) and waits[1] < waits[0] / 3
+    slow_link = replace(machine, node_link=1e9)
+    plain_wait, wait = (step_time(model, p, 8, 2, 2048, slow_link)["tp"] for p in (plain, asynchronous))
+    products = 3 * 2 * 2 * (512 * 512 + 512 * 1536) * 4 * 2 * 8 * 2048 / 4 * 3 / 4 / 0.7e14
+    calls, nbytes = predict_traffic(model, asynchronous, 2, 8, 2048)["tp", "send"]
+    message = collective_time("send", nbytes / calls, "tp", asynchronous, slow_link)
+    gathers = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, slow_link)
+                  for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
+    assert wait == pytest.approx(gathers + calls * message - products)
+
+
 def test_zero1_hides_its_gradients_and_never_its_weights():
     """With much computation a ZeRO-1 step waits for every all-gather, and for one reduce-scatter;
     a rank updates an eighth of the parameters."""

@@ -68,7 +68,10 @@ def test_waiting_for_shard():
 def test_waiting_for_tp():
     tp = ParallelConfig(tp=8)
     shares = {EXPOSED + "tp": 0.4}
-    assert "a smaller --tp, if memory allows" in verdict(facts(tp, shares=shares))[0]
+    sentence = verdict(facts(tp, shares=shares))[0]
+    assert "--async-tp sends while it multiplies; or a smaller --tp, if memory allows" in sentence
+    asynchronous = replace(tp, async_tp=True)
+    assert "--async-tp" not in verdict(facts(asynchronous, shares=shares))[0]
     assert "larger --batch" in verdict(facts(tp, shares=shares, sequences=1))[0]
     assert "crosses nodes: --tp 4 or less" in verdict(facts(tp, shares=shares, per_node=4))[0]
 
