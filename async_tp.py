@@ -21,9 +21,9 @@ their arrival: wq, or w1. Recomputing (--checkpointing) also repeats the message
 one of its products, except in compiled blocks.
 
 Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
-have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. It is the same
-on every backend: nothing is left to a compiler, which might find nothing to do and not say so. With
-NVLink, torch's symmetric memory could also do without NCCL's kernels, which compete with products.
+have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. Nothing is
+left to a compiler, which might find nothing to fuse and not say so. With NVLink, torch's symmetric
+memory could also do without NCCL's kernels, which compete with the products.
 """
 
 import math
