@@ -10,6 +10,7 @@ Names of parts begin with what they measure; then come the model and the tokens 
     loss      time and memory of the loss: PyTorch's, and ours for several values of LOSS_CHUNK
     train     a training step: eager and compiled, with each kind of checkpointing, and with
               transformers' model in the same loop
+    float8    a compiled step in 8 bits, beside the same in bfloat16
     lora      a LoRA step beside peft's
     step      the parts of a step, as bench.py step measures them
     largest   the largest microbatch that fits, beside the largest that is predicted to fit

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import model as model_module
+from float8 import RECIPES, Float8Linear, float8_product
 from lora import LoRA
 from model import PRESETS, Documents, Llama, attend, cross_entropy_sum
 from parallel import ParallelConfig, World, parallelize, recompute_and_compile, with_mesh
@@ -42,15 +43,19 @@ class Variant(NamedTuple):
 
     checkpointing: str
     compile: bool = False
+    float8: str = "none"
 
     @property
     def name(self) -> str:
-        return f"{'compiled' if self.compile else 'eager'}, checkpointing {self.checkpointing}"
+        in_8_bits = f", {self.float8}" * (self.float8 != "none")
+        how = "compiled" if self.compile else "eager"
+        return f"{how}, checkpointing {self.checkpointing}{in_8_bits}"
 
 
 NONE, FULL, SELECTIVE = Variant("none"), Variant("full"), Variant("selective")
 EAGER = (NONE, FULL, SELECTIVE)
 COMPILED = tuple(variant._replace(compile=True) for variant in EAGER)
+IN_8_BITS = tuple(COMPILED[2]._replace(float8=recipe) for recipe in ("none", *RECIPES[:2]))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class Case:
 
 def rehearsed(case: Case) -> Case:
     """Return the same in small, for a CPU."""
-    sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=EAGER[:2])
+    in_8_bits = (v._replace(compile=False) for v in case.variants if v.float8 != "none")
+    sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=(*EAGER[:2], *in_8_bits))
     return replace(case, model="tiny", on_gpu=False, **sizes)
 
 
@@ -212,7 +218,9 @@ def measure_loss_chunks(case: Case) -> dict:
 
 def measure_training(case: Case) -> dict:
     """Return what each variant of a training step takes, and what transformers' takes."""
-    training = make_training(case)
+    recipes = [variant.float8 for variant in case.variants if variant.float8 != "none"]
+    layers = replace(case.parallel(), float8=recipes[0]) if recipes else None
+    training = make_training(case, layers)
     config, device = training.model.config, training.world.device
     batch = next(training.batches)
     steps, peaks, first_calls = {}, {}, {}
@@ -233,9 +241,10 @@ def measure_training(case: Case) -> dict:
             steps["transformers"] = transformers_step(
                 config, training.args, batch, training.world, microbatch=case.microbatch
             )
-    seconds = time_interleaved(steps, case.repeats)
+    seconds, whole = time_interleaved(steps, case.repeats), build_on_meta(config)
+    parallel = {variant.name: case.parallel(variant) for variant in case.variants}
     results = {
-        name: speeds(case, times, flops_per_token(training.model, case.seq_len), config)
+        name: speeds(case, times, flops_per_token(whole, case.seq_len, parallel.get(name)), config)
         for name, times in seconds.items()
     }
     for variant in case.variants:
@@ -345,14 +354,18 @@ def make_training(case: Case, parallel: ParallelConfig | None = None) -> Trainin
 
 
 def step_of(training: Training, variant: Variant) -> Callable[[], None]:
-    """Return a step of the same training with other forwards of its blocks."""
+    """Return a step of the same training with other forwards of its blocks. Layers of float8.py
+    multiply as the variant says."""
     blocks, batch = list(training.model.layers.values()), next(training.batches)
     for block in blocks:
         vars(block).pop("forward", None)
     layers = [layer for block in blocks for layer in block.modules()]
     set_hooks = partial(replace_hooks, layers)
     set_hooks([{} for _ in layers])
-    recompute_and_compile(training.model, *variant)
+    recompute_and_compile(training.model, variant.checkpointing, variant.compile)
+    product = F.linear
+    if variant.float8 != "none":
+        product = partial(float8_product, recipe=variant.float8)
     forwards = [block.forward for block in blocks]
     hooks = [dict(layer._forward_pre_hooks) for layer in layers]  # of selective checkpointing
     args, world = training.args, training.world
@@ -360,6 +373,9 @@ def step_of(training: Training, variant: Variant) -> Callable[[], None]:
     def step() -> None:
         for block, forward in zip(blocks, forwards):
             block.forward = forward
+        for layer in layers:
+            if isinstance(layer, Float8Linear):
+                layer.product = product
         set_hooks(hooks)
         train_step(training.runner, training.optimizer, batch, args.microbatch, 1.0, world, step=0)
 
@@ -459,6 +475,10 @@ PARTS = {  # in the order in which they are measured
     "largest-1b-4096": Part(measure_largest, ONE_B, 30),
     "largest-8b-4096": Part(measure_largest, EIGHT_B, 40),
     # For a second run: the first ends here, after nine minutes.
+    "float8-8b-8192": Part(measure_training, replace(long(EIGHT_B), variants=IN_8_BITS), 80),
+    "float8-1b-8192": Part(
+        measure_training, replace(long(ONE_B), variants=IN_8_BITS, with_peers=False), 60
+    ),
     "lora-8b-8192": Part(measure_lora, long(LORA_8B), 70),
     "lora-1b-4096": Part(measure_lora, LORA_1B, 60),
     "lora-1b-8192": Part(measure_lora, long(LORA_1B), 60),

@@ -97,6 +97,7 @@ TABLES = {  # kind of part -> the lines of its table
     "rates": rates_table,
     "loss": loss_table,
     "train": training_table,
+    "float8": training_table,
     "lora": training_table,
     "step": parts_table,
     "largest": largest_table,

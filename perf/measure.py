@@ -140,7 +140,6 @@ COLLECTIVES = {
     "reduce_scatter_tensor": "reduce-scatter",
     "broadcast_": "broadcast",
     "recv_": None,  # counted where it is sent
-    "all_to_all_single": "send",  # async_tp.py's: to one rank
 }
 
 
@@ -169,6 +168,8 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         name = op._opname
+        if name == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
+            name = "send"
         if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
             ranks = tuple(dist.get_process_group_ranks(group))
             if len(ranks) > 1 and COLLECTIVES.get(name, name):

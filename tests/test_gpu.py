@@ -24,6 +24,7 @@ import checkpoint
 import model as model_py
 from context_parallel import own_tokens
 from data import Batch
+from float8 import float8_product
 from lora import LoRA
 from model import Documents, LlamaConfig, attend, document_mask, generate
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -33,6 +34,7 @@ from plumbing.check_model import check_documents
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
+from plumbing.scaled_mm import has_kernel
 from plumbing.shards import assign_shard, to_local
 from plumbing.tokenizer import load_tokenizer
 from tensor_parallel import tensor_parallel
@@ -232,6 +234,29 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
             results.append([out, *torch.autograd.grad(out, inputs, own_grad)])
         by_mask, by_lengths = (dict(enumerate(r)) for r in results)
         close(by_lengths, by_mask, 0.02)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
+    """The GPU's products beside those that a CPU emulates: output and both gradients."""
+    if not has_kernel(torch.device("cuda"), torch.bfloat16, recipe):
+        pytest.skip(f"this GPU has no {recipe} products")
+    torch.manual_seed(0)
+    shapes = (1, 256, 512), (384, 512), (1, 256, 384)
+    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+    weight[3] *= 100  # an outlier
+
+    def outputs(device: str, product) -> list[torch.Tensor]:
+        inputs = [t.to(device).requires_grad_() for t in (x, weight)]
+        y = product(*inputs, recipe)
+        return [y, *torch.autograd.grad(y, inputs, grad.to(device))]
+
+    product = torch.compile(float8_product, fullgraph=True) if compiled else float8_product
+    for ours, emulated in zip(outputs("cuda", product), outputs("cpu", float8_product)):
+        ours, emulated = ours.detach().cpu().double(), emulated.detach().double()
+        assert (ours - emulated).norm() < 0.01 * emulated.norm()
 
 
 @needs_gpu

@@ -40,7 +40,8 @@ def test_all_parts(tmp_path):
     out = rehearse(tmp_path / "gpu.json")
     assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == [*PARTS]
     assert "not measured" not in out
-    for step in ("eager, checkpointing full", "transformers", "peft on transformers"):
+    in_8_bits = "eager, checkpointing selective, rowwise"
+    for step in ("eager, checkpointing full", "transformers", "peft on transformers", in_8_bits):
         assert f"| {step} | " in out
 
 
@@ -99,6 +100,6 @@ def test_wrong_input_and_no_gpu(tmp_path):
 
 
 def test_the_first_run_has_the_most_important_parts():
-    first_run = list(PARTS.values())[: list(PARTS).index("lora-8b-8192")]
+    first_run = list(PARTS.values())[: list(PARTS).index("float8-8b-8192")]
     assert sum(part.seconds for part in first_run) <= gpu.BUDGET
     assert Case().parallel().dtype == torch.bfloat16
