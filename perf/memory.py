@@ -85,6 +85,8 @@ def _memory_of_rank(
     elements = saved_elements(config, parallel, fused, masked, frozen)
     saved, recomputed = (n * tokens * w for n in elements)
     block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
+    if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
+        block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (norm_saves(parallel, fused, frozen) + 2) * stream
     logits = loss_bytes(config, parallel, tokens, fused, output > 0)
