@@ -11,14 +11,15 @@ into chunks, one for each of the n ranks, which pass them around in a ring. What
     multiply chunk 1, which has arrived      send the sum, and multiply chunk 0; add what has
                                                  arrived: now it is the sum over all ranks
 
-Sending only starts before a product and is waited for after it. Backward is the mirror image:
-gradients go around the other way, as sums for columns, as copies for rows.
+A message is started before a product and waited for after it, so that both happen at once. Backward
+is the mirror image: gradients go around the other way, as sums for columns, as copies for rows.
 
 Communication over tp: a gather or scatter of payload a (tensor_parallel.py) becomes n - 1 messages
-of a / n, which is as much; embedding and loss keep their collectives. If a message takes no longer
-than the product beside it, the wait is gone. Only the first layer that reads gathered tokens hides
-their arrival: wq, or w1. Recomputing (--checkpointing) also repeats the messages of w2, and all but
-one of its products, except in compiled blocks.
+of a / n bytes, which is what a ring of n ranks sends for either; embedding and loss keep their
+collectives. If a message takes no longer than the product beside it, the wait is gone. Only the
+first layer that reads gathered tokens hides their arrival: wq, or w1. Recomputing (--checkpointing)
+also repeats the products and messages of w2, except in compiled blocks. A weight's gradient is a
+sum over n chunks in the dtype of computation: in bfloat16 less exact, the larger n is.
 
 Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
 have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. Nothing is
@@ -39,6 +40,15 @@ from plumbing.shards import shard_parameters
 
 wait = torch.ops._c10d_functional.wait_tensor
 
+
+def keep_messages_early() -> None:
+    """Stop torch.compile from reordering operators for a lower peak of memory: it would move many a
+    message next to its wait, with nothing to compute in between."""
+    import torch._inductor.config  # takes a second, which only this needs
+
+    torch._inductor.config.reorder_for_peak_memory = False
+
+
 # ----------------------------------------------------------------------------------- the messages
 
 
@@ -51,8 +61,8 @@ class Ring:
 
     def send(self, x: Tensor, step: int) -> Tensor:
         """Start to send x to the rank `step` farther on. Returns what arrives from the other side,
-        as many numbers, without waiting for it. It must be waited for as it is: torch.compile keeps
-        x until then, but not if only a view is waited for."""
+        a flat tensor [x.numel()], valid after `wait`. It must be waited for as it is: torch.compile
+        keeps x until then, but not if only a view is waited for."""
         sent, received = [0] * self.size, [0] * self.size  # numbers to, and from, each rank
         sent[(self.rank + step) % self.size] = x.numel()
         received[(self.rank - step) % self.size] = x.numel()
@@ -120,7 +130,7 @@ def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
         under_way = Depart.apply(mark(total), ring)
         try:
             own = multiply(chunks[(ring.rank - 1 - step) % ring.size])
-        finally:  # also where checkpointing ends a recomputation, as soon as it has enough
+        finally:  # also where checkpointing stops a recomputation, by an exception in multiply
             arrived = Arrive.apply(under_way, total.shape, ring)
         total = own + arrived
     D, own_tokens = total.shape[2], min(size, max(0, T - ring.rank * size))
@@ -136,8 +146,8 @@ def with_tokens(x: Tensor, n: int) -> Tensor:
 
 
 def part_of(operand):
-    """Return the part of a parameter that this rank multiplies by; what is no parameter as it is.
-    A replicated one gets a part of its gradient on each rank."""
+    """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
+    LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
     if not isinstance(operand, DTensor):
         return operand
     replicated = operand.placements[0].is_replicate()

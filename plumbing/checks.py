@@ -120,7 +120,9 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     if args.float8 != "none":
         if "targets" in args:
             raise UserError("--float8 is for train.py: with adapters, products are not in 8 bits")
-        check_tokens(args.float8, (args.microbatch or share) * args.seq_len // args.cp, process)
+        chunks = args.tp if args.async_tp else 1  # in each of which gradients are sums
+        tokens = (args.microbatch or share) * math.ceil(args.seq_len // args.cp / chunks)
+        check_tokens(args.float8, tokens, process)
         with torch.device("meta"):
             use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace
     if checkpoints(args.out) and not args.resume:
@@ -136,8 +138,8 @@ def check_tokens(recipe: str, tokens: int, process: Process) -> None:
     multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if on_gpu else 1
     if tokens % multiple:
         raise UserError(
-            f"--float8 {recipe} sums over the {tokens} tokens of a microbatch, which must be a "
-            f"multiple of {multiple}: choose --microbatch and --seq-len accordingly"
+            f"--float8 {recipe} sums over the {tokens} tokens of a microbatch (--async-tp: of a "
+            f"chunk), which must be a multiple of {multiple}: choose --microbatch and --seq-len so"
         )
 
 

@@ -154,6 +154,7 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     "nproc, options, parts",
     [
         (0, {}, ["--async-tp is for --tp 2 or more"]),
+        (2, dict(tp=2, float8="mxfp8", batch=4, dim=64, ffn_dim=64), ["sums over the 48 tokens"]),
         (
             slow,
             dict(tp=2, pp=2, schedule="zero-bubble"),
