@@ -22,9 +22,10 @@ also repeats the products and messages of w2, except in compiled blocks. A weigh
 sum over n chunks in the dtype of computation: in bfloat16 less exact, the larger n is.
 
 Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
-have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. Nothing is
-left to a compiler, which might find nothing to fuse and not say so. With NVLink, torch's symmetric
-memory could also do without NCCL's kernels, which compete with the products.
+have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. A pass of
+torch.compile also fuses products with collectives, but says nothing where it finds none: here
+nothing depends on it. With NVLink, torch's symmetric memory could also do without NCCL's kernels,
+which compete with the products.
 """
 
 import math
@@ -40,15 +41,6 @@ from plumbing.shards import shard_parameters
 
 wait = torch.ops._c10d_functional.wait_tensor
 
-
-def keep_messages_early() -> None:
-    """Stop torch.compile from reordering operators for a lower peak of memory: it would move many a
-    message next to its wait, with nothing to compute in between."""
-    import torch._inductor.config  # takes a second, which only this needs
-
-    torch._inductor.config.reorder_for_peak_memory = False
-
-
 # ----------------------------------------------------------------------------------- the messages
 
 
@@ -61,8 +53,8 @@ class Ring:
 
     def send(self, x: Tensor, step: int) -> Tensor:
         """Start to send x to the rank `step` farther on. Returns what arrives from the other side,
-        a flat tensor [x.numel()], valid after `wait`. It must be waited for as it is: torch.compile
-        keeps x until then, but not if only a view is waited for."""
+        a flat tensor [x.numel()], valid after `wait`: of this tensor, since torch.compile frees x
+        too early where a view of it is waited for."""
         sent, received = [0] * self.size, [0] * self.size  # numbers to, and from, each rank
         sent[(self.rank + step) % self.size] = x.numel()
         received[(self.rank - step) % self.size] = x.numel()
@@ -71,7 +63,8 @@ class Ring:
 
 
 class Depart(torch.autograd.Function):
-    """Start to send a chunk; in backward, wait for its gradient."""
+    """Start to send a chunk to the next rank, and return what only Arrive may use; in backward,
+    wait for the chunk's gradient."""
 
     @staticmethod
     def forward(ctx, x, ring):
@@ -84,7 +77,8 @@ class Depart(torch.autograd.Function):
 
 
 class Arrive(torch.autograd.Function):
-    """Wait for a chunk of this shape; in backward, start to send its gradient back."""
+    """Return the chunk that Depart has begun to receive; in backward, start to send its gradient
+    back."""
 
     @staticmethod
     def forward(ctx, under_way, shape, ring):
@@ -94,6 +88,14 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return ctx.ring.send(grad, -1), None, None
+
+
+def keep_messages_early() -> None:
+    """Stop torch.compile from reordering operators for a lower peak of memory: it would move many a
+    message next to its wait, with nothing to compute in between."""
+    import torch._inductor.config  # takes a second, which only compiled runs have to spend
+
+    torch._inductor.config.reorder_for_peak_memory = False
 
 
 # ----------------------------------------------------------------------------------- the products
@@ -106,6 +108,7 @@ class Arriving:
 
     def __init__(self, x: DTensor, ring: Ring):
         self.shape, self.ring = x.shape, ring
+        # Chunk i, [B, ceil(T / n), D], is that of rank (rank - i) % n. At first there is our own.
         self.chunks = [with_tokens(x.to_local(), math.ceil(x.shape[1] / ring.size))]
 
     def product(self, multiply) -> Tensor:
@@ -122,7 +125,8 @@ class Arriving:
 
 
 def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
-    """Return the sum over ranks of multiply(x), sharded by tokens. x [B, T, in / n]."""
+    """Return the sum over ranks of multiply(x): [B, T, out], sharded by tokens. x [B, T, in / n].
+    `mark` announces a message to selective checkpointing, which then saves it."""
     (B, T, _), size = x.shape, math.ceil(x.shape[1] / ring.size)
     chunks = with_tokens(x, size * ring.size).split(size, 1)
     total = multiply(chunks[(ring.rank - 1) % ring.size])
@@ -145,7 +149,7 @@ def with_tokens(x: Tensor, n: int) -> Tensor:
     return x if x.shape[1] == n else F.pad(x, (0, 0, 0, n - x.shape[1]))
 
 
-def part_of(operand):
+def local_operand(operand):
     """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
     LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
     if not isinstance(operand, DTensor):
@@ -168,7 +172,8 @@ class GatherInChunks(ParallelStyle):
 
 class InChunks(ParallelStyle):
     """Shard a linear layer by columns (dimension 0 of its weight) or rows (1); multiply in chunks.
-    `saves_chunks`: selective checkpointing saves products and messages (parallel.mark_products)."""
+    parallel.mark_products sets the layer's `saves_chunks`, where selective checkpointing saves its
+    products."""
 
     def __init__(self, weight_dim: int):
         self.weight_dim = weight_dim
@@ -180,7 +185,7 @@ class InChunks(ParallelStyle):
 
         def product_in_chunks(x, *operands):
             mark = torch.ops.aten.alias if layer.saves_chunks else lambda x: x
-            parts = [part_of(operand) for operand in operands]
+            parts = [local_operand(operand) for operand in operands]
 
             def multiply(chunk: Tensor) -> Tensor:
                 return product(mark(chunk), *parts)

@@ -33,7 +33,7 @@ model, so that a laptop shows what 8 bits do to a gradient.
 
 Under tensor parallelism a rank has a part of some tensors, but a scale is that of the whole: ranks
 all-reduce the largest numbers over tp, two all-reduces a layer, so that they round as one process
-does (mxfp8 needs none); with --async-tp, each chunk and each rank's part of a matrix has scales of
+does (mxfp8 needs none). With --async-tp, each chunk and each rank's part of a matrix has scales of
 its own. Under FSDP, DDP and context parallelism, scales of inputs and gradients are those of a
 rank's microbatch, as with accumulation in one process.
 
@@ -58,7 +58,7 @@ from plumbing.scaled_mm import BLOCK, has_kernel, scaled_mm
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST_AMAX = 2.0**-100  # with which the factor is still a float32
+SMALLEST_AMAX = 2.0**-100  # with which the factor, up to 2^116, is still a float32
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
 
 
@@ -90,7 +90,7 @@ def rounded(
     `factor` is what factor_of returns, if that is known.
 
     Numbers are clamped to the format's largest: what is beyond would become infinite or NaN. A
-    number that is not finite makes its row of the product not finite."""
+    number that is not finite makes its row of the product not finite, tensorwise all of it."""
     if recipe == "mxfp8":
         return rounded_in_blocks(x, format)
     factor = factor_of(x, format, recipe, group) if factor is None else factor
@@ -146,7 +146,7 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):
-        ctx.recipe, (of_in, ctx.of_out) = recipe, groups
+        ctx.recipe, (of_in, ctx.of_out) = recipe, groups  # None where nothing is sharded
         x8, factor = rounded(x, E4M3, recipe, of_in), None
         if recipe == "tensorwise":
             factor = factor_of(weight, E4M3, recipe, of_in or ctx.of_out)

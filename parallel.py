@@ -54,6 +54,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from async_tp import keep_messages_early
 from float8 import use_float8
 from model import Block, Llama
 from offload import offload_activations
@@ -173,6 +174,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
         use_float8(model, parallel.float8, parallel.tp)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
+        if parallel.async_tp and parallel.compile:
+            keep_messages_early()
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
         offload_activations(model, world.device)

@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from async_tp import GatherInChunks, InChunks, keep_messages_early
+from async_tp import GatherInChunks, InChunks
 from model import Llama, cross_entropy_sum
 from plumbing.processes import UserError
 from plumbing.shards import dims_of, shard_parameters
@@ -164,7 +164,6 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
     styles = {path: style for path, _ in model.named_modules() if (style := style_of(path))}
     if asynchronous:
         styles = {path: in_chunks(style) for path, style in styles.items()}
-        keep_messages_early()
     parallelize_module(model, mesh, styles)
     for block in [] if asynchronous else model.layers.values():
         for module in (block.attention, block.feed_forward):

@@ -174,7 +174,7 @@ def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, b
     check_parallel(parallel, None, config, base)
     check_seq_len(args.seq_len, parallel.cp)
     if parallel.float8 != "none":
-        check_tokens(parallel.float8, args.microbatch * args.seq_len, base)
+        check_tokens(parallel, args.microbatch * args.seq_len, base.device)
     if args.batch % (data_ranks * args.microbatch):
         raise UserError(
             f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "

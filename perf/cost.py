@@ -168,23 +168,22 @@ def _tensor_parallel(
 def _largest_numbers(
     model: Llama, parallel: ParallelConfig, m: int, tokens: int
 ) -> Iterator[tuple]:
-    """What scales of whole tensors or rows need of other ranks along tp: the largest numbers of a
-    weight in forward, by rows where its rows are sharded; those of its input there, and those of
-    the gradient of its output where columns are."""
+    """The largest numbers that float8.py's scales need of other ranks. Of wo and w2 a rank has some
+    input features, so forward needs those of the input and of the weight. Of other layers it has
+    some output features: backward needs those of the output's gradient and of the weight, of which
+    a tensorwise scale is known from forward."""
     forwards = m * (1 if parallel.checkpointing == "none" else 2)
+    tensorwise = parallel.float8 == "tensorwise"
     dims = _sharded_dims("block", first_block(model))
-    sharded_in_block = set(layers_in_8_bits(model, parallel.float8, parallel.tp))
-    for block, name in (name.split(".", 2)[1:] for name in sharded_in_block):
-        layer, by_rows = model.layers[block].get_submodule(name), dims[f"{name}.weight"] == 1
-        width = layer.out_features if by_rows else layer.in_features
-        if parallel.float8 == "tensorwise":
-            width = rows = 1
-        else:
-            rows = tokens
-        # of the weight: tensorwise in forward; by row, where the product sums over what is sharded
-        times = forwards if by_rows or parallel.float8 == "tensorwise" else m
-        yield "tp", "all-reduce", times, width * parallel.weight_bytes
-        yield "tp", "all-reduce", forwards if by_rows else m, rows * parallel.weight_bytes
+    for name in layers_in_8_bits(model, parallel.float8, parallel.tp):
+        layer, path = model.get_submodule(name), name.split(".", 2)[2]  # without layers.0.
+        shards_input = dims[f"{path}.weight"] == 1
+        # A scale for each row of the input or gradient, and of the weight as this product has it.
+        width = layer.out_features if shards_input else layer.in_features
+        rows, columns = (1, 1) if tensorwise else (tokens, width)
+        of_weight = forwards if shards_input or tensorwise else m
+        yield "tp", "all-reduce", forwards if shards_input else m, rows * parallel.weight_bytes
+        yield "tp", "all-reduce", of_weight, columns * parallel.weight_bytes
 
 
 def _context_parallel(

@@ -100,7 +100,7 @@ def check_tensor_parallel(config: LlamaConfig, mesh: DeviceMesh, asynchronous: b
     try:
         found = _loss_and_gradients(config, mesh, split=True, asynchronous=asynchronous)
     except (TypeError, AttributeError) as error:
-        if "Arriving" not in str(error):
+        if not asynchronous:
             raise
         raise UserError(
             f"--async-tp lets the input of attention and feed-forward arrive while layers multiply "

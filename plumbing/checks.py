@@ -17,7 +17,7 @@ from plumbing.flags import MODEL_SIZES
 from plumbing.model_directories import checkpoints, describe_differences
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
-from plumbing.scaled_mm import BLOCK
+from plumbing.scaled_mm import BLOCK, has_kernel
 from plumbing.shards import to_local
 from plumbing.tokenizer import DEFAULT_TOKENIZER
 
@@ -122,7 +122,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             raise UserError("--float8 is for train.py: with adapters, products are not in 8 bits")
         chunks = args.tp if args.async_tp else 1  # in each of which gradients are sums
         tokens = (args.microbatch or share) * math.ceil(args.seq_len // args.cp / chunks)
-        check_tokens(args.float8, tokens, process)
+        check_tokens(parallel, tokens, process.device)
         with torch.device("meta"):
             use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace
     if checkpoints(args.out) and not args.resume:
@@ -131,11 +131,14 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         )
 
 
-def check_tokens(recipe: str, tokens: int, process: Process) -> None:
-    """Raise UserError if gradients of weights cannot be summed over the tokens of a microbatch in 8
-    bits. Where a GPU lacks the products, it emulates them."""
-    on_gpu = process.device.type == "cuda"
-    multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if on_gpu else 1
+def check_tokens(parallel: ParallelConfig, tokens: int, device: torch.device) -> None:
+    """Raise UserError if gradients of weights cannot be summed in 8 bits over the `tokens` of a
+    product: those of a microbatch, or of a chunk of it. (Outputs are sums over widths.)"""
+    recipe, multiple = parallel.float8, 1
+    if has_kernel(device, parallel.dtype, recipe):
+        multiple = MULTIPLE
+    if recipe == "mxfp8":
+        multiple = BLOCK
     if tokens % multiple:
         raise UserError(
             f"--float8 {recipe} sums over the {tokens} tokens of a microbatch (--async-tp: of a "

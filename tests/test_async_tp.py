@@ -1,9 +1,9 @@
 """Asynchronous tensor parallelism: the same training, while messages travel."""
 
-from pathlib import Path
+import json
 
 import pytest
-from conftest import changed_copy, launch, refused, slow, with_fault
+from conftest import changed_copy, launch, refused, slow, succeed, with_fault
 from test_float8 import WIDE
 from test_parallel import (
     FOUR,
@@ -114,6 +114,17 @@ def test_planted_faults_are_found(tmp_path, old, new):
         equals_plain(result, faulty)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_compiled_blocks_multiply_while_messages_travel(tmp_path, checkpointing):
+    """In the code that torch.compile writes for a block of four ranks, forward and backward."""
+    file = tmp_path / "order.json"
+    succeed("tests/workers/message_order.py", checkpointing, file)
+    forward, backward = json.loads(file.read_text())
+    assert "send wait" not in forward and forward.count("send") == 12
+    assert ("send wait" in backward) == (checkpointing == "selective")  # of w2: see its docstring
+
+
 # One process that rounds as each rank does: a chunk of tokens, and its part of a matrix, at a time.
 BY_CHUNKS = """
         parts, chunks = 2, []
@@ -156,14 +167,13 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
         (0, {}, ["--async-tp is for --tp 2 or more"]),
         (2, dict(tp=2, float8="mxfp8", batch=4, dim=64, ffn_dim=64), ["sums over the 48 tokens"]),
         (
-            slow,
+            4,
             dict(tp=2, pp=2, schedule="zero-bubble"),
             ["a backward in two parts does not combine with --async-tp", "1f1b"],
         ),
     ],
 )
 def test_wrong_flags_are_refused(shards, tmp_path, nproc, options, parts):
-    nproc = 4 if nproc is slow else nproc
     given = flags(shards, tmp_path / "run", **options)
     refused(launch("train.py", *given, "--async-tp", nproc=nproc), *parts)
 
@@ -178,6 +188,6 @@ CHANGES = {
 def test_what_needs_all_tokens_at_once_is_refused(shards, tmp_path, name):
     """A change of model.py that plain tensor parallelism can split, and this cannot."""
     old, new = CHANGES[name]
-    changed: tuple[str, Path] = changed_copy(tmp_path / "copy", edits={old: new})
+    changed = changed_copy(tmp_path / "copy", edits={old: new})
     given = flags(shards, tmp_path / "run", tp=2)
     refused(launch(*changed, "train.py", *given, "--async-tp", nproc=2), "leave out --async-tp")
