@@ -188,7 +188,8 @@ class InChunks(ParallelStyle):
             parts = [local_operand(operand) for operand in operands]
 
             def multiply(chunk: Tensor) -> Tensor:
-                return product(mark(chunk), *parts)
+                # One matrix product over all tokens of the chunk, also where the weight is frozen.
+                return product(mark(chunk.contiguous()), *parts)
 
             if self.weight_dim == 1:
                 return summed_product(x, multiply, ring, mark)
