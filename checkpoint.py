@@ -40,7 +40,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lora import LoRA, adapter_settings, adapters
+from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing import formats
 from plumbing.allocate import allocate
@@ -71,13 +71,7 @@ from plumbing.model_directories import (
 )
 from plumbing.optimizer_state import optimizer_state
 from plumbing.parser import Parser
-from plumbing.peft_files import (
-    gather_adapters,
-    is_adapter,
-    merge_adapter,
-    open_adapter,
-    save_adapter,
-)
+from plumbing.peft_files import Merged, gather_adapters, is_adapter, open_adapter, save_adapter
 from plumbing.processes import UserError, note_checkpoint, run
 from plumbing.safetensors import StoredTensor
 from plumbing.shards import assign_shard
@@ -363,15 +357,19 @@ def load_weights(directory: Path, model: Llama) -> None:
     """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`.
 
     All ranks call it together, and each loads its shards. From our files a rank reads only what
-    overlaps with its shards. From other files it reads one full matrix at a time; a matrix takes
-    memory only if its rows must be reordered or joined. Adapters do not change."""
-    if has_weights(directory):
+    overlaps with its shards. From other files, or into 4 bits, it reads one full matrix at a time,
+    which takes memory only if rows must be reordered or joined. Adapters do not change."""
+    in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
+    if has_weights(directory) and not in_4_bits:
         verify(directory, "weights")
         load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
+    formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
+    quantize_base(model, lambda name: stored[name].read(), assign_shard)
     for name, parameter in _weights(model).items():
-        assign_shard(parameter, stored[name].read())
+        if parameter.is_floating_point():
+            assign_shard(parameter, stored[name].read())
 
 
 def load_pretrained(
@@ -405,8 +403,9 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
-    merged = merge_adapter(stored, *open_adapter(adapter, config))
-    write_checkpoint(target, config, merged, tokenizer)
+    merged = Merged(stored, adapter, config)
+    write_checkpoint(target, config, merged.weights, tokenizer)
+    print(merged.describe())
 
 
 def write_checkpoint(

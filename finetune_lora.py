@@ -52,6 +52,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     args.targets = [target for target in TARGETS if target in args.targets]
     if args.dropout >= 1:
         raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
+    if args.dora and args.dropout:
+        raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
     if args.alpha == 0:
         raise UserError("--alpha 0 switches the adapters off: give a number above 0")
     init = args.init.resolve()
@@ -83,9 +85,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])
-        add_adapters(
-            model, LoRA(args.rank, args.alpha, args.dropout, args.rslora, tuple(args.targets))
-        )
+        settings = args.rank, args.alpha, args.dropout, args.rslora, args.dora
+        add_adapters(model, LoRA(*settings, tuple(args.targets)), args.base_bits)
 
     def initialize(model: Llama) -> None:
         checkpoint.load_weights(args.init, model)

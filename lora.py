@@ -1,14 +1,23 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): train two thin matrices beside each frozen one.
+"""Fine-tune by training a few numbers beside each frozen matrix: LoRA, DoRA, and a base in 4 bits.
 
              ┌── W [out, in], frozen ─────────────┐
     x [in] ──┤                                    (+)── y = x Wᵀ + scale (x Aᵀ) Bᵀ
              └── A [r, in] ──────── B [out, r] ───┘
 
-Fine-tuning changes W by a matrix that a product B A of low rank r approximates well. Only A and B
-have gradients and AdamW moments: for all matrices of the 8B model and r = 16, 42 million parameters
-instead of 8 billion. B starts at zero, so that training starts from the model as it is. scale is
-alpha / r; with rsLoRA alpha / sqrt(r), which keeps the size of the update at large r (Kalajdzievski
-2023, arXiv:2312.03732).
+1. LoRA (Hu et al. 2021, arXiv:2106.09685). Fine-tuning changes W by a matrix that a product B A of
+low rank r approximates well. Only A and B have gradients and AdamW moments: for all matrices of the
+8B model and r = 16, 42 million parameters instead of 8 billion. B starts at zero, so that training
+starts from the model as it is. scale is alpha / r; with rsLoRA alpha / sqrt(r), which keeps the
+size of the update at large r (Kalajdzievski 2023, arXiv:2312.03732).
+
+2. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length of each row of the matrix, apart
+from its direction: y is multiplied by m / |W + scale B A|. The norms, one for each row, follow A
+and B but are constants in backward; the magnitudes m [out] are trained, and start at |W|.
+
+3. A base in 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314). What is frozen is only read. So
+W is stored in nf4.py's format, at about 4.13 bits a weight, and becomes a matrix of numbers for as
+long as a product takes, in forward and again in backward. Adapters have the exact gradients of what
+these numbers compute, and learn around the error of W.
 
 Checkpoints of adapters are files in PEFT's format (plumbing/peft_files.py).
 Letters: r rank; n tokens; in, out the widths of a matrix.
@@ -17,16 +26,19 @@ Letters: r rank; n tokens; in, out the widths of a matrix.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama, generator_for
+from nf4 import dequantized, packed_shape, quantized, some_rows
 from plumbing.processes import UserError
+from plumbing.shards import to_local
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
 
@@ -39,6 +51,7 @@ class LoRA:
     alpha: float = 16.0
     dropout: float = 0.0  # probability of zeroing an input feature of A in training
     rslora: bool = False
+    dora: bool = False
     targets: tuple[str, ...] = TARGETS
 
     @property
@@ -51,55 +64,107 @@ class LoRA:
 
 @torch.library.custom_op("flatllama::lora_linear", mutates_args=())
 def lora_linear(
-    x: Tensor, x_dropped: Tensor | None, weight: Tensor, A: Tensor, B: Tensor, scale: float
+    x: Tensor,
+    x_dropped: Tensor | None,
+    weight: Tensor,
+    row_scale: Tensor | None,
+    A: Tensor | None,
+    B: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return y = x Wᵀ + scale (x_dropped Aᵀ) Bᵀ [n, out] and x_dropped Aᵀ [n, r], for backward.
 
-    x [n, in]; x_dropped is x after dropout, or None without dropout. A single operator, so that
-    checkpointing saves or recomputes it as a whole. It saves 10 % of a step against two calls of
-    F.linear: the thin products are added to the wide result in place, not in a pass of their own,
-    and backward chooses the order and memory layout in which they are fastest.
+    x [n, in]; x_dropped is x after dropout, or None without dropout. W is `weight`, or what it and
+    `row_scale` stand for. A layer that is no target has no A and B.
+    A single operator, so that checkpointing saves or recomputes it as a whole. It saves 10 % of a
+    step against two calls of F.linear: the thin products are added to the wide result in place, not
+    in a pass of their own, and backward chooses the order and memory layout in which they are
+    fastest.
     """
+    y = x @ numbers(weight, row_scale, x.dtype).T
+    if A is None:
+        return y, x.new_empty(len(x), 0)
     xA = (x if x_dropped is None else x_dropped) @ A.T
-    y = x @ weight.T
     return y.addmm_(xA, B.T, alpha=scale), xA
 
 
+def numbers(weight: Tensor, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the matrix that is stored: as it is, or from 4 bits in this dtype."""
+    return weight if row_scale is None else dequantized(weight, row_scale, dtype)
+
+
 @lora_linear.register_fake
-def _(x, x_dropped, weight, A, B, scale):
-    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], A.shape[0])
+def _(x, x_dropped, weight, row_scale, A, B, scale):
+    rank = 0 if A is None else len(A)
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], rank)
 
 
 def _save_for_backward(ctx, inputs, output):
-    x, x_dropped, weight, A, B, ctx.scale = inputs
-    ctx.save_for_backward(x if x_dropped is None else x_dropped, weight, A, B, output[1])
+    x, x_dropped, weight, row_scale, A, B, ctx.scale = inputs
+    x = None if A is None else x if x_dropped is None else x_dropped
+    ctx.save_for_backward(x, weight, row_scale, A, B, output[1])
     ctx.has_dropout = x_dropped is not None
 
 
 def _backward(ctx, grad, _):
-    x_dropped, weight, A, B, xA = ctx.saved_tensors  # xA [n, r]; grad [n, out]
-    # B is copied into column-major order, in which this product is faster.
-    xA_grad = (grad @ B.T.contiguous().T).mul_(ctx.scale)  # [n, r]
-    x_grad = x_dropped_grad = None
+    x_dropped, weight, row_scale, A, B, xA = ctx.saved_tensors  # xA [n, r]; grad [n, out]
+    x_grad = x_dropped_grad = A_grad = B_grad = None
     if ctx.needs_input_grad[0]:
-        x_grad = grad @ weight  # [n, in]
-        if not ctx.has_dropout:
+        x_grad = grad @ numbers(weight, row_scale, grad.dtype)  # [n, in]
+    if A is not None:
+        # B is copied into column-major order, in which this product is faster.
+        xA_grad = (grad @ B.T.contiguous().T).mul_(ctx.scale)  # [n, r]
+        if ctx.needs_input_grad[1]:
+            x_dropped_grad = xA_grad @ A
+        elif x_grad is not None:
             x_grad.addmm_(xA_grad, A)
-    if ctx.needs_input_grad[1]:
-        x_dropped_grad = xA_grad @ A
-    B_grad = (xA.T @ grad).T * ctx.scale  # faster than grad.T @ xA
-    return x_grad, x_dropped_grad, None, xA_grad.T @ x_dropped, B_grad, None
+        A_grad = xA_grad.T @ x_dropped
+        B_grad = (xA.T @ grad).T * ctx.scale  # faster than grad.T @ xA
+    return x_grad, x_dropped_grad, None, None, A_grad, B_grad, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def lora_product(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float, dropout: float):
-    """Return lora_linear of x [..., in], computed in the dtype of the weight."""
-    flat = x.flatten(0, -2).to(weight.dtype)  # [n, in]
+@torch.library.custom_op("flatllama::row_norms", mutates_args=())
+def row_norms(
+    weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
+) -> Tensor:
+    """Return |W + scale B A| of each row, [out], in float32 or float64."""
+    dtype, norms = torch.promote_types(A.dtype, torch.float32), []
+    stored = [weight] if row_scale is None else [weight, row_scale]
+    for b, *rows in some_rows(A.shape[1], B, *stored):
+        matrix = (dequantized(*rows, dtype) if len(rows) == 2 else rows[0]).to(dtype)
+        norms.append(torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale).norm(dim=1))
+    return torch.cat(norms)
+
+
+@row_norms.register_fake
+def _(weight, row_scale, A, B, scale):
+    return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
+
+
+def lora_product(
+    x: Tensor,
+    weight: Tensor,
+    row_scale: Tensor | None,
+    A: Tensor | None,
+    B: Tensor | None,
+    magnitude: Tensor | None,
+    norms: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Return the output of a LoRALinear, given its parameters and row_norms, for x [..., in]."""
+    flat = x.flatten(0, -2)  # [n, in]
+    if row_scale is None:
+        flat = flat.to(weight.dtype)
     # Dropout is for training: evaluation asks for no gradient.
     x_dropped = F.dropout(flat, dropout) if dropout and torch.is_grad_enabled() else None
-    y, _ = lora_linear(flat, x_dropped, weight, A.to(flat.dtype), B.to(flat.dtype), scale)
+    A, B = (factor if factor is None else factor.to(flat.dtype) for factor in (A, B))
+    y, _ = lora_linear(flat, x_dropped, weight, row_scale, A, B, scale)
+    if magnitude is not None:
+        y = (y * (magnitude / norms)).to(y.dtype)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -107,81 +172,135 @@ def lora_product(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float, 
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter beside its weight, which keeps its name.
+    """A frozen linear layer with an adapter, in 4 bits, or both. The weight keeps its name.
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
-    def __init__(self, base: nn.Linear, lora: LoRA):
-        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
-        self.weight = base.weight
-        self.lora = lora
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)  # master weights
-        options = dict(dtype=dtype, device=self.weight.device)
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features, **options))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, lora.rank, **options))
-        self.product: Callable = lora_product
-        self.merged = False
+    PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")  # some may be None
+
+    def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
+        out, width = base.out_features, base.in_features
+        super().__init__(width, out, bias=False, device="meta")
+        for name in self.PARAMETERS:
+            self.register_parameter(name, None)
+        self.weight, self.lora, self.merged = base.weight, lora, False
+        if bits == 4:
+            codes = partial(base.weight.new_empty, dtype=torch.uint8)
+            self.weight = nn.Parameter(codes(packed_shape(out, width)), requires_grad=False)
+            self.row_scale = nn.Parameter(codes(out, 4), requires_grad=False)
+        if is_target:
+            dtype = torch.promote_types(base.weight.dtype, torch.float32)  # master weights
+            empty = partial(base.weight.new_empty, dtype=dtype)
+            self.lora_A = nn.Parameter(empty(lora.rank, width))
+            self.lora_B = nn.Parameter(empty(out, lora.rank))
+            self.lora_magnitude = nn.Parameter(empty(out)) if lora.dora else None
+        self.product: Callable = partial(lora_product, scale=lora.scale, dropout=lora.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.merged:
             return super().forward(x)
-        factors = self.lora_A, self.lora_B
-        return self.product(x, self.weight, *factors, self.lora.scale, self.lora.dropout)
+        norms = None if self.lora_magnitude is None else self.row_norms()
+        return self.product(x, *(getattr(self, name) for name in self.PARAMETERS), norms)
+
+    @torch.no_grad()
+    def row_norms(self, with_adapter: bool = True) -> Tensor:
+        """Return row_norms of this layer, with or without the adapter. Where a rank of tensor
+        parallelism has a part of each row, the squares are all-reduced."""
+        weight, row_scale, A, B, _ = (
+            parameter if parameter is None else to_local(parameter)
+            for parameter in (getattr(self, name) for name in self.PARAMETERS)
+        )
+        if not with_adapter:
+            A, B = A[:0], A.new_empty(len(weight), 0)
+        norms = row_norms(weight, row_scale, A, B, self.lora.scale)
+        if not isinstance(self.weight, DTensor):
+            return norms
+        mesh, placements = self.weight.device_mesh, self.weight.placements
+        squares = DTensor.from_local(
+            norms.square(),
+            mesh,
+            [Partial() if place.is_shard(1) else place for place in placements],
+            run_check=False,
+            shape=torch.Size([self.out_features]),
+            stride=(1,),
+        )
+        whole = [Replicate() if place.is_shard(1) else place for place in placements]
+        return squares.redistribute(placements=whole).sqrt()
 
     @torch.no_grad()
     def merge(self) -> None:
         """Add the adapter to the weight for good: the layer is then as fast as one without."""
-        if not self.merged:
-            weight = merged_weight(self.weight, self.lora_A, self.lora_B, self.lora.scale)
+        if not self.merged and self.lora_A is not None:
+            weight = numbers(self.weight, self.row_scale, self.lora_A.dtype)
+            factors = self.lora_A, self.lora_B, self.lora_magnitude
+            weight = merged_weight(weight, self.lora.scale, *factors)
             self.weight, self.merged = nn.Parameter(weight, requires_grad=False), True
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter, None for a
         replicated one; `dim` is that of the weight.
 
-        A factor is sharded along the dimension that it shares with the weight: B with its output
-        features, A with its input features. The other factor is replicated."""
-        return {"weight": dim, "lora_A": dim or None, "lora_B": None if dim else 0}
+        A parameter is sharded along the dimension that it shares with the weight: A with its input
+        features, the others with its output features. Otherwise it is replicated."""
+        along_out = None if dim else 0
+        dims = dict.fromkeys(self.PARAMETERS, along_out) | {"weight": dim, "lora_A": dim or None}
+        return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
         """Let forward compute with this rank's shards of parameters that have become DTensors.
 
         The product of a rank's shards is its shard of the output, or its partial sum, just as for
-        the weight alone, and needs no communication of its own. The gradient of the replicated
-        factor is all-reduced, like that of a norm (tensor_parallel.py)."""
-        weight, A, B = (p.placements for p in (self.weight, self.lora_A, self.lora_B))
-        rows = weight[0].is_shard(1)
+        the weight alone, and needs no communication of its own. The gradient of a replicated factor
+        is all-reduced, like that of a norm (tensor_parallel.py)."""
+        parameters = [getattr(self, name) for name in self.PARAMETERS]
+        placed = [
+            parameter if parameter is None else parameter.placements for parameter in parameters
+        ]
+        rows = self.weight.placements[0].is_shard(1)
         x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
-        inputs = (x, weight, A, B)
+        inputs = (x, *placed, placed[-1])  # the norms are placed as the magnitudes are
         # Of a replicated tensor each rank computes a part of the gradient, to be summed.
-        gradients = [[Partial()] if place[0].is_replicate() else place for place in inputs]
+        gradients = [
+            [Partial()] if place and place[0].is_replicate() else place for place in inputs
+        ]
         self.product = local_map(
             self.product,
             out_placements=y,
-            in_placements=(*inputs, None, None),
-            in_grad_placements=(*gradients, None, None),
+            in_placements=inputs,
+            in_grad_placements=tuple(gradients),
             device_mesh=mesh,
         )
 
 
-def merged_weight(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Return W + scale B A, summed in float32 or float64 and rounded once to W's dtype."""
+def merged_weight(
+    weight: Tensor, scale: float, A: Tensor, B: Tensor, magnitude: Tensor | None = None
+) -> Tensor:
+    """Return the weight of a layer that computes the same without an adapter, W + scale B A with
+    rows as long as `magnitude` says: in float32 or float64, rounded once to W's dtype."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale).to(weight.dtype)
+    merged = torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)
+    if magnitude is not None:
+        merged *= (magnitude.to(dtype) / merged.norm(dim=1))[:, None]
+    return merged.to(weight.dtype)
 
 
 # ------------------------------------------------------------------------ adapters of a model
 
 
-def add_adapters(model: Llama, lora: LoRA) -> None:
-    """Freeze a model and put an adapter, still uninitialized, beside each target matrix."""
+def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
+    """Freeze a model and put an adapter, still uninitialized, beside each target matrix. With 4
+    `base_bits` all matrices of the blocks are in 4 bits, also without values yet."""
     if adapter_settings(model):
         raise UserError("this model has an adapter already: merge it, or load the base again")
     model.requires_grad_(False)
-    for name, module in list(model.named_modules()):
+    for name, layer in list(model.named_modules()):
         parent, _, attribute = name.rpartition(".")
-        if attribute in lora.targets and isinstance(module, nn.Linear):
-            setattr(model.get_submodule(parent), attribute, LoRALinear(module, lora))
+        if attribute not in (TARGETS if base_bits == 4 else lora.targets):
+            continue
+        if not isinstance(layer, nn.Linear) or layer.bias is not None:
+            raise UserError(f"{name} has no place for an adapter: it is no nn.Linear without bias")
+        layer = LoRALinear(layer, lora, attribute in lora.targets, base_bits)
+        setattr(model.get_submodule(parent), attribute, layer)
 
 
 def adapter_settings(model: nn.Module) -> LoRA | None:
@@ -190,19 +309,35 @@ def adapter_settings(model: nn.Module) -> LoRA | None:
 
 
 def adapters(model: Llama) -> dict[str, nn.Parameter]:
-    """Return every factor by its name, such as layers.0.attention.wq.lora_A."""
-    return {n: p for n, p in model.named_parameters() if n.endswith((".lora_A", ".lora_B"))}
+    """Return every factor and magnitude by its name, such as layers.0.attention.wq.lora_A."""
+    ends = tuple(f".{name}" for name in LoRALinear.PARAMETERS if name.startswith("lora_"))
+    return {name: p for name, p in model.named_parameters() if name.endswith(ends)}
 
 
 @torch.no_grad()
 def init_adapters(
     model: Llama, seed: int = 0, assign: Callable = Tensor.copy_, device: torch.device | None = None
 ) -> None:
-    """Call assign(factor, full_initial_value) for each factor: B zero, A uniform within
-    1 / sqrt(in), as in PEFT. Values depend on seed and name only, as in Llama.init_weights."""
+    """Call assign(parameter, full_initial_value) for each parameter of adapters: B zero, A uniform
+    within 1 / sqrt(in), as in PEFT, magnitudes the norms of the base's rows, which must be loaded.
+    Values of A depend on seed and name only, as in Llama.init_weights."""
     for name, parameter in adapters(model).items():
         value = torch.zeros(parameter.shape, device=device or parameter.device)
         if name.endswith("lora_A"):
             bound = 1 / math.sqrt(parameter.shape[1])
             value.uniform_(-bound, bound, generator=generator_for(name, seed, value.device))
+        if name.endswith("lora_magnitude"):
+            value = model.get_submodule(name.rpartition(".")[0]).row_norms(with_adapter=False)
+            value = value.full_tensor() if isinstance(value, DTensor) else value
         assign(parameter, value)
+
+
+@torch.no_grad()
+def quantize_base(model: Llama, read: Callable[[str], Tensor], assign: Callable = Tensor.copy_):
+    """Call assign(parameter, full_value) for each matrix in 4 bits, and its scales; read(name)
+    returns a matrix. One at a time is read."""
+    for path, layer in model.named_modules():
+        if getattr(layer, "row_scale", None) is not None:
+            weight, row_scale = quantized(read(f"{path}.weight"))
+            assign(layer.weight, weight)
+            assign(layer.row_scale, row_scale)

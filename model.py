@@ -333,7 +333,7 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
         """Call assign(parameter, full_initial_value) for each parameter; values are drawn on
-        `device`. LoRA's factors have initial values of their own (lora.py).
+        `device`. Adapters, and matrices in 4 bits, have initial values of their own (lora.py).
 
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
@@ -341,7 +341,7 @@ class Llama(nn.Module):
         the same however the model is split, on one kind of device. float64 is cast from float32."""
         for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
-            if kind.startswith("lora_"):
+            if kind.startswith("lora_") or not parameter.is_floating_point():
                 continue
             parent, _, layer_name = path.rpartition(".")
             parent, layer = self.get_submodule(parent), self.get_submodule(path)

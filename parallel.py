@@ -202,7 +202,7 @@ def mixed_precision(model: Llama, parallel: ParallelConfig) -> None:
     RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are bfloat16 from the
     start."""
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():  # not in 4 bits
             parameter.data = parameter.data.bfloat16()
     if not parallel.strategy.uses_fsdp:
         model.compute_dtype = torch.bfloat16
@@ -327,6 +327,12 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     labs/fsdp.py shards one matrix by hand, labs/lora.py a model with adapters.
     """
     parallel = world.parallel
+    in_4_bits = any(not p.is_floating_point() for p in model.parameters())
+    if in_4_bits and parallel.reshard != "adapters" and torch.__version__ < "2.13":
+        raise UserError(
+            f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
+            f"adapters, or torch 2.13"
+        )
     bf16 = parallel.dtype == torch.bfloat16
     dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

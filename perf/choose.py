@@ -12,7 +12,7 @@ import torch
 
 from model import Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy, World
-from perf.cost import parts_of, predict_traffic, sent_bytes
+from perf.cost import bytes_each, parts_of, predict_traffic, sent_bytes
 from perf.memory import predict_memory
 from pipeline import has_w
 from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero
@@ -254,8 +254,10 @@ def fits_unsharded(model: Llama, world: World) -> bool:
     """Return whether every rank has room for all weights beside what it holds between steps; where
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel = world.parallel
-    parts = (sum(p.numel() for p in part.parameters()) for part in parts_of(model, parallel))
-    nbytes = max(parts) * parallel.weight_bytes // parallel.tp
+    nbytes = max(
+        sum(p.numel() * bytes_each(p, parallel) for p in part.parameters()) // parallel.tp
+        for part in parts_of(model, parallel)
+    )
     held = predict_memory(model, parallel, tokens=0, microbatches=1)
     room = world.minimum(usable_memory(world.device, world.per_node))
     fits = nbytes + held["parameters"] + held["optimizer"] < room

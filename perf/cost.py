@@ -18,6 +18,7 @@ from torch import nn
 
 from float8 import layers_in_8_bits
 from model import LOSS_CHUNK, Llama
+from nf4 import count
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from plumbing.stages import part_of
 from tensor_parallel import planned_dims
@@ -28,7 +29,7 @@ from tensor_parallel import planned_dims
 def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None = None) -> int:
     """Return the floating-point operations to train on one token.
 
-    Per element of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
+    Per weight of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
     trainable, 2 for its own gradient. Attention takes 4 D per layer and token attended to, for
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
@@ -42,7 +43,7 @@ def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None 
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
             for matrix in layer.parameters():
-                flops = (6 if matrix.requires_grad else 4) * matrix.numel()
+                flops = (6 if matrix.requires_grad else 4) * count(matrix)
                 weights += flops // 2 if name in halved else flops
     return weights + 3 * 4 * config.n_layers * config.dim * seq_len
 
@@ -113,11 +114,11 @@ def _zero1(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterato
 def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
     g, w, m, reshard = parallel.grad_bytes, parallel.weight_bytes, microbatches, parallel.reshard
     root_uses = m if parallel.pp == 1 else 1  # it stays unsharded until backward, or the last one
-    units = elements_of(model, parallel.tp, parallel.shard)
-    for unit, (elements, trainable) in units.items():
+    units = sizes_of(model, parallel, parallel.shard)
+    for unit, (frozen_bytes, trainable) in units.items():
         n, uses = (1, root_uses) if unit == "root" else (len(model.layers), 2 * m)
-        gathered = trainable if reshard == "adapters" else elements
-        yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered * w
+        gathered = trainable * w + (0 if reshard == "adapters" else frozen_bytes)
+        yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered
         yield "shard", "reduce-scatter", n * (m if reshard == "all" else 1), trainable * g
         yield "replicate", "all-reduce", n, trainable // parallel.shard * g
 
@@ -161,6 +162,9 @@ def _tensor_parallel(
             if parameter.requires_grad and dims[name] is None:
                 n = times * (L if unit == "block" else 1)
                 yield "tp", "all-reduce", n, parameter.numel() * (g if summed else w)
+                if name.endswith("lora_magnitude"):  # the squares of its rows' norms, in forward
+                    forwards = m * (1 if parallel.checkpointing == "none" else 2)
+                    yield "tp", "all-reduce", forwards * L, parameter.numel() * g
     if parallel.float8 in ("tensorwise", "rowwise") and not parallel.async_tp:
         yield from _largest_numbers(model, parallel, m, tokens)
 
@@ -263,21 +267,29 @@ def _sharded_dims(unit: str, module: nn.Module) -> dict[str, int | None]:
     }
 
 
-def elements_of(model: Llama, tp: int, shards: int) -> dict[str, tuple[int, int]]:
-    """Return (elements, trainable ones of them) of the root and of a block, on rank 0 of tp, each
-    parameter padded so that `shards` divides its dimension 0."""
+def sizes_of(model: Llama, parallel: ParallelConfig, shards: int) -> dict[str, tuple[int, int]]:
+    """Return (bytes of frozen parameters, elements of trainable ones) of the root and of a block,
+    on rank 0 of tp, each parameter padded so that `shards` divides its dimension 0."""
     sizes = {}
     for unit, module in modules_of(model).items():
-        elements = trainable = 0
-        dims = _sharded_dims(unit, module) if tp > 1 else {}
+        frozen_bytes = trainable = 0
+        dims = _sharded_dims(unit, module) if parallel.tp > 1 else {}
         for name, parameter in module.named_parameters():
             shape = list(parameter.shape)
             if (dim := dims.get(name)) is not None:
-                shape[dim] = math.ceil(shape[dim] / tp)
+                shape[dim] = math.ceil(shape[dim] / parallel.tp)
             n = _padded(shape, shards)
-            elements, trainable = elements + n, trainable + n * parameter.requires_grad
-        sizes[unit] = elements, trainable
+            if parameter.requires_grad:
+                trainable += n
+            else:
+                frozen_bytes += n * bytes_each(parameter, parallel)
+        sizes[unit] = frozen_bytes, trainable
     return sizes
+
+
+def bytes_each(parameter: torch.Tensor, parallel: ParallelConfig) -> int:
+    """Return the bytes of an element of a parameter when it is computed with."""
+    return parallel.weight_bytes if parameter.is_floating_point() else 1
 
 
 def _padded(shape: list[int] | torch.Size, shards: int) -> int:

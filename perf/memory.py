@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
-from parallel import ParallelConfig
-from perf.cost import elements_of, modules_of, parts_of
+from parallel import EVERYTHING, ParallelConfig
+from perf.cost import modules_of, parts_of, sizes_of
 from perf.timeline import Action, splits_backward
 from pipeline import SCHEDULES, has_w, make_schedule
 from plumbing.stages import layers_of
@@ -63,7 +63,7 @@ def _memory_of_rank(
     """Return the same for one rank of a pipeline, of which `model` has the part of that rank."""
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
-    units = functools.cache(partial(elements_of, model, tp))  # shards -> elements
+    units = functools.cache(partial(sizes_of, model, parallel))  # shards -> sizes
     state = _state(model, parallel, units)
     weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
         parallel, units, L, microbatches
@@ -169,16 +169,19 @@ def _shards(parallel: ParallelConfig, kind: str) -> int:
 
 def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step.
-    units(shards) are what elements_of returns."""
-    g, w = parallel.grad_bytes, parallel.weight_bytes
+    units(shards) are what sizes_of returns."""
+    g = parallel.grad_bytes
     moment = parallel.moments.itemsize if parallel.moments else g
 
-    def elements(kind: str, trainable: bool) -> int:
-        shards = _shards(parallel, kind)
-        if not trainable and parallel.reshard == "adapters":  # the frozen base is unsharded
-            shards = 1
-        wanted = {unit: t if trainable else n - t for unit, (n, t) in units(shards).items()}
-        return (wanted["root"] + len(model.layers) * wanted["block"]) // shards
+    def of_model(shards: int) -> list[int]:
+        """The bytes of frozen parameters, and the elements of trainable ones."""
+        root, block = units(shards).values()
+        return [(r + len(model.layers) * b) // shards for r, b in zip(root, block)]
+
+    frozen_bytes, _ = of_model(_shards(parallel, "parameters"))
+    if parallel.reshard == "adapters":  # the frozen base is unsharded
+        frozen_bytes, _ = of_model(1)
+    elements = {kind: of_model(_shards(parallel, kind))[1] for kind in EVERYTHING}
 
     trainable = {
         unit: sum(parameter.requires_grad for parameter in module.parameters())
@@ -186,9 +189,9 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
     }
     tensors = trainable["root"] + len(model.layers) * trainable["block"]
     return {
-        "parameters": elements("parameters", True) * g + elements("parameters", False) * w,
-        "gradients": elements("gradients", True) * g,
-        "optimizer": elements("optimizer", True) * 2 * moment + tensors * 4,  # and step counts
+        "parameters": elements["parameters"] * g + frozen_bytes,
+        "gradients": elements["gradients"] * g,
+        "optimizer": elements["optimizer"] * 2 * moment + tensors * 4,  # and step counts
     }
 
 
@@ -200,7 +203,7 @@ def _unsharded(
     root, and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
-    (root, trainable_root), (block, trainable_block) = units(shards).values()
+    (frozen_root, trainable_root), (frozen_block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
     if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
@@ -209,14 +212,15 @@ def _unsharded(
         sharded = replicated and not in_buckets  # ZeRO-1
         return copies, 0, sums, trainable_root * g * sharded, trainable_block * g * sharded
     if parallel.reshard == "adapters":
-        root, block = trainable_root, trainable_block
+        frozen_root = frozen_block = 0
+    root, block = frozen_root + trainable_root * w, frozen_block + trainable_block * w
     weights = root + min(2, L) * block  # of the block that computes, and of the next
     if parallel.reshard == "none" or parallel.shard == 1:
         weights = root + L * block
     sums = trainable * g // (parallel.shard if parallel.reshard == "all" else 1)
     return (
-        weights * w,
-        root * w,
+        weights,
+        root,
         sums if microbatches > 1 else 0,
         trainable_root * w,
         trainable_block * w,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+import nf4
 from data import find_shards, tokenizer_of_shards
 from float8 import MULTIPLE, use_float8
 from model import PRESETS, Llama, LlamaConfig
@@ -125,10 +126,24 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         check_tokens(parallel, tokens, process.device)
         with torch.device("meta"):
             use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace
+    if getattr(args, "base_bits", 16) == 4:
+        check_blocks(config, args.tp)
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
         )
+
+
+def check_blocks(config: LlamaConfig, tp: int) -> None:
+    """Raise UserError if the rows of a matrix, of which tp ranks have parts, are no whole number of
+    blocks of 4-bit weights."""
+    for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
+        if width % (nf4.BLOCK * tp):
+            whose = f"{nf4.BLOCK} weights" + f" for each of {tp} ranks" * (tp > 1)
+            raise UserError(
+                f"--base-bits 4 needs blocks of {whose}, and the base has {flag} {width}: give "
+                f"{'a smaller --tp, or ' * (tp > 1)}--base-bits 16"
+            )
 
 
 def check_tokens(parallel: ParallelConfig, tokens: int, device: torch.device) -> None:
@@ -165,14 +180,17 @@ def _round_up(n: int, multiple: int) -> int:
 @torch.no_grad()
 def check_equal_replicas(model: nn.Module, world: World) -> None:
     """Raise UserError where ranks that should have the same weights have different ones, as with
-    other files on a second node or weights drawn differently. Compares their norms."""
-    norm = torch.nn.utils.get_total_norm([to_local(p) for p in model.parameters()])
+    other files on a second node or weights drawn differently. Compares norms, and sums of codes."""
+    local = [to_local(p) for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm([p for p in local if p.is_floating_point()])
+    codes = sum(p.sum() for p in local if not p.is_floating_point())  # of matrices in 4 bits
     parallel = world.parallel
     of_replica = parallel.shard * parallel.tp
-    norms = world.all_gather_scalars([norm]).view(parallel.pp, parallel.replicate, of_replica)
+    norms = world.all_gather_scalars([norm, codes])
+    norms = norms.view(parallel.pp, parallel.replicate, of_replica, 2)
     different = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).nonzero().tolist()
     if different:
-        stage, replica, place = different[0]
+        stage, replica, place, _ = different[0]
         first = stage * parallel.replicate * of_replica + place
         raise UserError(
             f"rank {first + replica * of_replica} begins with other weights than rank {first}: "

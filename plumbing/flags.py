@@ -73,6 +73,11 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS),
                       metavar="MATRIX",
                       help=f"matrices with an adapter, of {' '.join(TARGETS)} (default: all)")
+    lora.add_argument("--dora", action="store_true",
+                      help="train the length of each row apart from its direction")
+    lora.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
+                      help="4: keep the blocks' frozen matrices in 4 bits (default: the dtype of "
+                           "computation)")
     lora.add_argument("--merge", action="store_true",
                       help="write OUT/merged at the end: the model with the adapter added")
     add_training_flags(parser)

@@ -51,8 +51,9 @@ def hf_name(name: str) -> str:
 
 
 def rotated_heads(name: str, config: LlamaConfig) -> int:
-    """Return the number of heads of wq or wk, which RoPE rotates, or of their LoRA factor B; 0 for
-    any other tensor. Only the rows of these are ordered differently at Meta and Hugging Face."""
+    """Return the number of heads of wq or wk, which RoPE rotates, or of their adapter's B and
+    magnitudes; 0 for any other tensor. Only these have rows in another order at Meta than at
+    Hugging Face."""
     *_, matrix, kind = name.split(".")
     heads = {"wq": config.n_heads, "wk": config.n_kv_heads}
     return 0 if kind == "lora_A" else heads.get(matrix, 0)

@@ -1,13 +1,15 @@
-"""Save, open, load and merge LoRA adapters in the format of PEFT, Hugging Face's adapter library.
+"""Save, open, load and merge adapters in the format of PEFT, Hugging Face's adapter library.
 
     adapter_config.json           rank, alpha, dropout, and the matrices that have an adapter
-    adapter_model.safetensors     the factors A and B of every such matrix
+    adapter_model.safetensors     A and B of every such matrix, and DoRA's magnitudes
 
 So peft and transformers load adapters trained here, and theirs load here. In these files matrices
-have Hugging Face's names, and the factors B of wq and wk have Hugging Face's order of rows.
+have Hugging Face's names, and B and magnitudes of wq and wk have Hugging Face's order of rows.
 """
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lora import TARGETS, LoRA, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
+from nf4 import rounded
 from plumbing.formats import (
     HF_NAMES,
     JsonFile,
@@ -38,10 +41,11 @@ ACCEPTED = dict(
     peft_type=("LORA",),
     bias=("none",),
     use_rslora=(False, True, None),
+    use_dora=(False, True, None),
     # Other initializations, such as pissa, change the base model.
     init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
     **dict.fromkeys(
-        "use_dora lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
+        "lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
         "layers_to_transform layer_replication trainable_token_indices target_parameters "
         "use_qalora alora_invocation_tokens arrow_config exclude_modules use_bdlora".split(),
         (None, False, {}, []),
@@ -50,12 +54,13 @@ ACCEPTED = dict(
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of a factor.
+    """Return PEFT's name of an adapter's parameter.
 
     layers.3.attention.wq.lora_A ->
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"""
-    matrix, factor = name.rsplit(".", 1)
-    return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{factor}.weight"
+    matrix, kind = name.rsplit(".", 1)
+    kind = "lora_magnitude_vector" if kind == "lora_magnitude" else f"{kind}.weight"
+    return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
 
 
 def _peft_target(target: str) -> str:
@@ -107,6 +112,7 @@ def save_adapter(
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": [_peft_target(target) for target in lora.targets],
         "bias": "none",
         "inference_mode": True,
@@ -132,11 +138,11 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
     content, found = JsonFile(path), open_safetensors(file)
     for key, values in ACCEPTED.items():
         if (value := content.get(key, values[0])) not in values:
-            raise UserError(f"{path} has {key} {value!r:.80}: only plain LoRA works here")
+            raise UserError(f"{path} has {key} {value!r:.80}: here only LoRA and DoRA work")
 
     targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
     # Matrices that have factors in the file, and those that the config lists: q_proj, k_proj, ...
-    in_file = {name.rsplit(".", 3)[1] for name in found if name.count(".") >= 3}
+    in_file = {name.split(".lora_")[0].split(".")[-1] for name in found if ".lora_" in name}
     listed = content.get("target_modules")
     listed = {str(name).split(".")[-1] for name in listed} if isinstance(listed, list) else in_file
     if "lm_head" in in_file | listed:
@@ -156,6 +162,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
         alpha=number("lora_alpha", float),
         dropout=number("lora_dropout", float, limit=1) if content.get("lora_dropout") else 0.0,
         rslora=bool(content.get("use_rslora")),
+        dora=bool(content.get("use_dora")),
         targets=tuple(target for name, target in targets.items() if name in in_file),
     )
     with torch.device("meta"):
@@ -168,26 +175,67 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, 
     }
 
 
+def bits_of_base(directory: Path) -> int:
+    """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
+    say it, PEFT's files do not."""
+    path = directory / "config.json"
+    return JsonFile(path).get("flags", {}).get("base_bits", 16) if path.is_file() else 16
+
+
 @torch.no_grad()
 def load_adapter(model: Llama, directory: str | Path) -> None:
-    """Add an adapter to a model that holds the base's weights, in place."""
+    """Add an adapter to a model that holds the base's weights, in place. If the base was in 4 bits
+    when the adapter was trained, the weights are rounded to what it saw."""
     lora, stored = open_adapter(Path(directory), model.config)
+    if bits_of_base(Path(directory)) == 4:
+        for name, layer in model.named_modules():
+            if name.endswith(TARGETS):
+                layer.weight.copy_(rounded(layer.weight))
     add_adapters(model, lora)
     for name, factor in adapters(model).items():
         factor.copy_(stored[name].read())
 
 
-def merge_adapter(
-    weights: dict[str, StoredTensor], lora: LoRA, factors: dict[str, StoredTensor]
-) -> dict[str, StoredTensor]:
-    """Return the weights of a model with an adapter added. Each is merged when it is read."""
+class Merged:
+    """The weights of a base with an adapter added, each of which is merged when it is read.
 
-    def merge(matrix: str, weight: Tensor) -> Tensor:
-        A, B = (factors[f"{matrix}.{factor}"].read() for factor in ("lora_A", "lora_B"))
-        return merged_weight(weight, A, B, lora.scale)
+    The base is what the adapter saw in training: rounded, if it was in 4 bits."""
 
-    matrices = {name.rsplit(".", 1)[0] for name in factors}
-    return weights | {
-        f"{matrix}.weight": weights[f"{matrix}.weight"].map(partial(merge, matrix))
-        for matrix in matrices
-    }
+    def __init__(self, weights: dict[str, StoredTensor], adapter: Path, config: LlamaConfig):
+        self.lora, self.stored = open_adapter(adapter, config)
+        self.bits = bits_of_base(adapter)
+        self.squares = Counter()  # sums of squares of all matrices, and of differences
+        self.weights = weights | {
+            name: weight.map(partial(self.merge, name.removesuffix("weight")))
+            for name, weight in weights.items()
+            if name.removesuffix(".weight").endswith(TARGETS)
+        }
+
+    def merge(self, layer: str, weight: Tensor) -> Tensor:
+        """Return the merged weight of a layer, such as `layers.0.attention.wq.`; add to the sums
+        what it changed and lost."""
+        original = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        base = rounded(original) if self.bits == 4 else original
+        names = ("lora_A", "lora_B", *["lora_magnitude"] * self.lora.dora)
+        parameters = [self.stored[layer + n].read() for n in names if layer + n in self.stored]
+        exact = merged_weight(base, self.lora.scale, *parameters) if parameters else base
+        merged = exact.to(weight.dtype)
+        self.squares += {
+            "base": original.square().sum().item(),
+            "in 4 bits": (base - original).square().sum().item(),
+            "change": (exact - base).square().sum().item(),
+            "lost": (merged - exact).square().sum().item(),
+        }
+        return merged
+
+    def describe(self) -> str:
+        """Return what was lost, in a line, when all weights have been read."""
+
+        def share(part: str, whole: str) -> str:
+            return f"{math.sqrt(self.squares[part] / (self.squares[whole] or 1)):.2%}"
+
+        in_4_bits = f"in 4 bits the base is off by {share('in 4 bits', 'base')}, and merged so; "
+        return (
+            f"{in_4_bits if self.bits == 4 else ''}merged weights are rounded to the base's dtype, "
+            f"an error of {share('lost', 'change')} of what the adapter changes"
+        )

@@ -13,6 +13,7 @@ import torch
 
 from float8 import layers_in_8_bits
 from model import Llama
+from nf4 import count
 from parallel import World
 from perf.cost import flops_per_token
 from perf.devices import peak_flops
@@ -126,7 +127,7 @@ def progress_line(metrics: dict, steps: int, remaining: float) -> str:
 
 def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
     """Return a line that describes the model, the batch, the data and the processes."""
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(count(p) for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
     return (

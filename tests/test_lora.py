@@ -42,6 +42,8 @@ def adapted(config: LlamaConfig, lora: LoRA, dtype=torch.float64) -> Llama:
     for name, factor in adapters(model).items():
         if name.endswith("lora_B"):
             nn.init.normal_(factor, std=0.1)
+        if name.endswith("lora_magnitude"):
+            nn.init.uniform_(factor, 0.2, 0.4)
     return model
 
 
@@ -113,11 +115,12 @@ def test_only_adapters_are_trained():
     assert {n for n, p in model.named_parameters() if p.grad is not None} == trained
 
 
-def test_training_starts_from_the_model_as_it_is():
+@pytest.mark.parametrize("dora", [False, True])
+def test_training_starts_from_the_model_as_it_is(dora):
     model = Llama(CONFIG)
     model.init_weights()
     before = model(tokens_of(CONFIG))
-    add_adapters(model, LoRA(targets=TARGETS))
+    add_adapters(model, LoRA(targets=TARGETS, dora=dora))
     init_adapters(model)
     assert torch.equal(model(tokens_of(CONFIG)), before)
     for name, factor in adapters(model).items():
@@ -127,9 +130,10 @@ def test_training_starts_from_the_model_as_it_is():
             assert factor.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_merge(dtype):
-    model = adapted(CONFIG, LoRA(rank=3, alpha=7, targets=TARGETS), dtype)
+def test_merge(dtype, dora):
+    model = adapted(CONFIG, LoRA(rank=3, alpha=7, targets=TARGETS, dora=dora), dtype)
     tokens = tokens_of(CONFIG)
     before = model(tokens)
     loss = model(tokens, targets=tokens).item()
@@ -139,6 +143,8 @@ def test_merge(dtype):
         base = layer.weight.double()
         layer.merge()
         exact = base + 7 / 3 * layer.lora_B.double() @ layer.lora_A.double()
+        if dora:
+            exact *= (layer.lora_magnitude / exact.norm(dim=1))[:, None]
         assert torch.allclose(layer.weight.double(), exact, rtol=2 * torch.finfo(dtype).eps)
         merged = layer.weight.clone()
         layer.merge()  # merging twice would add the adapter twice
@@ -169,6 +175,36 @@ def test_dropout_acts_on_the_input_of_adapters():
     with torch.no_grad():
         update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
         assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
+
+
+def test_a_dora_layer_equals_pefts():
+    """Output and every gradient, in float64; and the merged weight."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 16, bias=False).double()
+    weight, options = plain.weight.detach().clone(), dict(r=4, lora_alpha=6, use_dora=True)
+    layer = LoRALinear(nn.Linear(24, 16, bias=False).double(), LoRA(rank=4, alpha=6, dora=True))
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    with torch.no_grad():
+        for parameter in (layer.lora_A, layer.lora_B, layer.lora_magnitude):
+            parameter.uniform_(0.5, 1)
+    wrapped = peft.get_peft_model(
+        nn.Sequential(plain), peft.LoraConfig(target_modules=["0"], **options)
+    )
+    theirs = wrapped.double().base_model.model[0]
+    factors = [theirs.lora_A["default"].weight, theirs.lora_B["default"].weight]
+    factors.append(theirs.lora_magnitude_vector["default"].weight)
+    ours = [layer.lora_A, layer.lora_B, layer.lora_magnitude]
+    for a, b in zip(factors, ours):
+        a.data.copy_(b.detach())
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 5, 16, dtype=torch.float64)
+    assert torch.allclose(layer(x), theirs(x), rtol=1e-13, atol=1e-13)
+    found = torch.autograd.grad(layer(x), [x, *ours], grad)
+    for a, b in zip(found, torch.autograd.grad(theirs(x), [x, *factors], grad), strict=True):
+        assert (a - b).norm() < 1e-14 * b.norm()
+    layer.merge()
+    assert torch.allclose(layer.weight, wrapped.merge_and_unload()[0].weight, rtol=1e-13)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -215,13 +251,14 @@ KINDS = {
     "lora": (CONFIG, LoRA(rank=4, alpha=12, dropout=0.1)),
     "rslora": (CONFIG, LoRA(rank=9, alpha=6, rslora=True, targets=("wq", "wk", "w2"))),
     "tied": (dataclasses.replace(CONFIG, tie_embeddings=True), LoRA(rank=4)),
+    "dora": (CONFIG, LoRA(rank=4, alpha=12, dora=True)),
 }
 
 
-def in_peft(directory, config: LlamaConfig, lora: LoRA, **options):
+def in_peft(directory, config: LlamaConfig, lora: LoRA, dtype=torch.float32, **options):
     """Return a model with adapters, and PEFT's model of the files that we write."""
     peft = pytest.importorskip("peft")
-    model = adapted(config, lora, torch.float32)
+    model = adapted(config, lora, dtype)
     save(directory / "adapter", model, lora)
     base = base_of(model, directory / "base")
     with warnings.catch_warnings():
@@ -259,9 +296,12 @@ def test_we_load_what_peft_saves(tmp_path, kind):
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_gradients_equal_pefts(tmp_path):
-    """Compare every factor's gradient in float32, once its rows are in PEFT's order."""
-    model, theirs = in_peft(tmp_path, CONFIG, LoRA(rank=4, alpha=12), is_trainable=True)
+@pytest.mark.parametrize("dora", [False, True])
+def test_gradients_equal_pefts(tmp_path, dora):
+    """Compare every factor's gradient in float64, once its rows are in PEFT's order."""
+    lora = LoRA(rank=4, alpha=12, dora=dora)
+    model, theirs = in_peft(tmp_path, CONFIG, lora, dtype=torch.float64, is_trainable=True)
+    assert len(adapters(model)) == 14 * (3 if dora else 2)
     tokens = tokens_of(CONFIG)
     logits = theirs(tokens).logits
     F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum").backward()
@@ -271,8 +311,9 @@ def test_gradients_equal_pefts(tmp_path):
         layer, part = name.rsplit(".", 1)
         hf = formats.hf_name(f"{layer}.weight").removesuffix("weight")
         grad, heads = factor.grad, formats.rotated_heads(name, CONFIG)
-        if heads and part == "lora_B":
+        if heads and part != "lora_A":
             grad = formats.pairs_to_halves(grad, heads)
+        part = "lora_magnitude_vector" if part == "lora_magnitude" else part
         reference = expected[f"base_model.model.{hf}{part}.default.weight"].grad
         assert (grad - reference).norm() < 1e-5 * reference.norm(), name
 
@@ -331,7 +372,6 @@ def test_another_models_adapter_is_refused(tmp_path):
     ("key", "value"),
     [
         ("peft_type", "IA3"),
-        ("use_dora", True),
         ("bias", "all"),
         ("rank_pattern", {"q_proj": 2}),
         ("alpha_pattern", {"q_proj": 2}),
@@ -362,13 +402,14 @@ def test_a_directory_without_an_adapter_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------ merged
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_merged_checkpoint(tmp_path, tied):
+@pytest.mark.parametrize(
+    "tied, lora", [(False, LoRA(3)), (True, LoRA(3)), (False, LoRA(3, dora=True))]
+)
+def test_merged_checkpoint(tmp_path, tied, lora):
     """A base and its adapter give one model that computes alike, here and in transformers."""
     import transformers
 
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-    lora = LoRA(rank=3, targets=TARGETS)
     model = adapted(config, lora, torch.float32)
     save(tmp_path / "adapter", model, lora)
     write_checkpoint(tmp_path / "base", config, stored_base(model), None)

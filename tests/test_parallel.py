@@ -14,9 +14,8 @@ from conftest import succeed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers.train_cases import BATCH, STEPS, batch_of, initialize
+from workers.train_cases import BATCH, STEPS, batch_of, build, initialize
 
-from lora import LoRA, add_adapters
 from model import (
     IGNORE,
     Attention,
@@ -27,6 +26,7 @@ from model import (
     generate,
     rope_angles,
 )
+from nf4 import dequantized
 from parallel import STRATEGIES, ParallelConfig, parallelize, recompute_and_compile
 from perf.measure import build_on_meta
 from perf.memory import predict_memory
@@ -197,13 +197,10 @@ def four(tmp_path_factory):
 def plain(key: str) -> dict:
     """Steps on the whole batch in one process, in plain PyTorch: none of parallel.py runs.
 
-    `key` is JSON of a case's config, packed, lora and steps. Adapters are added to the weights,
-    W + scale B A, of a model without adapters."""
+    `key` is JSON of a case's config, packed, lora and steps. Adapters are added to the weights of a
+    model without adapters."""
     config, packed, lora, steps, *seq = json.loads(key)
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**config)).double()
-        if lora:
-            add_adapters(model, LoRA(**lora))
+    model = build(config, lora).double()
     model.to_empty(device="cpu")
     model.tie_weights()
     initialize(model)
@@ -233,15 +230,21 @@ def plain(key: str) -> dict:
 
 
 def effective(model: Llama, lora: dict | None) -> dict:
-    """The weights that a model computes with, under the names of one without adapters."""
+    """The weights that a model computes with, under the names of one without adapters: those that
+    codes stand for, W + scale B A, and rows of DoRA's lengths."""
     named = dict(model.named_parameters())
-    weights = {name: p for name, p in named.items() if "lora" not in name}
+    weights = {name: p for name, p in named.items() if name.endswith(".weight")}
     weights["output.weight"] = model.output.weight  # not listed where it is tied
     for name, weight in weights.items():
+        if (row_scale := named.get(name.replace("weight", "row_scale"))) is not None:
+            weight = weights[name] = dequantized(weight, row_scale, torch.float64)
         if (A := named.get(name.replace("weight", "lora_A"))) is not None:
             B, r = named[name.replace("weight", "lora_B")], lora["rank"]
             scale = lora.get("alpha", 16) / (r**0.5 if lora.get("rslora") else r)
             weights[name] = weight + scale * B @ A
+        if (magnitude := named.get(name.replace("weight", "lora_magnitude"))) is not None:
+            norms = weights[name].detach().norm(dim=1)
+            weights[name] = (magnitude / norms)[:, None] * weights[name]
     return weights
 
 
@@ -257,10 +260,13 @@ def same_training(result: dict, expected: dict, tolerance: float = 1e-12) -> Non
     for what in ("gradients", "last"):
         assert result[what].keys() == expected[what].keys()
         for name, value in expected[what].items():
+            value = value.double()  # codes of 4 bits, too
             error = (result[what][name] - value).norm() / value.norm()
             assert error < tolerance, (what, name, error)
     for name, value in expected["first"].items():
-        assert torch.equal(result["first"][name], value), name
+        is_norm = name.endswith("lora_magnitude")  # ranks add up squares in another order
+        tolerances = dict(rtol=1e-14 if is_norm else 0, atol=0)
+        assert torch.allclose(result["first"][name], value, **tolerances), name
 
 
 def generates_alike(result: dict, case: dict) -> None:

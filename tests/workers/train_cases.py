@@ -2,7 +2,7 @@
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
 "seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate", and for adapters
-"lora" (fields of LoRA); those train with a tenth of the learning rate.
+"lora" (fields of LoRA, and base_bits); those train with a tenth of the learning rate.
 Saves to the file of the second argument what the tests compare: losses, norms, the first step's
 gradients, first and last weights, counted and predicted traffic, and attention forwards."""
 
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import offload
 from context_parallel import share_sequences
 from data import Batch
-from lora import LoRA, adapters, add_adapters, init_adapters
-from model import IGNORE, Llama, LlamaConfig, generate
+from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
+from model import IGNORE, Llama, LlamaConfig, generate, generator_for
 from parallel import ParallelConfig, optimizer_parameters, parallelize, unsharded, with_mesh
 from perf.cost import predict_traffic
 from perf.measure import Counted
@@ -30,7 +30,7 @@ from plumbing.parser import Parser
 from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
 from plumbing.records import describe_mesh
-from plumbing.shards import assign_shard
+from plumbing.shards import assign_shard, to_local
 from train import make_optimizer, train_step
 
 STEPS = 3
@@ -77,24 +77,41 @@ def profiled_attentions(profile: torch.profiler.profile) -> int:
     )
 
 
+def build(config: dict, lora: dict | None) -> Llama:
+    """Return a model on meta; `lora` has fields of LoRA, and base_bits."""
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**config))
+        if lora:
+            settings = {name: value for name, value in lora.items() if name != "base_bits"}
+            add_adapters(model, LoRA(**settings), lora.get("base_bits", 16))
+    return model
+
+
 @torch.no_grad()
 def initialize(model: Llama) -> None:
-    """As after training a while: B is no longer zero, or A would have no gradient."""
+    """As after training a while: B is no longer zero, or A would have no gradient; and magnitudes
+    are no longer the norms of the base's rows."""
     model.init_weights(seed=3, assign=assign_shard)
+
+    def matrix(name: str) -> torch.Tensor:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        generator = generator_for(name, 0, torch.device("cpu"))
+        return torch.randn(layer.out_features, layer.in_features, generator=generator) / 20
+
+    quantize_base(model, matrix, assign_shard)
     init_adapters(model, seed=4, assign=assign_shard)
     for name, parameter in adapters(model).items():
         if name.endswith("lora_B"):
             torch.manual_seed(len(name) + sum(map(ord, name)))
             assign_shard(parameter, torch.randn(parameter.shape, dtype=torch.float64) / 10)
+        if name.endswith("lora_magnitude"):
+            to_local(parameter).mul_(1.3)
 
 
 def train(process, case: dict) -> dict:
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**case["config"]))
-        if "lora" in case:
-            add_adapters(model, LoRA(**case["lora"]))
+    model = build(case["config"], case.get("lora"))
     parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
     predicted = predict_traffic(

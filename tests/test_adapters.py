@@ -1,0 +1,255 @@
+"""DoRA, and a base in 4 bits: every way to split them trains as one process does."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch, refused, slow, succeed
+from test_finetune import factors, flags, same_run
+from test_parallel import ODD, TIED, case, holds, train
+from test_pipeline import selected
+from workers.train_cases import build, initialize
+
+from checkpoint import load_pretrained, write_checkpoint
+from lora import TARGETS
+from model import LlamaConfig
+from nf4 import rounded
+from parallel import ParallelConfig, fsdp
+from plumbing.checks import check_blocks
+from plumbing.peft_files import load_adapter
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor
+from plumbing.tokenizer import load_tokenizer
+
+# Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.
+BLOCKS = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
+DORA, FOUR_BITS = dict(rank=3, alpha=5, dora=True), dict(rank=3, alpha=5, base_bits=4)
+BOTH = dict(rank=4, alpha=8, rslora=True, dora=True, base_bits=4)
+
+
+def beside(targets: str, **lora) -> dict:
+    """On these matrices only: the others may be in 4 bits, without an adapter."""
+    return dict(rank=2, alpha=64, targets=targets.split(), **lora)
+
+
+ONE = {
+    "dora": case(ODD | TIED, 2, packed=True, lora=DORA, checkpointing="selective"),
+    "4 bits": case(BLOCKS, 2, lora=FOUR_BITS),
+    "both": case(BLOCKS | TIED, 4, packed=True, lora=BOTH, checkpointing="selective"),
+    "both full": case(BLOCKS, 2, lora=BOTH, checkpointing="full"),
+    "4 bits wq": case(BLOCKS, 2, lora=beside("wq", base_bits=4)),
+    "4 bits w2 selective": case(
+        BLOCKS, 2, lora=beside("w2", base_bits=4), checkpointing="selective"
+    ),
+    "both compiled": case(BLOCKS, 2, lora=BOTH, compile=True),
+    "both compiled selective": case(BLOCKS, 2, lora=BOTH, compile=True, checkpointing="selective"),
+    "offloaded": case(BLOCKS, 2, lora=BOTH, offload_activations=True),
+}
+TWO = {
+    "dora ddp": case(ODD, 1, lora=DORA, dp="ddp", replicate=2),
+    "dora zero1": case(ODD, 1, lora=DORA, dp="zero1", replicate=2),
+    "dora fsdp": case(ODD | TIED, 1, lora=DORA, dp="fsdp", shard=2),
+    "dora fsdp adapters": case(ODD, 1, lora=DORA, dp="fsdp", shard=2, reshard="adapters"),
+    "dora tp": case(BLOCKS, 2, packed=True, lora=DORA, tp=2),
+    "dora tp full": case(BLOCKS, 2, lora=DORA, tp=2, checkpointing="full"),
+    "4 bits ddp": case(BLOCKS, 1, lora=FOUR_BITS, dp="ddp", replicate=2),
+    "4 bits fsdp": case(BLOCKS, 1, lora=FOUR_BITS, dp="fsdp", shard=2),
+    "4 bits fsdp adapters": case(BLOCKS, 1, lora=FOUR_BITS, dp="fsdp", shard=2, reshard="adapters"),
+    "4 bits tp": case(BLOCKS, 2, lora=FOUR_BITS, tp=2),
+    "4 bits tp w1": case(
+        BLOCKS, 2, lora=beside("w1", base_bits=4), tp=2, checkpointing="selective"
+    ),
+    "both fsdp": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, checkpointing="full"),
+    "both fsdp all": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, reshard="all"),
+    "both fsdp offload": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, offload=True),
+    "both tp": case(BLOCKS | TIED, 2, packed=True, lora=BOTH, tp=2, checkpointing="selective"),
+    "both async tp": case(BLOCKS, 2, lora=BOTH, tp=2, async_tp=True),
+    "both async tp selective": case(
+        BLOCKS, 2, lora=BOTH, tp=2, async_tp=True, checkpointing="selective"
+    ),
+    "both cp": case(BLOCKS, 2, packed=True, lora=BOTH, dp="fsdp", shard=2, cp=2) | {"seq": 16},
+    "both pp": case(BLOCKS, 2, lora=BOTH, pp=2),
+    "both compiled fsdp": case(BLOCKS, lora=BOTH, dp="fsdp", shard=2, compile=True),
+    "both compiled tp": case(BLOCKS, lora=BOTH, tp=2, compile=True),
+    "both compiled tp selective": case(
+        BLOCKS, lora=BOTH, tp=2, compile=True, checkpointing="selective"
+    ),
+}
+FOURFOLD = {
+    "both hsdp": case(BLOCKS, 1, lora=BOTH, dp="hsdp", replicate=2, shard=2),
+    "both fsdp tp": case(BLOCKS, 1, packed=True, lora=BOTH, dp="fsdp", shard=2, tp=2),
+    "both fsdp tp adapters": case(
+        BLOCKS, 2, lora=BOTH, dp="fsdp", shard=2, tp=2, reshard="adapters"
+    ),
+    "both pp fsdp": case(BLOCKS, 2, lora=BOTH, pp=2, dp="fsdp", shard=2),
+    "both pp tp": case(BLOCKS, 2, lora=BOTH, pp=2, tp=2),
+    "both tp 4": case(
+        BLOCKS | dict(dim=256, n_kv_heads=4),
+        2,
+        lora=BOTH,
+        dp="fsdp",
+        tp=4,
+    ),
+}
+QUICK = "dora", "both", "dora fsdp", "4 bits fsdp", "both tp", "dora tp"
+
+
+def some(cases: dict) -> list:
+    return [name if name in QUICK else slow(name) for name in cases]
+
+
+@pytest.fixture(scope="module")
+def one(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), 0, selected(request, ONE), timeout=600)
+
+
+@pytest.fixture(scope="module")
+def two(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("two"), 2, selected(request, TWO), timeout=600)
+
+
+@pytest.fixture(scope="module")
+def four(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("four"), 4, selected(request, FOURFOLD), timeout=600)
+
+
+@pytest.mark.parametrize("name", some(ONE))
+def test_one_process(one, name):
+    holds(one[name], ONE[name], 1)
+
+
+@pytest.mark.parametrize("name", some(TWO))
+def test_two_ranks_equal_one(two, name):
+    holds(two[name], TWO[name], 2)
+
+
+@pytest.mark.parametrize("name", some(FOURFOLD))
+def test_four_ranks_equal_one(four, name):
+    holds(four[name], FOURFOLD[name], 4)
+
+
+# ------------------------------------------------------------------------------- finetune_lora.py
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A checkpoint in bfloat16, whose matrices 4 bits can hold."""
+    config = BLOCKS | dict(vocab_size=267, max_seq_len=256)
+    model = build(config, None).to_empty(device="cpu").double()
+    initialize(model)
+    stored = {
+        name: StoredTensor(torch.bfloat16, tuple(p.shape), lambda p=p: 4 * p.detach().bfloat16())
+        for name, p in model.named_parameters()
+    }
+    path = tmp_path_factory.mktemp("base") / "base"
+    write_checkpoint(path, LlamaConfig(**config), stored, load_tokenizer("bytes"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+BOTH_FLAGS = dict(steps=4, base_bits=4, dora=True, save_every=2, keep=0, rank=4, lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def one_run(base, sums, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **BOTH_FLAGS, merge=True))
+    return out, result.out
+
+
+def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
+    """Loaded for generation, and merged: beside the rounded base, not the original."""
+    out, printed = one_run
+    assert "in 4 bits the base is off by 9." in printed
+    assert "an error of" in printed.split("rounded to the base's dtype, ")[1]
+    assert any(name.endswith("lora_magnitude_vector") for name in factors(out / "step-00000004"))
+    model, tokens = load_pretrained(base, torch.float64), torch.arange(20)[None]
+    load_adapter(model, out / "step-00000004")
+    expected = model(tokens)
+    merged = load_pretrained(out / "merged", torch.float64)(tokens)
+    assert (merged - expected).norm() < 0.03 * expected.norm()  # bfloat16
+    beside_original = load_pretrained(base, torch.float64)
+    shutil.copytree(out / "step-00000004", out / "plain", dirs_exist_ok=True)
+    (out / "plain" / "config.json").unlink()  # PEFT's files alone do not say what the base was
+    load_adapter(beside_original, out / "plain")
+    assert (beside_original(tokens) - expected).norm() > 5 * (merged - expected).norm()
+
+
+def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_path):
+    """The same run beside a base in 16 bits that was rounded before."""
+    model = load_pretrained(base, torch.float64)
+    stored = {
+        name: StoredTensor(
+            p.dtype,
+            tuple(p.shape),
+            lambda p=p, name=name: (
+                rounded(p.detach()) if name.split(".")[-2] in TARGETS else p.detach()
+            ),
+        )
+        for name, p in model.named_parameters()
+    }
+    write_checkpoint(tmp_path / "rounded", model.config, stored, load_tokenizer("bytes"))
+    given = BOTH_FLAGS | dict(base_bits=16)
+    succeed("finetune_lora.py", *flags(tmp_path / "rounded", sums, tmp_path / "run", **given))
+    same_run(tmp_path / "run", one_run[0], step=4)
+
+
+@pytest.mark.parametrize(
+    "nproc, parallel",
+    [
+        (2, dict(dp="fsdp", microbatch=1, checkpointing="full")),
+        slow(2, dict(tp=2, microbatch=2)),
+        slow(2, dict(dp="fsdp", reshard="adapters", compile=True)),
+        slow(4, dict(pp=2, dp="fsdp", microbatch=1)),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
+    """And resumed there from a checkpoint of one process."""
+    out = tmp_path / "run"
+    arguments = flags(base, sums, out, **BOTH_FLAGS, **parallel)
+    result = succeed("finetune_lora.py", *arguments, nproc=nproc, timeout=300)
+    assert "M parameters, " in result.out
+    same_run(out, one_run[0], step=4)
+    shutil.rmtree(out)
+    shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004", "merged"])
+    resumed = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc, timeout=300)
+    assert f"resumed from {out / 'step-00000002'}" in resumed.out
+    same_run(out, one_run[0], step=4)
+
+
+@pytest.mark.parametrize(
+    "nproc, options, parts",
+    [
+        (0, dict(dora=True, dropout=0.1), ["--dora with --dropout", "leave one out"]),
+        (0, dict(base_bits=8), ["--base-bits", "16", "4"]),
+    ],
+)
+def test_wrong_flags_are_refused(base, sums, tmp_path, nproc, options, parts):
+    given = flags(base, sums, tmp_path / "run", **options)
+    refused(launch("finetune_lora.py", *given, nproc=nproc), *parts)
+
+
+@pytest.mark.parametrize("tp, part", [(1, "blocks of 64 weights, and"), (2, "each of 2 ranks")])
+def test_widths_that_blocks_do_not_divide_are_refused(tp, part):
+    config = LlamaConfig(**BLOCKS | dict(ffn_dim=96 if tp == 1 else 192))
+    with pytest.raises(UserError, match=f"{part}.*--ffn-dim {config.ffn_dim}.*--base-bits 16"):
+        check_blocks(config, tp)
+    check_blocks(LlamaConfig(**BLOCKS), tp)
+
+
+def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    model = build(BLOCKS, FOUR_BITS)
+    with pytest.raises(UserError, match=r"torch 2\.11\.0 cannot shard a base in 4 bits"):
+        parallel = ParallelConfig(dp="fsdp", shard=2)
+        fsdp(model, type("World", (), dict(parallel=parallel)))

@@ -1,0 +1,180 @@
+"""nf4.py against bitsandbytes, which is the reference implementation of the format."""
+
+import pytest
+import torch
+from workers.train_cases import build, initialize
+
+import nf4
+from lora import LoRA, add_adapters, quantize_base
+from model import Llama, LlamaConfig
+from nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
+from perf.measure import Live
+from plumbing.processes import UserError
+
+CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) / 50
+
+
+def heavy_tailed(*shape: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.distributions.StudentT(3.0).sample(shape)
+
+
+def with_zeros(*shape: int) -> torch.Tensor:
+    matrix = normal(*shape)
+    matrix[3], matrix[5, :BLOCK] = 0, 0
+    return matrix
+
+
+def with_outliers(*shape: int) -> torch.Tensor:
+    matrix = normal(*shape)
+    matrix[::7, ::50] *= 40
+    return matrix
+
+
+KINDS = {f.__name__: f for f in (normal, heavy_tailed, with_zeros, with_outliers)}
+
+
+def block_scales(weight: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
+    """The scale of each block, [out, in / 64], float32."""
+    return weight[..., 0] * row_scale.view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
+    """Given the same scales. Its quantizer scales a block by its largest number, so it is given
+    blocks that have one more number: what we scale by."""
+    bnb = pytest.importorskip("bitsandbytes.functional")
+    matrix = KINDS[kind](96, 512).to(dtype)
+    weight, row_scale = quantized(matrix)
+    scales = block_scales(weight, row_scale)
+    state = bnb.QuantState(
+        absmax=scales.flatten(),
+        shape=matrix.shape,
+        code=bnb.get_4bit_type("nf4", "cpu"),
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=torch.float32,
+    )
+    codes = weight[..., 1:].reshape(-1, 1).contiguous()
+    assert torch.equal(
+        bnb.dequantize_4bit(codes, state), dequantized(weight, row_scale, torch.float32)
+    )
+
+    clipped = (matrix.float().unflatten(1, (-1, BLOCK)) / scales[..., None]).clamp(-1, 1)
+    blocks = clipped.flatten(0, 1).clone()
+    blocks[:, 0] = 1.0  # the largest number of each block: the scale is then 1
+    theirs, absmax = bnb.quantize_4bit(blocks, blocksize=BLOCK, quant_type="nf4")
+    assert torch.equal(absmax.absmax.float(), torch.ones(len(blocks)))
+    theirs = torch.stack([theirs >> 4, theirs & 15], -1).view(-1, BLOCK)
+    ours = torch.stack([codes >> 4, codes & 15], -1).view(-1, BLOCK)
+    assert torch.equal(ours[:, 1:], theirs[:, 1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_are_no_larger_than_with_scales_quantized_twice(kind):
+    bnb = pytest.importorskip("bitsandbytes.functional")
+    matrix = KINDS[kind](256, 2048)
+    codes, state = bnb.quantize_4bit(
+        matrix, blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+    )
+    theirs = (bnb.dequantize_4bit(codes, state) - matrix).norm()
+    assert (rounded(matrix) - matrix).norm() <= theirs
+
+
+def test_each_weight_becomes_the_nearest_value():
+    matrix = heavy_tailed(64, 256)
+    weight, row_scale = quantized(matrix)
+    candidates = block_scales(weight, row_scale)[..., None, None] * torch.tensor(NF4)
+    blocks = matrix.unflatten(1, (-1, BLOCK))[..., None]
+    nearest = (blocks - candidates).abs().amin(-1)
+    error = (dequantized(weight, row_scale, torch.float32) - matrix).abs()
+    assert torch.allclose(error, nearest.flatten(1), rtol=1e-4, atol=1e-7)
+
+
+def test_a_shard_is_what_quantizing_the_shard_gives():
+    """Of rows always; of blocks, given the scales of the rows."""
+    matrix = heavy_tailed(96, 512)
+    weight, row_scale = quantized(matrix)
+    of_rows, scale_of_rows = quantized(matrix[32:64])
+    assert torch.equal(of_rows, weight[32:64]) and torch.equal(scale_of_rows, row_scale[32:64])
+    numbers = dequantized(weight[:, 2:5].contiguous(), row_scale, torch.float32)
+    assert torch.equal(numbers, dequantized(weight, row_scale, torch.float32)[:, 128:320])
+
+
+def test_bits_of_a_weight():
+    out, width = 48, 4096
+    parameters = quantized(normal(out, width))
+    bits = 8 * sum(parameter.nbytes for parameter in parameters) / (out * width)
+    assert bits == 4 + 8 / 64 + 32 / 4096  # 4.13
+    assert sum(map(count, parameters)) == out * width
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_numbers_in_another_dtype_are_rounded_once(dtype):
+    weight, row_scale = quantized(normal(2100, 512))  # more than are converted at once
+    exact = dequantized(weight, row_scale, torch.float32)
+    assert torch.equal(dequantized(weight, row_scale, dtype), exact.to(dtype))
+
+
+def test_a_width_without_blocks_is_refused():
+    with pytest.raises(UserError, match="multiple of 64 weights"):
+        quantized(normal(8, 96))
+
+
+# ------------------------------------------------------------------------------- in a model
+
+
+def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
+    model = build(CONFIG, dict(rank=2, targets=("wq",), base_bits=4))
+    in_4_bits = {name for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    matrices = {name for name, p in build(CONFIG, None).named_parameters()
+                if name.startswith("layers.") and p.ndim == 2}  # fmt: skip
+    assert in_4_bits == matrices | {name.replace("weight", "row_scale") for name in matrices}
+    assert {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad} == {"wq"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_numbers_are_never_saved(compiled, dora):
+    """What forward saves for backward has no matrix of a block's layer, with as many rows."""
+    config = CONFIG | dict(n_layers=1)
+    model = build(config, dict(rank=2, base_bits=4, dora=dora)).to_empty(device="cpu")
+    model.tie_weights()
+    initialize(model)
+    shapes = {(m.out_features, m.in_features) for m in model.modules() if hasattr(m, "lora_A")}
+    block = model.layers["0"]
+    if compiled:
+        block.forward = torch.compile(block.forward)
+    tokens, saved = torch.arange(14).view(2, 7), []  # 14 is no width
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with hooks:
+        loss = model(tokens, targets=tokens)
+    loss.backward()
+    found = {tuple(t.shape) for t in saved} | {tuple(t.T.shape) for t in saved if t.ndim == 2}
+    assert len(saved) > 20 and any(t.dtype == torch.uint8 for t in saved)
+    assert not found & shapes
+
+
+def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
+    monkeypatch.setattr(nf4, "WEIGHTS_AT_ONCE", 1024)
+    model = build(CONFIG | dict(n_layers=6), dict(rank=2, base_bits=4)).to_empty(device="cpu")
+    shapes = {
+        name: p.shape for name, p in build(CONFIG | dict(n_layers=6), None).named_parameters()
+    }
+    with Live(list(model.parameters())) as live:
+        before = live.now
+        quantize_base(model, lambda name: torch.zeros(shapes[name]))
+    largest, packed = 4 * 128 * 256, 33 * 2 * 256 + 4 * 256  # bytes of w1 or w2
+    assert largest < live.peak - before < 1.1 * (largest + packed) + 64 * 1024
+
+
+def test_a_layer_with_a_bias_is_refused():
+    model = Llama(LlamaConfig(**CONFIG))
+    model.layers["1"].attention.wq = torch.nn.Linear(128, 128)
+    with pytest.raises(UserError, match=r"attention\.wq has no place for an adapter"):
+        add_adapters(model, LoRA())
