@@ -69,6 +69,16 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
                         help="rank of the adapters (default: %(default)s)")
 
 
+def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for --lora."""
+    parser.add_argument("--rank", type=positive_int, default=8,
+                        help="with --lora: rank of the adapters (default: %(default)s)")
+    parser.add_argument("--dora", action="store_true",
+                        help="with --lora: train the lengths of rows too")
+    parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
+                        help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
+
+
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive_int, default=4096,
                         help="number of target tokens (default: %(default)s)")
@@ -92,7 +102,8 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     parser.add_argument("--microbatch", type=positive_int, default=1,
                         help="sequences that a process computes at a time (default: %(default)s)")
-    parser.add_argument("--lora", action="store_true", help="train LoRA adapters of rank 8")
+    parser.add_argument("--lora", action="store_true", help="train adapters in place of weights")
+    add_adapter_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="file for the results as a plot; needs matplotlib")
@@ -167,11 +178,14 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="tensor parallelism that sends while it multiplies")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
                         help="compiled transformer blocks (default: yes)")
+    parser.add_argument("--lora", action="store_true", help="train adapters, by finetune_lora.py")
+    add_adapter_flags(parser)
     for name in ("shard", "cp", "tp", "pp", "stages-per-rank", "microbatch"):
         parser.add_argument(f"--{name}", type=positive_int,
                             help=f"only plans with this --{name} of train.py")
     for name, choices in {"checkpointing": ["none", "selective", "full"],
-                          "schedule": PLANNED, "reshard": ["none", "weights", "all"]}.items():
+                          "schedule": PLANNED,
+                          "reshard": ["none", "weights", "all", "adapters"]}.items():
         parser.add_argument(f"--{name}", choices=choices,
                             help=f"only plans with this --{name} of train.py")
     parser.add_argument("--offload-activations", action="store_true", default=None,

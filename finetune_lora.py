@@ -28,9 +28,9 @@ import torch
 
 import checkpoint
 from lora import TARGETS, LoRA, add_adapters, init_adapters
-from model import Llama, generate
+from model import Llama
 from perf.choose import sent_by_strategy
-from plumbing.chat import open_samples
+from plumbing.chat import open_samples, sample_answers
 from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
 from plumbing.flags import add_finetuning_flags
 from plumbing.parser import Parser
@@ -65,7 +65,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple[list[int], str]]]:
     """Check the flags, open the data, and describe the base model with adapters.
 
-    Returns also up to three held-out prompts, as (tokens, true answer)."""
+    Returns also some held-out prompts, as (tokens, true answer)."""
     # args.init becomes the directory that was found, and the run's record names it.
     find = partial(checkpoint.find_checkpoint, args.init)
     args.init = process.broadcast_from_rank_zero(find)
@@ -106,27 +106,14 @@ def main() -> None:
         print_rank_zero(f"per step, each rank would send: {sent}")
     world, runner = build(args, job, process)
 
-    def sample_text(step: int) -> str:
-        if not examples:
-            return "no held-out prompt is short enough to show"
-        prompts = [prompt for prompt, _ in examples]
-        options = dict(temperature=0.0, stop=job.tokenizer.stop)
-        answers = generate(job.model, prompts, 64, **options)
-        decode = job.tokenizer.decode
-        who = f"after {step} steps" if step else "base model"
-        lines = []
-        for (prompt, true_answer), answer in zip(examples, answers):
-            shown = "" if step else decode(prompt)
-            lines.append(f"{shown}--- {who}: {decode(answer)}\n--- true answer: {true_answer}")
-        return "\n".join([*lines, "---"])
-
+    sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     finished = train(args, world, runner, job, newest, sample_text)
     if args.merge and finished and world.rank == 0:
         adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
         checkpoint.merge(args.init, adapter, merged, job.tokenizer)
-        print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat --prompt Hi")
+        print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     arguments = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
-    print_rank_zero(f"generate:   python generate.py {arguments} --chat --prompt Hi")
+    print_rank_zero(f"generate:   python generate.py {arguments} --chat")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,22 @@
     python generate.py out/tiny --prompt "def"
     python generate.py out/tiny/step-00001000 --prompt "import " --prompt "class " --temperature 0
     python generate.py DIR --chat --prompt "What is a tensor?"      a question to a chat model
+    python generate.py DIR --chat --system "Be brief."              a conversation with it
     python generate.py DIR --adapter out/tiny-lora --chat ...       with a LoRA adapter
 
 DIR is a run, one of its checkpoints, or a model directory of Meta or Hugging Face.
 
 One prompt is continued as you watch. Several prompts are continued as one batch, and printed when
-all of them have ended.
+all of them have ended. In a conversation, every line that you type is a message, and the model
+reads all messages before it answers. Ctrl-C stops an answer, Ctrl-D ends the conversation.
 """
 
 import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
 import codecs
+import contextlib
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +26,12 @@ import torch
 
 from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
 from lora import LoRALinear
-from model import generate, stream
-from plumbing.chat import encode_prompt
+from model import Llama, generate, stream
+from plumbing.chat import Conversation, drop_oldest, encode_prompt
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.peft_files import load_adapter
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
-from plumbing.tokenizer import load_tokenizer
+from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -40,7 +45,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; given several times, the prompts form a batch")
     parser.add_argument("--chat", action="store_true",
-                        help="treat each prompt as a user's message to a chat model")
+                        help="treat each prompt as a user's message to a chat model; without a "
+                             "prompt, have a conversation")
+    parser.add_argument("--system", metavar="TEXT",
+                        help="system prompt, the message with which a chat begins")
     parser.add_argument("--tokenizer",
                         help="tokenizer name or file (default: the checkpoint's own)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=200,
@@ -53,29 +61,101 @@ def parse_args() -> argparse.Namespace:
                         help="total probability of the most likely tokens to sample from")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     # fmt: on
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.system is not None and not args.chat:
+        raise UserError("--system is a message to a chat model: give --chat, too")
+    return args
+
+
+def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
+    """Raise UserError if the model has too few positions for a prompt and its continuation."""
+    if length + max_new_tokens > max_seq_len:
+        raise UserError(
+            f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} are more than the "
+            f"{max_seq_len} tokens of this model"
+        )
+
+
+def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:
+    """Yield the text that continues a prompt, piece by piece; `options` as for model.stream."""
+    # A character may consist of several tokens: the decoder waits for the last of its bytes.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for (token,) in stream(model, [prompt], **options):
+        if token not in tokenizer.stop:
+            yield decoder.decode(tokenizer.decode_bytes([token]))
+    yield decoder.decode(b"", final=True)
+
+
+def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **options) -> None:
+    """Answer the lines of standard input until it ends; `messages` is empty or a system prompt.
+
+    In a terminal, Ctrl-C stops an answer or clears the line that is being typed. Otherwise, as in
+    every other script, it ends the program."""
+    in_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    sys.stdin.reconfigure(errors="replace")
+    if in_terminal:
+        with contextlib.suppress(ImportError):  # some builds of Python lack it
+            import readline  # noqa: F401 (gives `input` a line editor and a history)
+        print("Ctrl-C stops an answer, Ctrl-D ends the conversation", file=sys.stderr)
+    with plumbing.startup.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
+        while True:
+            try:
+                text = input("> " if in_terminal else "")
+                if text.strip():
+                    messages = answer(model, tokenizer, messages, text, **options)
+                    options["seed"] += 1  # every answer is sampled with random numbers of its own
+            except KeyboardInterrupt:
+                print()
+            except UserError as error:
+                print(f"{error}: type a shorter message", file=sys.stderr)
+            except EOFError:
+                break
+    print("\n" if in_terminal else "", end="")
+
+
+def answer(
+    model: Llama, tokenizer: Tokenizer, messages: Conversation, text: str, **options
+) -> Conversation:
+    """Print the answer to a message. Return the conversation with both, unless the answer is empty.
+
+    Raise UserError if the message is too long even without the exchanges before it."""
+    new, longest = options["max_new_tokens"], model.config.max_seq_len
+    asked = [*messages, {"role": "user", "content": text}]
+    kept = drop_oldest(asked, tokenizer, longest - new)
+    prompt = encode_prompt(kept, tokenizer)
+    check_length(len(prompt), new, longest)
+    if dropped := len(asked) - len(kept):
+        note = f"the conversation and --max-new-tokens {new} are more than the {longest} tokens of"
+        print(f"{note} this model: its {dropped} oldest messages are dropped", file=sys.stderr)
+    said = ""
+    with contextlib.suppress(KeyboardInterrupt):  # what has been said until then is the answer
+        for piece in stream_text(model, prompt, tokenizer, **options):
+            said += piece
+            print(piece, end="", flush=True)
+    print()
+    return [*kept, {"role": "assistant", "content": said}] if said.strip() else messages
 
 
 def main() -> None:
     args = parse_args()
     process = init_distributed()  # under torchrun all ranks do the same work, and rank 0 prints
+    has_conversation = args.chat and not args.prompt
+    if has_conversation and process.size > 1:
+        raise UserError("a conversation needs one process: run python generate.py, not torchrun")
     directory = process.broadcast_from_rank_zero(partial(find_checkpoint, args.checkpoint))
     metadata = read_config(directory)
     if not (name := args.tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
     tokenizer = process.local_rank_zero_first("tokenizer", partial(load_tokenizer, name))
     check_tokenizer(metadata, tokenizer)
-    texts = args.prompt or [""]
+    texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
+    system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
-        prompts = [encode_prompt([{"role": "user", "content": t}], tokenizer) for t in texts]
+        chats = [[*system, {"role": "user", "content": text}] for text in texts]
+        prompts = [encode_prompt(messages, tokenizer) for messages in chats]
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
-    longest, max_seq_len = max(map(len, prompts)), metadata["model"].max_seq_len
-    if longest + args.max_new_tokens > max_seq_len:
-        raise UserError(
-            f"a prompt of {longest} tokens and --max-new-tokens {args.max_new_tokens} are more "
-            f"than the {max_seq_len} tokens of this model"
-        )
+    check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
     dtype = torch.bfloat16 if process.device.type == "cuda" else torch.float32
     model = load_pretrained(directory, dtype, process.device)
     if args.adapter:
@@ -85,19 +165,19 @@ def main() -> None:
                 module.merge()  # from here on the adapter costs no time
 
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    options |= dict(stop=tokenizer.stop, seed=args.seed)
+    options |= dict(max_new_tokens=args.max_new_tokens, stop=tokenizer.stop, seed=args.seed)
+    if has_conversation:
+        converse(model, tokenizer, system, **options)
+        return
     if len(prompts) > 1:
-        for text, tokens in zip(texts, generate(model, prompts, args.max_new_tokens, **options)):
+        for text, tokens in zip(texts, generate(model, prompts, **options)):
             tokens = [token for token in tokens if token not in tokenizer.stop]
             print_rank_zero(f"--- {text}{tokenizer.decode(tokens)}")
         return
-    # A character may consist of several tokens: the decoder waits for the last of its bytes.
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print_rank_zero("" if args.chat else texts[0], end="")
-    for (token,) in stream(model, prompts, args.max_new_tokens, **options):
-        if token not in tokenizer.stop:
-            print_rank_zero(decoder.decode(tokenizer.decode_bytes([token])), end="")
-    print_rank_zero(decoder.decode(b"", final=True) + "\n", end="")
+    for piece in stream_text(model, prompts[0], tokenizer, **options):
+        print_rank_zero(piece, end="")
+    print_rank_zero("\n", end="")
 
 
 if __name__ == "__main__":

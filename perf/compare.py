@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from context_parallel import share_sequences
-from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.choose import check_parallel, usable_memory, with_mesh_sizes
@@ -28,6 +27,7 @@ from perf.measure import (
     Counted,
     Live,
     Seconds,
+    adapters_of,
     build_on_meta,
     describe_machine,
     make_step,
@@ -148,7 +148,7 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
             check_contestant(name, args, config, base)
         return args.contestants
     needs, left_out = {}, {}
-    model = build_on_meta(config, LoRA() if args.lora else None)
+    model = build_on_meta(config, *adapters_of(args))
     for name in CONTESTANTS:
         if runs_by_default(name, args, base):
             try:
@@ -252,7 +252,7 @@ def measure_compare(args: argparse.Namespace) -> str:
     if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
         raise UserError(problem)
     names = choose_contestants(args, config, base)
-    batch, lora = random_batch(config, args.batch, args.seq_len), LoRA() if args.lora else None
+    batch, adapters = random_batch(config, args.batch, args.seq_len), adapters_of(args)
     steps, costs = {}, {}
     for name in names:
         print_rank_zero(f"counting {name}", file=sys.stderr)
@@ -262,7 +262,7 @@ def measure_compare(args: argparse.Namespace) -> str:
         else:
             share = batch.microbatches(args.batch // world.data_size)[world.data_rank]
             local_batch = share_sequences(share, world).to(base.device)
-            steps[name] = make_step(config, args, local_batch, args.microbatch, world, lora)
+            steps[name] = make_step(config, args, local_batch, args.microbatch, world, *adapters)
             costs[name] = count_costs(steps[name], world)
     seconds = time_interleaved(steps, args.repeats)
     costs = with_highest_peaks(costs, base)
@@ -363,7 +363,8 @@ def json_report(
             "payload": {" ".join(key): list(value) for key, value in traffic.items()},
             "loss": cost.loss,
         }
-    names = ("model", "batch", "microbatch", "seq_len", "lora", "dtype", "moments")
+    names = ("model", "batch", "microbatch", "seq_len", "lora", "rank", "dora", "base_bits")
+    names += ("dtype", "moments")
     flags = {name: getattr(args, name) for name in names}
     return flags | describe_machine(base) | {"strategies": results}
 

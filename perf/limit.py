@@ -56,23 +56,29 @@ def measure_limit(args: argparse.Namespace) -> str:
 
 def measure_lora(args: argparse.Namespace) -> str:
     """Return a table of the times of a LoRA step, and one of its peak memory."""
-    makers = {"peft on transformers": transformers_step, "flatllama": flatllama_step}
-    peaks = []
-    for name, make in makers.items():
-        peak = in_new_process(lora_peak, make, args, torch.get_num_threads())
-        peaks.append([name, f"{peak / 1e9:.2f} GB"])
-    world, config, lora = world_of(args), PRESETS[args.model], LoRA(args.rank)
-    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
-    dtype = world.parallel.dtype
-    contestants = {
-        "bare products of LoRA and attention": bare_products(config, batch, dtype, lora.rank),
-        "peft on transformers": transformers_step(config, args, batch, world, lora),
-        "flatllama LoRA": flatllama_step(config, args, batch, world, lora),
-        "flatllama, all weights": flatllama_step(config, args, batch, world),
+    lora, dora = LoRA(args.rank), LoRA(args.rank, dora=True)
+    kinds = {"LoRA": (lora, 16), "DoRA": (dora, 16), "LoRA, base in 4 bits": (lora, 4)}
+    steps = {
+        f"{whose} {kind}": (make, *adapters)
+        for kind, adapters in kinds.items()
+        for whose, make in (("peft", transformers_step), ("flatllama", flatllama_step))
     }
+    peaks = []
+    for name, (make, *adapters) in steps.items():
+        peak = in_new_process(lora_peak, make, args, adapters, torch.get_num_threads())
+        peaks.append([name, f"{peak / 1e9:.2f} GB"])
+    world, config = world_of(args), PRESETS[args.model]
+    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
+    dtype, given = world.parallel.dtype, (config, args, batch, world)
+    contestants = {
+        "bare products of LoRA and attention": bare_products(config, batch, dtype, lora.rank)
+    }
+    contestants |= {name: make(*given, *adapters) for name, (make, *adapters) in steps.items()}
+    contestants["flatllama, all weights"] = flatllama_step(*given)
     if args.compile:
-        compiled = flatllama_step(config, args, batch, world, lora, compile=True)
-        contestants["flatllama LoRA, compiled blocks"] = compiled
+        for kind, adapters in kinds.items():
+            compiled = flatllama_step(*given, *adapters, compile=True)
+            contestants[f"flatllama {kind}, compiled blocks"] = compiled
     times = timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
     memory = markdown_table(["adapters by", "peak memory"], peaks)
     return "\n".join([*times, "", *memory])
@@ -157,13 +163,15 @@ def flatllama_step(
     batch: Batch,
     world: World,
     lora: LoRA | None = None,
+    base_bits: int = 16,
     microbatch: int = 0,
     **parallel,
 ) -> Callable[[], object]:
     """Return train.py's own step: forward, backward, clipping, fused AdamW. `microbatch` sequences
     are computed at a time, by default all; `parallel` are fields of ParallelConfig."""
     world = with_mesh(world, replace(world.parallel, **parallel))
-    return make_step(config, args, batch, microbatch or len(batch.tokens), world, lora)
+    microbatch = microbatch or len(batch.tokens)
+    return make_step(config, args, batch, microbatch, world, lora, base_bits)
 
 
 def transformers_step(
@@ -172,11 +180,12 @@ def transformers_step(
     batch: Batch,
     world: World,
     lora: LoRA | None = None,
+    base_bits: int = 16,
     microbatch: int = 0,
 ) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where `lora` is given. In bfloat16 it computes under autocast,
-    with float32 weights, but for a frozen base."""
+    seven matrices of each block where `lora` is given, and these in bitsandbytes' 4 bits. In
+    bfloat16 it computes under autocast, with float32 weights, but for a frozen base."""
     try:
         import peft
         import transformers
@@ -199,12 +208,14 @@ def transformers_step(
             )
         )
     low, device = world.parallel.dtype == torch.bfloat16, world.device
-    model.to(device, torch.bfloat16 if lora and low else torch.float32)
+    dtype = torch.bfloat16 if lora and low else torch.float32
+    model.to(device, dtype)
+    if base_bits == 4:
+        into_4_bits(model, dtype)
     if lora:
-        options = peft.LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        model = peft.get_peft_model(model, options)
+        options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
+        options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
     optimizer = make_optimizer(model, args)
 
     parts = batch.microbatches(microbatch or len(batch.tokens))
@@ -222,6 +233,21 @@ def transformers_step(
         return out.loss.item()
 
     return step
+
+
+def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the matrices of transformers' blocks by bitsandbytes' in NF4, as peft expects."""
+    try:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+    except ImportError:
+        raise UserError("a base in 4 bits is compared with bitsandbytes: pip install bitsandbytes")
+    for name, layer in list(model.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            new = Linear4bit(*layer.weight.shape[::-1], False, dtype, quant_type="nf4")
+            new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.model.get_submodule(parent), attribute, new.to(layer.weight.device))
+    model.is_loaded_in_4bit = True
 
 
 # ------------------------------------------------------------------------------- peak memory
@@ -248,17 +274,19 @@ def _send_result(sender: Connection, function: Callable[..., int], *args) -> Non
         sender.send(error)
 
 
-def lora_peak(make: Callable, args: argparse.Namespace, threads: int) -> int:
+def lora_peak(
+    make: Callable, args: argparse.Namespace, adapters: tuple[LoRA, int], threads: int
+) -> int:
     """Return the bytes that three LoRA steps of the model that `make` builds add to the process.
 
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
-    world, config, lora = world_of(args), PRESETS[args.model], LoRA(args.rank)
-    tiny = PRESETS["tiny"]
-    make(tiny, args, random_batch(tiny, 1, 8).to(world.device), world, lora)()
+    world, config = world_of(args), PRESETS[args.model]
+    tiny = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
+    make(tiny, args, random_batch(tiny, 1, 8).to(world.device), world, *adapters)()
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     before = peak_memory(world.device)
-    step = make(config, args, batch, world, lora)
+    step = make(config, args, batch, world, *adapters)
     for _ in range(3):
         step()
     return peak_memory(world.device) - before

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from context_parallel import share_sequences
 from data import Batch
-from lora import LoRA, add_adapters, init_adapters
+from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import (
     ParallelConfig,
@@ -47,7 +47,7 @@ from perf.cost import Traffic
 from plumbing.allocate import allocate
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
-from plumbing.processes import Process
+from plumbing.processes import Process, UserError
 from plumbing.shards import assign_shard, to_local
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
@@ -360,13 +360,20 @@ def all_reduce_at_once(
 # ------------------------------------------------------------------------------- shared pieces
 
 
-def build_on_meta(config: LlamaConfig, lora: LoRA | None = None) -> Llama:
+def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
     """Return a model, with adapters or without, whose parameters have shapes and no memory."""
     with torch.device("meta"):
         model = Llama(config)
         if lora:
-            add_adapters(model, lora)
+            add_adapters(model, lora, base_bits)
     return model
+
+
+def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
+    """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
+    if not args.lora and (args.dora or args.base_bits == 4):
+        raise UserError("--dora and --base-bits are for adapters: give --lora, too")
+    return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
 
 
 def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
@@ -383,15 +390,21 @@ def make_step(
     microbatch: int,
     world: World,
     lora: LoRA | None = None,
+    base_bits: int = 16,
 ) -> Callable[[], Totals]:
     """Return a function that runs train.py's training step of a new model, with adapters or
     without, on `world`. `args` has the flags of the optimizer; `batch` holds this rank's sequences
     of the step."""
-    model = build_on_meta(config, lora)
+    model = build_on_meta(config, lora, base_bits)
+
+    def random_matrix(name: str) -> Tensor:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        return torch.randn(layer.out_features, layer.in_features, device=world.device) / 50
 
     def initialize(model: Llama) -> None:
         model.init_weights(assign=assign_shard)
-        init_adapters(model, assign=assign_shard)
+        quantize_base(model, random_matrix, assign_shard)
+        init_adapters(model, assign=assign_shard, device=world.device)
 
     runner = parallelize(model, world, initialize)
     optimizer = make_optimizer(model, args)

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
-from perf.cost import modules_of, parts_of, sizes_of
+from perf.cost import first_block, modules_of, parts_of, sizes_of
 from perf.timeline import Action, splits_backward
 from pipeline import SCHEDULES, has_w, make_schedule
 from plumbing.stages import layers_of
@@ -38,9 +38,9 @@ def predict_memory(
     unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
     four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
-    along pp, by default of the one with the largest peak. LoRA's dropout is not counted. With
-    --offload, parameters and optimizer are in CPU memory, but count here. `fused`: norms run as one
-    kernel, on a GPU or compiled. `masked` is what mask_width returns."""
+    along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
+    are in CPU memory, but count here. `fused`: norms run as one kernel, on a GPU or compiled.
+    `masked` is what mask_width returns."""
     parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
@@ -78,13 +78,25 @@ def _memory_of_rank(
         for module in (model.output, model.tok_embeddings)
     )
     embedding = 0 if config.tie_embeddings and output else embedding  # tied, `output` is both
-    frozen = not next(p for p in model.parameters() if p.ndim == 1).requires_grad  # a norm's
+    norms = (p for n, p in model.named_parameters() if p.ndim == 1 and ".lora_" not in n)
+    frozen = not next(norms).requires_grad
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
     elements = saved_elements(config, parallel, fused, masked, frozen)
     saved, recomputed = (n * tokens * w for n in elements)
-    block_backward = recomputed + (stream + 2 * tokens * F * w) / tp
+    with_adapters, matrix_in_4_bits = of_adapters(model, parallel, fused)
+    if parallel.checkpointing == "none":
+        saved += with_adapters * tokens * w
+    else:  # what need not be saved exists in the recomputation all the same
+        recomputed += max(0.0, with_adapters) * tokens * w
+    gate = tokens * F * w / tp  # its gradient exists with that of up, or w2's input's with w2
+    block_backward = recomputed + stream / tp + gate + max(gate, matrix_in_4_bits)
+    # What a block has offloaded is freed all at once, and more of backward adds to it.
+    freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
+    block_backward += freed_at_once * gate
+    if has_dora(model) and not parallel.compile:  # products in float32, of output or gradient
+        block_backward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
         block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
@@ -237,10 +249,10 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
 def norm_saves(parallel: ParallelConfig, fused: bool, frozen: bool) -> int:
     """Return what a norm saves beside its output, in the same units: its input. Unless it is one
     kernel, in float32 (float64 in a float64 model), and also the normalized input, which only a
-    frozen weight (unless it is a DTensor) does not need."""
+    frozen weight does not need."""
     if fused:
         return stream_width(parallel, frozen)
-    return max(1, 4 // parallel.weight_bytes) * (1 if frozen and parallel.tp == 1 else 2)
+    return max(1, 4 // parallel.weight_bytes) * (1 if frozen else 2)
 
 
 def mask_width(
@@ -303,6 +315,39 @@ def saved_elements(
         "full": stream / parallel.tp,  # the block's input
     }[parallel.checkpointing]
     return saved, everything - saved
+
+
+def has_dora(model: Llama) -> bool:
+    return any(name.endswith("lora_magnitude") for name, _ in model.named_parameters())
+
+
+def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[float, int]:
+    """Return how many elements a token a block with adapters saves beyond saved_elements, or fewer;
+    and the bytes of the largest matrix that backward makes of 4 bits.
+
+    Each adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
+    and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
+    need x, but attention saves its output anyway."""
+    tp, w = parallel.tp, parallel.weight_bytes
+    elements, largest, inputs = 0.0, 0, {}  # inputs: of which layers -> whether saved, and width
+    for path, layer in first_block(model).named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        rows = path.endswith(("wo", "w2"))  # each rank of tp has a part of them, else of columns
+        x_width = layer.in_features / (tp if rows else 1)
+        y_width = layer.out_features / (1 if rows else tp)
+        lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
+        if lora:
+            mask = 1 / w if fused else 1
+            elements += lora.rank + lora.dora * y_width
+            elements += (1 + mask) * x_width if lora.dropout else 0
+        if not path.endswith("wo"):
+            needed = not lora.dropout if lora else layer.weight.requires_grad
+            reads = path.split(".")[0], rows
+            inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
+        if getattr(layer, "row_scale", None) is not None:
+            largest = max(largest, layer.in_features * layer.out_features // tp * w)
+    return elements - sum(width for needed, width in inputs.values() if not needed), largest
 
 
 def loss_bytes(

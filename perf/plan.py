@@ -21,6 +21,7 @@ from perf.choose import USABLE_FRACTION
 from perf.cost import DIMS, flops_per_token, predict_traffic
 from perf.devices import GPUS
 from perf.measure import (
+    adapters_of,
     build_on_meta,
     emulate,
     markdown_table,
@@ -58,7 +59,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
     args.batch = args.batch or 2 * args.gpus
     check_flags(args, machine)
     args.per_node = min(args.gpus, args.per_node)
-    model = build_on_meta(PRESETS[args.model])
+    model = build_on_meta(PRESETS[args.model], *adapters_of(args))
     plans = sorted(every_plan(model, args, machine), key=order)
     if not plans:
         raise UserError(explain_no_plan(args, model.config))
@@ -79,6 +80,7 @@ def plan_cluster(args: argparse.Namespace) -> str:
         *table(shown, model, args, machine),
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
+        *([longest_that_fits(model, args, machine)] if args.lora else []),
         describe_best(best, args),
         *filter(None, [prediction_caveat(model)]),
         "",
@@ -92,6 +94,8 @@ def plan_cluster(args: argparse.Namespace) -> str:
 def check_flags(args: argparse.Namespace, machine: Machine) -> None:
     """Raise UserError where flags contradict each other or the machine, or --json cannot be
     written."""
+    if args.lora and args.float8 != "none":
+        raise UserError("--float8 is for training all weights: leave out --lora")
     if args.float8 != "none" and args.float8 not in machine.recipes:
         known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
         reason = "bench.py comm does not measure products in 8 bits" if args.measured else known
@@ -223,10 +227,31 @@ def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
         )
     return (
         f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}"
-        f"{f' and {args.float8} float8' if args.float8 != 'none' else ''}, on {args.gpus} "
+        f"{f' and {args.float8} float8' if args.float8 != 'none' else ''}"
+        f"{describe_adapters(args)}, on {args.gpus} "
         f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
+
+
+def describe_adapters(args: argparse.Namespace) -> str:
+    """Return what is trained, if not all weights."""
+    if not args.lora:
+        return ""
+    kind = f"{'DoRA' if args.dora else 'LoRA'} of rank {args.rank}"
+    return f", {kind} beside a frozen base" + " in 4 bits" * (args.base_bits == 4)
+
+
+def longest_that_fits(model: Llama, args: argparse.Namespace, machine: Machine) -> str:
+    """Return in a line how long sequences can be, with one a step and GPU, by doubling."""
+    seq_len = args.seq_len
+    while seq_len < model.config.max_seq_len:
+        longer = argparse.Namespace(**vars(args) | dict(seq_len=2 * seq_len, batch=args.gpus))
+        if not any(plan.fits for plan in every_plan(model, longer, machine)):
+            break
+        seq_len *= 2
+    most = " (the most that the model takes)" if seq_len >= model.config.max_seq_len else ""
+    return f"With --batch {args.gpus}, sequences of --seq-len {seq_len} fit{most}."
 
 
 def table(
@@ -316,7 +341,11 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
     parallel, nodes = plan.parallel, args.gpus // args.per_node
     shard_is_a_flag = STRATEGIES[parallel.dp].copy_per == "node"
     flags = {
-        "model": args.model,
+        "model": None if args.lora else args.model,
+        "init": "BASE" if args.lora else None,
+        "data": "CHATS.jsonl" if args.lora else None,
+        "rank": args.rank if args.lora else None,
+        "base-bits": 4 if args.base_bits == 4 else None,
         "batch": args.batch,
         "microbatch": plan.microbatch,
         "seq-len": args.seq_len,
@@ -336,8 +365,10 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train += " --offload-activations" * parallel.offload_activations
     train += " --async-tp" * parallel.async_tp
-    train += " --document-mask" * (args.document_length > 0)
-    train = f"train.py {train} --{'' if args.compile else 'no-'}compile"
+    train += " --dora" * args.dora
+    train += " --document-mask" * (args.document_length > 0 and not args.lora)  # else always
+    script = "finetune_lora.py" if args.lora else "train.py"
+    train = f"{script} {train} --{'' if args.compile else 'no-'}compile"
     if nodes == 1:
         return [f"torchrun --nproc-per-node {args.per_node} {train}"]
     first_node = (

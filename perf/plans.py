@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+import nf4
 from model import Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf.choose import ACTIVATIONS, USABLE_FRACTION, divisors
@@ -68,7 +69,9 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
     config, dtype = model.config, getattr(torch, args.dtype)
     # What zero bubble does not combine with.
     whole_backward = args.compile or args.async_tp or args.float8 != "none"
-    tp_sizes = divisors(math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim))
+    blocks = nf4.BLOCK if args.base_bits == 4 else 1  # that tp cuts between
+    widths = config.dim // blocks, config.ffn_dim // blocks
+    tp_sizes = divisors(math.gcd(args.gpus, config.n_kv_heads, *widths))
     pairs = list(itertools.product(tp_sizes, divisors(args.gpus)))
     for (tp, pp), _ in zip(pairs, count_rounds(len(pairs) - 1, "plans: ")):
         data_ranks, rest = divmod(args.gpus, tp * pp)
@@ -81,6 +84,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
             microbatches = args.batch * cp // data_ranks // microbatch
             # The values of --reshard differ in how several microbatches share all-gathers.
             reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
+            reshards += ("adapters",) * (args.lora and shard > 1)
             if pp > 1:  # gradients of a few layers: sharding those of each microbatch saves little
                 reshards = tuple(name for name in reshards if name != "all")
             for (checkpointing, offload), reshard, (schedule, v) in itertools.product(

@@ -47,11 +47,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import predict_traffic
 from perf.devices import GPU, GPUS, LINKS
-from perf.memory import predict_memory, saved_elements
+from perf.memory import of_adapters, predict_memory, saved_elements
 from perf.timeline import simulate
 from pipeline import has_w, make_schedule
 from plumbing.processes import UserError
@@ -198,9 +199,12 @@ def compute_time(
     seq_len: int,
     machine: Machine,
     stage: int | None = None,
+    lora: LoRA | None = None,
+    in_4_bits: bool = False,
 ) -> dict[str, float]:
     """Return seconds of forward and backward of a microbatch of `tokens` on one rank, by part,
-    without communication: of the whole model, or of a `stage` of a pipeline."""
+    without communication: of the whole model, or of a `stage` of a pipeline; with adapters beside a
+    frozen base, which may be `in_4_bits`."""
     D, F, V = config.dim, config.ffn_dim, config.vocab_size
     L, w = config.n_layers, parallel.weight_bytes
     stages = parallel.pp * parallel.stages_per_rank
@@ -228,18 +232,29 @@ def compute_time(
 
     matmul_rate = machine.peak * machine.matmul_fraction
     attention_rate = machine.peak * machine.attention_fraction
-    # Backward takes twice the FLOPs of forward. Attention's also recomputes the scores: 2.5 times.
+    # Backward takes twice the FLOPs of forward, and as many where weights are frozen. Attention's
+    # also recomputes the scores: 2.5 times.
     in_8_bits = parallel.float8 != "none"
     block_rate = matmul_rate * (2 if in_8_bits else 1)
-    products = 3 * (L * block / block_rate + output / matmul_rate)
+    products = (2 if lora else 3) * (L * block / block_rate + output / matmul_rate)
     products += 3.5 * L * attention / attention_rate
     recompute = L * (block_again / block_rate + attention_again / attention_rate)
     tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
-    rounding = L * rounding_bytes(config, parallel, tokens) if in_8_bits else 0
+    weights = L * block / 2 / parallel.tp  # of the blocks on this rank
+    bytes_of_weights = L * rounding_bytes(config, parallel, tokens) if in_8_bits else 0
+    forwards = 1 if checkpointing == "none" else 2
+    if in_4_bits:  # read, and written as numbers for a product that reads them, by each pass
+        bytes_of_weights += weights * (0.52 + w) * (forwards + 1)
+    if lora and lora.dora:  # W, B A, their sum and its squares, for norms in float32
+        bytes_of_weights += weights * ((0.52 if in_4_bits else w) + 16) * forwards
+    if lora:  # counted as if all seven matrices were targets
+        widths = 9 * D + 2 * kv_dim + 3 * F  # of their inputs and outputs
+        products += 6 * L * widths * lora.rank / matmul_rate
+        passes += L * widths * w * 2.5 * (lora.dora + (lora.dropout > 0))  # of outputs, of inputs
     return {
         "products": tokens_of_rank * products,
         "recompute": tokens_of_rank * recompute,
-        "passes": (tokens_of_rank * passes + rounding) / machine.bandwidth,
+        "passes": (tokens_of_rank * passes + bytes_of_weights) / machine.bandwidth,
     }
 
 
@@ -278,8 +293,11 @@ def step_time(
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
     sequences; where these are packed, a `document` has so many tokens."""
     tokens = microbatch * seq_len // parallel.cp
+    lora = adapter_settings(model)
+    in_4_bits = any(not p.is_floating_point() for p in model.parameters())
+    documents = document or seq_len
     of_stages = [
-        compute_time(model.config, parallel, tokens, document or seq_len, machine, stage)
+        compute_time(model.config, parallel, tokens, documents, machine, stage, lora, in_4_bits)
         for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])
     ]
     of_ranks = [of_stages[rank :: parallel.pp] for rank in range(parallel.pp)]
@@ -298,10 +316,11 @@ def step_time(
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
 
-    # Backward is two thirds of products and passes.
-    forward = (parts["products"] + parts["passes"]) / 3
-    backward = 2 * forward + parts["recompute"]
+    # Backward is two thirds of products and passes; beside a frozen base, half.
+    forward = (parts["products"] + parts["passes"]) / (2 if lora else 3)
+    backward = parts["products"] + parts["passes"] - forward + parts["recompute"]
     saved, _ = saved_elements(model.config, parallel, fused=True)
+    saved += of_adapters(model, parallel, fused=True)[0] * (parallel.checkpointing == "none")
     moved = saved * tokens * parallel.weight_bytes * model.config.n_layers * microbatches / CPU_LINK
     parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)
     parts["to the CPU"] *= parallel.offload_activations

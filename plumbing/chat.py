@@ -21,9 +21,11 @@ import bisect
 import itertools
 import operator
 import re
+import statistics
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +34,7 @@ import numpy as np
 import torch
 
 from data import Batch
-from model import IGNORE
+from model import IGNORE, Llama, generate
 from plumbing.corpora import (
     document_name,
     hash_fraction,
@@ -208,6 +210,16 @@ def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
     return ids[:-1]  # without the end token of the empty answer
 
 
+def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
+    """Return a conversation without its oldest exchanges of a question and an answer: as many are
+    dropped as it takes for the prompt to have at most `max_tokens` tokens. A system prompt and the
+    last message stay, even if they have more."""
+    start = int(messages[0]["role"] == "system")
+    while len(messages) > start + 2 and len(encode_prompt(messages, tokenizer)) > max_tokens:
+        messages = messages[:start] + messages[start + 2 :]
+    return messages
+
+
 # -------------------------------------------------------------------------- from tokens to rows
 
 
@@ -290,6 +302,8 @@ class Packed:
 # -------------------------------------------------------------------------- from --data to rows
 
 ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
+SHORTEST = 8  # tokens of an answer that tells something
+EXAMPLES, SHOWN = 16, 3  # held-out prompts whose answers are scored, and shown
 
 
 class Sample(NamedTuple):
@@ -306,7 +320,7 @@ def open_samples(
     train_on_prompt: bool = False,
     quiet: bool = False,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
-    """Return training rows, validation rows, up to 3 validation prompts, each as (ids, true
+    """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
 
     data: JSONL files, directories of them, or `python` for the docstrings
@@ -329,11 +343,45 @@ def open_samples(
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
         f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows{changes}"
     )
-    # Shuffled by hash, since in the order of files the first samples may be much alike.
-    shuffled = sorted(val, key=lambda s: hash_fraction(str(s.messages)))
+    # Shuffled by hash, since in the order of files the first samples may be much alike. First come
+    # those whose answer is more than a few words, and fits in what is generated.
+    shuffled = sorted(
+        val,
+        key=lambda s: (
+            not SHORTEST <= s.encoded[1].sum() <= ANSWER_ROOM,
+            hash_fraction(str(s.messages)),
+        ),
+    )
     prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in shuffled)
     short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
-    return train_rows, val_rows, list(itertools.islice(short, 3)), summary
+    return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
+
+
+def sample_answers(
+    model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
+) -> str:
+    """Return lines that show what a model answers to the first examples, and score all answers:
+    how many end by themselves, how long they are, and the share of tokens that they have in common
+    with the true ones (the F1 score of two bags of tokens)."""
+    if not examples:
+        return "no held-out prompt is short enough to show"
+    prompts, true_answers = zip(*examples)
+    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.0, stop=tokenizer.stop)
+    said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
+    true = [tokenizer.encode(text) for text in true_answers]
+    who, lines = f"after {step} steps" if step else "base model", []
+    for prompt, answer, true_answer in list(zip(prompts, answers, true_answers))[:SHOWN]:
+        shown = "" if step else tokenizer.decode(prompt)
+        lines.append(
+            f"{shown}--- {who}: {tokenizer.decode(answer)}\n--- true answer: {true_answer}"
+        )
+    common = [(Counter(a) & Counter(b)).total() for a, b in zip(said, true)]
+    pairs = zip(common, said, true)
+    overlap = statistics.mean(2 * n / max(1, len(a) + len(b)) for n, a, b in pairs)
+    ended = statistics.mean(len(a) < len(answer) for a, answer in zip(said, answers))
+    length, true_length = (statistics.mean(map(len, part)) for part in (said, true))
+    score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
+    return "\n".join([*lines, f"--- {who}: of {len(said)} answers {score} in common", "---"])
 
 
 def _encode_all(

@@ -12,7 +12,15 @@ from conftest import shared
 
 from model import IGNORE, Llama, LlamaConfig
 from plumbing import chat
-from plumbing.chat import Packed, encode, encode_prompt, open_samples, pack, read_conversations
+from plumbing.chat import (
+    EXAMPLES,
+    Packed,
+    encode,
+    encode_prompt,
+    open_samples,
+    pack,
+    read_conversations,
+)
 from plumbing.corpora import read_pieces
 from plumbing.processes import UserError
 from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
@@ -427,9 +435,35 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", *answering(400))
     prompt = len(encode_prompt([user("say 0")], BYTES))
     _, val, prompts, _ = open_samples([str(path)], BYTES, prompt + 64 + 2)
-    assert len(prompts) == 3 and len({answer for _, answer in prompts}) == 3
+    assert len(prompts) == EXAMPLES == len({answer for _, answer in prompts})
     assert {f"{answer}{{eot_id}}" for _, answer in prompts} <= set(answers_of(val))
     assert open_samples([str(path)], BYTES, prompt + 63)[2] == []
+
+
+def test_answers_that_tell_something_are_shown_first(tmp_path):
+    """Not those of a few tokens, nor those that do not fit in what is generated."""
+    kinds = {"say": "x", "tell": "y" * 80, "explain": "z" * 20}
+    records = [
+        {"prompt": f"{verb} {i}", "completion": text} for verb, text in kinds.items()
+        for i in range(300)
+    ]  # fmt: skip
+    path = write(tmp_path / "a.jsonl", *records)
+    _, _, prompts, _ = open_samples([str(path)], BYTES, 256)
+    assert {answer for _, answer in prompts} == {"z" * 20}
+
+
+def test_answers_are_scored(monkeypatch):
+    """Shares that end and are in common with the true answers, counted by hand."""
+    stop = next(iter(BYTES.stop))
+    said = [[*b"abcd", stop], [*b"aaaaaa"]]
+    monkeypatch.setattr(chat, "generate", lambda *_, **__: said)
+    examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
+    lines = chat.sample_answers(None, examples, BYTES, 0).splitlines()
+    assert lines[:2] == ["1?--- base model: abcd" + BYTES.decode([stop]), "--- true answer: abxy"]
+    overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
+    score = f"50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common"
+    assert lines[-2:] == [f"--- base model: of 2 answers {score}", "---"]
+    assert "--- after 7 steps: of 2 answers" in chat.sample_answers(None, examples, BYTES, 7)
 
 
 def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):

@@ -128,7 +128,17 @@ def test_compare_adapters(tmp_path):
 
 
 def compare_args(**given) -> SimpleNamespace:
-    defaults = dict(contestants=[], model="tiny", batch=8, microbatch=1, seq_len=16, lora=False)
+    defaults = dict(
+        contestants=[],
+        model="tiny",
+        batch=8,
+        microbatch=1,
+        seq_len=16,
+        lora=False,
+        rank=8,
+        dora=False,
+        base_bits=16,
+    )
     return SimpleNamespace(**defaults | dict(json=None, plot=None) | given)
 
 

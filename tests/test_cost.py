@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from data import Batch
-from lora import LoRA, add_adapters
+from lora import LoRA
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.choose import (
@@ -253,25 +253,47 @@ def test_a_large_world_sends_what_is_predicted():
     assert [held[kind] for kind in held][:3] == [expected[kind] for kind in held][:3]
 
 
+# Of a model with adapters: model, ParallelConfig, fields of LoRA, bits of the base.
+RANK_4 = dict(rank=4)
+DROPOUT, DORA = RANK_4 | dict(dropout=0.1), RANK_4 | dict(dora=True)
 ADAPTED = {
-    "one": {},
-    "autocast": dict(dtype=LOW),
-    "autocast selective": dict(dtype=LOW, checkpointing="selective"),
-    "autocast full": dict(dtype=LOW, checkpointing="full"),
-    "fsdp": dict(dp="fsdp", shard=4),
-    "fsdp adapters": dict(dp="fsdp", shard=4, reshard="adapters"),
-    "fsdp bfloat16": dict(dp="fsdp", shard=4, dtype=LOW),
-    "tp": dict(tp=2),
-}
+    "one": (CHUNKY, {}, RANK_4, 16),
+    "autocast": (CHUNKY, dict(dtype=LOW), RANK_4, 16),
+    "autocast selective": (CHUNKY, dict(dtype=LOW, checkpointing="selective"), RANK_4, 16),
+    "autocast full": (CHUNKY, dict(dtype=LOW, checkpointing="full"), RANK_4, 16),
+    "fsdp": (CHUNKY, dict(dp="fsdp", shard=4), RANK_4, 16),
+    "fsdp adapters": (CHUNKY, dict(dp="fsdp", shard=4, reshard="adapters"), RANK_4, 16),
+    "fsdp bfloat16": (CHUNKY, dict(dp="fsdp", shard=4, dtype=LOW), RANK_4, 16),
+    "tp": (CHUNKY, dict(tp=2), RANK_4, 16),
+    "offloading": (WIDE, dict(offload_activations=True), RANK_4, 16),
+    "dropout": (WIDE, {}, DROPOUT, 16),
+    "dropout autocast full": (WIDE, dict(dtype=LOW, checkpointing="full"), DROPOUT, 16),
+    "dropout fsdp": (WIDE, dict(dp="fsdp", shard=4, dtype=LOW), DROPOUT, 16),
+    "dropout tp": (WIDE, dict(tp=2), DROPOUT, 16),
+    "dora": (WIDE, {}, DORA, 16),
+    "dora selective": (WIDE, dict(checkpointing="selective"), DORA, 16),
+    "dora autocast full": (WIDE, dict(dtype=LOW, checkpointing="full"), DORA, 16),
+    "dora fsdp": (WIDE, dict(dp="fsdp", shard=4, dtype=LOW), DORA, 16),
+    "dora tp": (WIDE, dict(tp=2, checkpointing="selective"), DORA, 16),
+    "4 bits": (WIDE, {}, RANK_4, 4),
+    "4 bits autocast full": (WIDE, dict(dtype=LOW, checkpointing="full"), RANK_4, 4),
+    "4 bits fsdp": (WIDE, dict(dp="fsdp", shard=4, dtype=LOW), RANK_4, 4),
+    "4 bits fsdp adapters": (WIDE, dict(dp="fsdp", shard=4, reshard="adapters"), RANK_4, 4),
+    "4 bits dora tp": (WIDE, dict(tp=2), DORA, 4),
+    "4 bits dora offloading": (WIDE, dict(offload_activations=True, dtype=LOW), DORA, 4),
+    "4 bits wq wv": (WIDE, {}, RANK_4 | dict(targets=("wq", "wv")), 4),
+    "4 bits wq wv full": (
+        WIDE, dict(checkpointing="full"), RANK_4 | dict(targets=("wq", "wv")), 4,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_hold_what_is_predicted(name):
-    """A frozen embedding leaves the stream in bfloat16; frozen norms save less."""
-    parallel = ParallelConfig(**ADAPTED[name])
-    with torch.device("meta"):
-        model = Llama(CHUNKY)
-        add_adapters(model, LoRA(4))
+    """A frozen embedding leaves the stream in bfloat16; frozen norms save less. Dropout and DoRA
+    save more, and a base in 4 bits is held and gathered as bytes."""
+    config, options, lora, bits = ADAPTED[name]
+    parallel, model = ParallelConfig(**options), build_on_meta(config, LoRA(**lora), bits)
     expected = predict_memory(model, parallel, 512, 1)
     traffic = predict_traffic(model, parallel, 1, 2, 256)
     sent, held = emulate(model, parallel, 2, 2, 256)
@@ -284,9 +306,7 @@ def test_adapters_hold_what_is_predicted(name):
 def test_a_frozen_base_in_bfloat16_is_there_once():
     """Autocast makes copies of what learns alone: the base is bfloat16 already."""
     parallel = ParallelConfig(replicate=2, dtype=LOW)
-    with torch.device("meta"):
-        model = Llama(CHUNKY)
-        add_adapters(model, LoRA(4))
+    model = build_on_meta(CHUNKY, LoRA(4))
     numbers = {learns: 0 for learns in (True, False)}
     for parameter in model.parameters():
         numbers[parameter.requires_grad] += parameter.numel()

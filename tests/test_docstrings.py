@@ -150,6 +150,7 @@ def test_rows_of_the_default_data_set(functions, monkeypatch):
     assert summary.startswith(f"{len(train.samples):,} samples in {len(train):,} rows of 2,048 tok")
     assert summary.endswith(f" % filled; {len(val.samples):,} held out, in {len(val):,} rows")
     held_out = {str(encode_prompt(t, BYTES)): t[-1] for name, _, t in functions if name == "val"}
-    assert len(prompts) == 3
+    assert len(prompts) == chat.EXAMPLES
     for ids, answer in prompts:
+        assert chat.SHORTEST <= len(BYTES.encode(answer)) + 1 <= chat.ANSWER_ROOM
         assert held_out[str(ids)]["content"] == answer and len(ids) <= 2048 - 64

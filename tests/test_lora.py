@@ -257,13 +257,17 @@ KINDS = {
 
 def in_peft(directory, config: LlamaConfig, lora: LoRA, dtype=torch.float32, **options):
     """Return a model with adapters, and PEFT's model of the files that we write."""
-    peft = pytest.importorskip("peft")
     model = adapted(config, lora, dtype)
     save(directory / "adapter", model, lora)
     base = base_of(model, directory / "base")
+    return model, peft_model(base, directory / "adapter", **options)
+
+
+def peft_model(base, directory, **options):
+    peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
-        return model, peft.PeftModel.from_pretrained(base, directory / "adapter", **options)
+        return peft.PeftModel.from_pretrained(base, directory, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -294,6 +298,40 @@ def test_we_load_what_peft_saves(tmp_path, kind):
         logits, expected = plain(tokens), theirs.eval()(tokens).logits
         assert (model(tokens) - expected).abs().max() > 0.01 * expected.abs().max()
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_peft_loads_our_adapters_beside_a_base_in_4_bits(tmp_path):
+    """transformers quantizes the base by bitsandbytes; ours computes with the same numbers."""
+    pytest.importorskip("bitsandbytes")
+    import transformers
+
+    config, lora = dataclasses.replace(CONFIG, dim=128, ffn_dim=256), LoRA(rank=4, dora=True)
+    model, _ = in_peft(tmp_path, config, lora)
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    base = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=how, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    theirs = peft_model(base, tmp_path / "adapter").train()  # for inference it takes bfloat16
+    before, tokens = model(tokens_of(config)).detach(), tokens_of(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith("layers.") and name.endswith("weight") and parameter.ndim == 2:
+                layer = base.get_submodule(formats.hf_name(name).removesuffix(".weight"))
+                numbers = dequantized_by_bitsandbytes(layer)
+                parameter.copy_(formats.to_meta_rows(name, config, numbers))
+        logits, expected = model(tokens), theirs(tokens).logits
+    assert (logits - expected).norm() < 1e-5 * expected.norm()
+    assert (before - expected).norm() > 0.05 * expected.norm()
+
+
+def dequantized_by_bitsandbytes(layer: nn.Module) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = layer.get_base_layer().weight
+    return dequantize_4bit(weight.data, weight.quant_state)
 
 
 @pytest.mark.parametrize("dora", [False, True])

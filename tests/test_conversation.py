@@ -1,0 +1,298 @@
+"""Conversations with generate.py, whose answers are compared with those of model.generate."""
+
+import fcntl
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ENVIRONMENT, ROOT, launch, refused
+
+import generate as script
+from checkpoint import load_pretrained, write_checkpoint
+from model import Llama, LlamaConfig, generate, stream
+from plumbing.chat import drop_oldest, encode_prompt
+from plumbing.processes import UserError
+from plumbing.safetensors import StoredTensor
+from plumbing.tokenizer import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+EOT = BYTES.special["<|eot_id|>"]
+NEW = 30  # --max-new-tokens
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module", params=[256], ids="max_seq_len={}".format)
+def base(request, tmp_path_factory):
+    """A random model that says capital letters only and, now and then, ends its answer."""
+    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=request.param)
+    model = Llama(config)
+    model.init_weights(seed=7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1)
+        says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
+        mute = [token for token in range(config.vocab_size) if token not in says]
+        model.output.weight[mute] = 0  # with temperature 0, some other logit is higher
+    stored = {
+        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
+        for name, p in model.named_parameters()
+    }
+    path = tmp_path_factory.mktemp("base") / "base"
+    write_checkpoint(path, config, stored, BYTES)
+    return path
+
+
+endless = pytest.mark.parametrize("base", [1_000_000], indirect=True)  # an answer takes minutes
+
+
+def answer(base, *messages: dict, new: int = NEW) -> str:
+    """Return the answer to a conversation, from model.generate."""
+    prompt = encode_prompt([*messages], BYTES)
+    (tokens,) = generate(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
+    return BYTES.decode(token for token in tokens if token not in BYTES.stop)
+
+
+@pytest.fixture
+def talk(base, monkeypatch, capsys):
+    """A function that runs generate.py in this process with `text` as its standard input.
+
+    talk.calls: the prompts and seeds of its answers"""
+
+    def recorded(model, prompts, *args, seed, **options):
+        talk.calls += [(prompt, seed) for prompt in prompts]
+        return stream(model, prompts, *args, seed=seed, **options)
+
+    def talk(text: str | bytes, *flags, temperature=0):
+        data = text.encode() if isinstance(text, str) else text
+        arguments = ["--chat", f"--max-new-tokens={NEW}", f"--temperature={temperature}", *flags]
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, [base, *arguments])])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        try:
+            script.main()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return capsys.readouterr()
+
+    talk.calls = []
+    monkeypatch.setattr(script, "stream", recorded)
+    return talk
+
+
+# -------------------------------------------------------------------------------- with a pipe
+
+
+def test_each_answer_follows_the_whole_conversation(base, talk):
+    """Empty lines are no messages, and neither prompts nor stop tokens are printed."""
+    hi, why = user("Hi"), user("Why?")
+    first = answer(base, hi)
+    second = answer(base, hi, assistant(first), why)
+    third = answer(base, hi, assistant(first), why, assistant(second), hi)
+    assert len({first, second, third, answer(base, why)}) == 4
+    assert min(map(len, (first, second, third))) < NEW  # one has ended by itself
+    printed = talk("\nHi\n  \n\nWhy?\nHi")
+    assert printed.out == f"{first}\n{second}\n{third}\n" and printed.err == ""
+    assert talk("").out == ""
+
+
+@pytest.mark.parametrize("prompt", [[], ["--prompt", "Hi"]], ids=["conversation", "prompt"])
+def test_the_system_prompt_comes_first(base, talk, prompt):
+    first = answer(base, SYSTEM, user("Hi"))
+    assert first != answer(base, user("Hi"))
+    second = answer(base, SYSTEM, user("Hi"), assistant(first), user("Why?"))
+    expected = f"{first}\n" if prompt else f"{first}\n{second}\n"
+    assert talk("Hi\nWhy?\n", "--system", "Be brief.", *prompt).out == expected
+    assert talk("Hi\n", "--system", "", *prompt).out == answer(base, user("Hi")) + "\n"
+
+
+def test_every_answer_has_random_numbers_of_its_own(talk):
+    alone = talk("", "--prompt", "Hi", "--seed", 5, temperature=3).out
+    printed = talk("Hi\nHi\nHi\n", "--seed", 5, temperature=3).out
+    assert printed.startswith(alone)
+    assert [seed for _, seed in talk.calls] == [5, 5, 6, 7]
+
+
+def test_bytes_that_are_not_utf_8(base, talk):
+    assert talk(b"caf\xe9\n").out == answer(base, user("caf\ufffd")) + "\n"
+
+
+# ------------------------------------------------------------------------- when it gets too long
+
+
+def test_the_oldest_exchanges_are_dropped(base, talk):
+    """Of three questions the first is dropped with its answer, the system prompt stays."""
+    ask = [user(letter * 40) for letter in "abc"]
+    first = answer(base, SYSTEM, ask[0])
+    second = answer(base, SYSTEM, ask[0], assistant(first), ask[1])
+    kept = [SYSTEM, ask[1], assistant(second), ask[2]]
+    length = len(encode_prompt([SYSTEM, ask[0], assistant(first), *kept[1:]], BYTES))
+    assert len(encode_prompt(kept, BYTES)) + NEW <= 256 < length + NEW
+    printed = talk("".join(f"{m['content']}\n" for m in ask), "--system", "Be brief.")
+    assert printed.out == f"{first}\n{second}\n{answer(base, *kept)}\n"
+    assert talk.calls[-1][0] == encode_prompt(kept, BYTES)
+    (line,) = printed.err.splitlines()
+    assert "--max-new-tokens 30 are more than the 256 tokens of this model: its 2 oldest" in line
+
+
+def test_what_is_dropped():
+    messages = [user("one"), assistant("1"), user("two"), assistant("2"), user("three")]
+    lengths = [len(encode_prompt(messages[i:], BYTES)) for i in (0, 2, 4)]
+    for length, kept in zip(lengths, (messages, messages[2:], messages[4:])):
+        assert drop_oldest(messages, BYTES, length) == kept
+        with_system = [SYSTEM, *kept]
+        room = len(encode_prompt(with_system, BYTES))
+        assert drop_oldest([SYSTEM, *messages], BYTES, room) == with_system
+    assert drop_oldest(messages, BYTES, 1) == [user("three")]
+    assert drop_oldest([SYSTEM, *messages], BYTES, 1) == [SYSTEM, user("three")]
+
+
+def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base, talk):
+    first = answer(base, user("Hi"))
+    second = answer(base, user("Hi"), assistant(first), user("Why?"))
+    printed = talk(f"Hi\n{'x' * 300}\nWhy?\n")
+    assert printed.out == f"{first}\n{second}\n"
+    (line,) = printed.err.splitlines()
+    assert re.match(r"a prompt of 3\d\d tokens and --max-new-tokens 30 are more than the 256", line)
+    assert line.endswith(": type a shorter message")
+
+
+def test_no_message_fits(talk):
+    with pytest.raises(UserError, match="--max-new-tokens 256 are more than the 256 tokens"):
+        talk("Hi\n", "--max-new-tokens", 256)
+    with pytest.raises(UserError, match=r"a prompt of 3\d\d tokens and --max-new"):
+        talk("Hi\n", "--system", "x" * 300)
+
+
+def test_refused(base):
+    refused(launch("generate.py", base, "--system", "x"), "--system", "give --chat, too")
+    result = launch("generate.py", base, "--chat", nproc=2, timeout=30)
+    refused(result, "a conversation needs one process: run python generate.py")
+
+
+# -------------------------------------------------------------------------------- in a terminal
+
+
+class Terminal:
+    """generate.py in a terminal of its own, whose keys are `press`ed."""
+
+    def __init__(self, *arguments):
+        self.master, slave = os.openpty()
+        settings = termios.tcgetattr(slave)
+        settings[3] |= termios.NOFLSH  # Ctrl-C discards nothing that is not yet on the screen
+        termios.tcsetattr(slave, termios.TCSANOW, settings)
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, ROOT / "generate.py", *map(str, arguments)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=ENVIRONMENT | {"TERM": "dumb"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C comes from here
+        )
+        os.close(slave)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+    def press(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def wait_for(self, pattern: str) -> re.Match:
+        """Wait until the terminal shows a pattern; return it. The next one is looked for after it.
+        A pattern that ends with $ is waited for at the end of what is shown."""
+        deadline = time.monotonic() + 120
+        while not (found := re.search(pattern, self.shown)):
+            if not select.select([self.master], [], [], deadline - time.monotonic())[0]:
+                pytest.fail(f"no {pattern!r} in {self.shown!r:.2000}")
+            try:
+                self.shown += os.read(self.master, 65536).decode().replace("\r\n", "\n")
+            except OSError:  # the program has ended
+                pytest.fail(f"ended without {pattern!r} in {self.shown!r:.2000}")
+        self.shown = self.shown[found.end() :]
+        return found
+
+    def clear_line(self) -> None:
+        """Press Ctrl-C at the prompt, and wait for the next prompt.
+
+        A Ctrl-C while readline handles the key before it is noticed at the next key only. So wait
+        until the process sleeps."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
+            time.sleep(0.005)
+        self.press(CTRL_C)
+        self.wait_for("\n> $")
+
+
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+
+
+@endless
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base):
+    with Terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as terminal:
+        terminal.wait_for("Ctrl-C stops an answer, .*\n> $")
+        terminal.press("Hix\x7f\n")  # the line editor removes the x
+        terminal.wait_for("Hi.*\n")
+        said = terminal.wait_for("[A-Z]{20}").group()
+        terminal.press(CTRL_C)
+        said += "".join(terminal.wait_for(r"([A-Z]*)\^C([A-Z]*)\n> $").groups())
+        assert said == answer(base, user("Hi"), new=len(said))
+
+        terminal.press("not sent")
+        terminal.wait_for("not sent$")
+        terminal.clear_line()
+        terminal.press("Why?\n")
+        terminal.wait_for("Why[?]\n")
+        expected = answer(base, user("Hi"), assistant(said), user("Why?"), new=30)
+        assert expected != answer(base, user("Hi"), user("Why?"), new=30)
+        assert terminal.wait_for("[A-Z]{30}").group() == expected
+        terminal.press(CTRL_C)
+        terminal.wait_for("\n> $")
+
+        terminal.press(UP)  # the history of the line editor
+        terminal.wait_for("Why[?]$")
+        terminal.clear_line()
+        terminal.press(CTRL_D)
+        terminal.wait_for("\n$")
+        assert terminal.process.wait(60) == 0
+
+
+@endless
+def test_without_a_terminal_ctrl_c_ends_the_program(base):
+    command = [sys.executable, ROOT / "generate.py", base, "--chat", "--max-new-tokens=900000"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([*command, "--temperature=0"], env=ENVIRONMENT, **pipes)
+    try:
+        process.stdin.write(b"Hi\nHi\n")
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], 60)[0]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert re.fullmatch(rb"[A-Z]+", out) and err == b"error: interrupted\n"
+    assert process.returncode == 128 + signal.SIGINT
