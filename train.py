@@ -49,7 +49,7 @@ from perf.memory import mask_width, prediction_caveat
 from pipeline import Pipeline
 from plumbing import processes, records
 from plumbing.adamw import BFloat16AdamW
-from plumbing.check_model import check_model, loss_caveat
+from plumbing.check_model import check_model, layers_caveat, loss_caveat
 from plumbing.checks import (
     check_equal_replicas,
     check_training_flags,
@@ -332,6 +332,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
         print_rank_zero(prediction_caveat(job.whole))
     print_rank_zero(loss_caveat(config))
+    print_rank_zero(layers_caveat(job.whole, parallel.float8))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lora import adapter_settings
 from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
 from perf.cost import first_block, modules_of, parts_of, sizes_of
@@ -95,7 +96,8 @@ def _memory_of_rank(
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
     block_backward += freed_at_once * gate
-    if has_dora(model) and not parallel.compile:  # products in float32, of output or gradient
+    lora = adapter_settings(first_block(model))
+    if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         block_backward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
         block_backward += 8 * tokens * max(F / tp, D)
@@ -315,10 +317,6 @@ def saved_elements(
         "full": stream / parallel.tp,  # the block's input
     }[parallel.checkpointing]
     return saved, everything - saved
-
-
-def has_dora(model: Llama) -> bool:
-    return any(name.endswith("lora_magnitude") for name, _ in model.named_parameters())
 
 
 def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[float, int]:

@@ -180,11 +180,12 @@ def explain_nothing_fits(
     args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine
 ) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
-    which smaller moments, larger cluster, shorter sequence or larger GPU would do."""
+    which smaller moments or base, larger cluster, shorter sequence or larger GPU would do."""
 
     def fits(**changes) -> bool:
         changed = argparse.Namespace(**vars(args) | changes)
-        return any(plan.fits for plan in every_plan(model, changed, machine))
+        base = build_on_meta(model.config, *adapters_of(changed)) if args.lora else model
+        return any(plan.fits for plan in every_plan(base, changed, machine))
 
     peak = smallest.memory["peak"]
     clusters, gpus = [], []
@@ -192,6 +193,7 @@ def explain_nothing_fits(
         clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
         gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
     remedies = ["--moments bfloat16"] if fits(moments="bfloat16") else []
+    remedies += ["--base-bits 4"] if args.lora and fits(base_bits=4) else []
     for size in clusters:
         full_nodes = size <= machine.per_node or size % machine.per_node == 0
         batch = max(args.batch, size)

@@ -50,7 +50,7 @@ import torch
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import predict_traffic
+from perf.cost import first_block, predict_traffic
 from perf.devices import GPU, GPUS, LINKS
 from perf.memory import of_adapters, predict_memory, saved_elements
 from perf.timeline import simulate
@@ -293,8 +293,9 @@ def step_time(
     `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
     sequences; where these are packed, a `document` has so many tokens."""
     tokens = microbatch * seq_len // parallel.cp
-    lora = adapter_settings(model)
-    in_4_bits = any(not p.is_floating_point() for p in model.parameters())
+    block = first_block(model)
+    lora = adapter_settings(block)
+    in_4_bits = any(not parameter.is_floating_point() for parameter in block.parameters())
     documents = document or seq_len
     of_stages = [
         compute_time(model.config, parallel, tokens, documents, machine, stage, lora, in_4_bits)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -129,6 +129,27 @@ def _loss_and_gradients(
         is_sharded = isinstance(gradient, DTensor)
         found[f"gradient of {name}"] = gradient.full_tensor() if is_sharded else gradient
     return found
+
+
+@torch.no_grad()
+def layers_caveat(whole: Llama, float8: str) -> str:
+    """Return a one-line warning if adapters or 8 bits, which replace linear layers, have no effect
+    somewhere, since a small model does not call the layer; else ""."""
+    if float8 == "none" and all(parameter.requires_grad for parameter in whole.parameters()):
+        return ""
+    model, tokens = _small_model(whole.config, 1, torch.device("cpu"))
+    layers = {name: m for name, m in model.layers.named_modules() if isinstance(m, nn.Linear)}
+    not_called = set(layers)
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: not_called.discard(name))
+    model(tokens)
+    if not not_called:
+        return ""
+    name = min(not_called).partition(".")[2]  # without the number of the block
+    return (
+        f"note: adapters and 8 bits have no effect in {name}, which model.py did not call in a "
+        f"trial: it has to write {name.rpartition('.')[2]}(x), not F.linear(x, its weight)"
+    )
 
 
 @torch.no_grad()

@@ -211,6 +211,17 @@ def test_a_cap_of_the_logits_that_training_lacks_is_told(shards, tmp_path):
         assert told == bool(edits)
 
 
+@pytest.mark.parametrize("float8", ["none", "tensorwise"])
+def test_a_layer_that_is_not_called_is_told(shards, tmp_path, float8):
+    """Where its weight is used without it, 8 bits have no effect."""
+    edits = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
+    for out, changes in (("plain", {}), ("changed", edits)):
+        changed = changed_copy(tmp_path / f"{out}-copy", edits=changes)
+        given = flags(shards, tmp_path / out, steps=1, float8=float8, dim=32, ffn_dim=64)
+        told = "no effect in attention.wq" in succeed(*changed, "train.py", *given).out
+        assert told == bool(changes and float8 != "none")
+
+
 # ---------------------------------------------------------------------------- what is computed
 
 # Each returns the logits [B, T, V] of the changed model, from another program or a formula.

@@ -396,13 +396,15 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
 
 def test_replicas_that_begin_differently_are_refused():
     model = Llama(LlamaConfig(**GROUPED))
-    for norms, message in (
-        ([1.0, 2.0, 1.0, 2.0], None),
-        ([1.0, 2.0, 1.0, 2.1], "rank 3 begins with other weights than rank 1"),
+    for norms, codes, message in (  # of a base in 4 bits, sums of codes
+        ([1.0, 2.0, 1.0, 2.0], [5, 6, 5, 6], None),
+        ([1.0, 2.0, 1.0, 2.1], [5, 6, 5, 6], "rank 3 begins with other weights than rank 1"),
+        ([1.0, 2.0, 1.0, 2.0], [5, 6, 4, 6], "rank 2 begins with other weights than rank 0"),
     ):
+        sums = torch.tensor([norms, codes]).T
         world = SimpleNamespace(
             parallel=ParallelConfig(dp="hsdp", replicate=2, shard=2),
-            all_gather_scalars=lambda _, norms=norms: torch.tensor(norms)[:, None],
+            all_gather_scalars=lambda _, sums=sums: sums,
         )
         with pytest.raises(UserError, match=message) if message else nullcontext():
             check_equal_replicas(model, world)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from perf.choose import USABLE_FRACTION
 from perf.measure import build_on_meta
 from perf.memory import predict_memory
 from perf.plans import data_parallel_choices
+from plumbing.flags import add_finetuning_flags
+from plumbing.parser import Parser
 
 
 def run(*args) -> str:
@@ -97,6 +100,27 @@ def test_8_bits_are_faster_and_their_peak_is_twice_as_high(tmp_path):
     assert mfu["tensorwise"] < mfu["none"]
 
 
+def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
+    """Which does not fit in 16 bits. The command is one that finetune_lora.py takes."""
+    sizes = ("--lora", "--model", "llama3.1-70b", "--gpus", 1, "--per-node", 1, "--gpu", "h200")
+    refused(launch("bench.py", "plan", *sizes), "nothing fits", "would fit: --base-bits 4, or")
+    seconds = {}
+    for kind in ("LoRA", "DoRA"):
+        out = run(*sizes, "--base-bits", 4, *["--dora"] * (kind == "DoRA"))
+        assert f"{kind} of rank 8 beside a frozen base in 4 bits" in out
+        assert "sequences of --seq-len 131072 fit (the most that the model takes)" in out
+        row = next(line.split(" | ") for line in out.splitlines() if line.startswith("| 1 x 1 x 1"))
+        seconds[kind], state = float(row[-3]), float(row[5])
+        # 68.5 G weights of blocks in 4.13 bits, 2.1 G of embedding and output in 16.
+        assert state == pytest.approx((68.5 * 4.13 / 8 + 2.1 * 2) + 0.1 * 16, rel=0.03)
+        command = next(line for line in out.splitlines() if line.startswith("torchrun"))
+        parser = Parser()
+        add_finetuning_flags(parser)
+        args = parser.parse_args(shlex.split(command.split("finetune_lora.py ")[1]))
+        assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
+    assert seconds["LoRA"] < seconds["DoRA"] < 1.3 * seconds["LoRA"]
+
+
 def test_messages_of_tp_hide_where_the_flag_asks_for_it():
     sizes = ("--gpus", 8, "--shard", 1, "--tp", 8, "--pp", 1, "--seq-len", 4096, "--batch", 4)
     told = [succeed("bench.py", "plan", *sizes, *more).out for more in ([], ["--async-tp"])]
@@ -161,6 +185,8 @@ def test_check_counts_what_was_predicted(dp, shard, more):
         (["--gpus", 1, "--per-node", 1, "--gpu", "h200"], ["would fit: --moments bfloat16, or"]),
         (["--measured", "nowhere.json"], ["nowhere.json", "bench.py comm"]),
         (["--float8", "rowwise", "--gpu", "a100"], ["--float8 rowwise for a100", "it has nothing"]),
+        (["--dora"], ["--dora and --base-bits are for adapters: give --lora"]),
+        (["--lora", "--float8", "rowwise"], ["leave out --lora"]),
         (["--float8", "mxfp8"], ["--float8 mxfp8 for h100", "it has tensorwise, rowwise"]),
     ],
 )
