@@ -126,20 +126,23 @@ def _backward(ctx, grad, _):
 lora_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-@torch.library.custom_op("flatllama::row_norms", mutates_args=())
-def row_norms(
+@torch.library.custom_op("flatllama::changed_norms", mutates_args=())
+def changed_norms(
     weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
 ) -> Tensor:
-    """Return |W + scale B A| of each row, [out], in float32 or float64."""
+    """Return |W + scale B A| of each row, [out], in float32 or float64. A single operator, which
+    autograd does not look into, and which makes some rows of the matrix at a time."""
     dtype, norms = torch.promote_types(A.dtype, torch.float32), []
     stored = [weight] if row_scale is None else [weight, row_scale]
-    for b, *rows in some_rows(A.shape[1], B, *stored):
-        matrix = (dequantized(*rows, dtype) if len(rows) == 2 else rows[0]).to(dtype)
-        norms.append(torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale).norm(dim=1))
+    with torch.autocast(A.device.type, enabled=False):
+        for b, *rows in some_rows(A.shape[1], B, *stored):
+            matrix = (rows[0] if row_scale is None else dequantized(*rows, dtype)).to(dtype)
+            changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
+            norms.append(changed.norm(dim=1))
     return torch.cat(norms)
 
 
-@row_norms.register_fake
+@changed_norms.register_fake
 def _(weight, row_scale, A, B, scale):
     return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
 
@@ -155,7 +158,7 @@ def lora_product(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Return the output of a LoRALinear, given its parameters and row_norms, for x [..., in]."""
+    """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
     flat = x.flatten(0, -2)  # [n, in]
     if row_scale is None:
         flat = flat.to(weight.dtype)
@@ -204,7 +207,7 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self, with_adapter: bool = True) -> Tensor:
-        """Return row_norms of this layer, with or without the adapter. Where a rank of tensor
+        """Return changed_norms of this layer, or the norms of W alone. Where a rank of tensor
         parallelism has a part of each row, the squares are all-reduced."""
         weight, row_scale, A, B, _ = (
             parameter if parameter is None else to_local(parameter)
@@ -212,7 +215,7 @@ class LoRALinear(nn.Linear):
         )
         if not with_adapter:
             A, B = A[:0], A.new_empty(len(weight), 0)
-        norms = row_norms(weight, row_scale, A, B, self.lora.scale)
+        norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
             return norms
         mesh, placements = self.weight.device_mesh, self.weight.placements

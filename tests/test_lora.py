@@ -207,6 +207,15 @@ def test_a_dora_layer_equals_pefts():
     assert torch.allclose(layer.weight, wrapped.merge_and_unload()[0].weight, rtol=1e-13)
 
 
+def test_norms_are_exact_under_autocast():
+    layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
+    nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
+    exact = layer.weight.double() + 4 * layer.lora_B.double() @ layer.lora_A.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        norms = layer.row_norms()
+    assert torch.allclose(norms.double(), exact.norm(dim=1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_drops_the_same_again(mode):
     gradients = []
