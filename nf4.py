@@ -3,20 +3,20 @@
 The weights of a trained matrix are about normally distributed, so the 16 values that 4 bits can
 name are quantiles of the normal distribution: close together around 0, where most weights are, and
 scaled to [-1, 1]. A row of the matrix is cut into blocks of 64 weights. Each block has a scale, so
-that an outlier spoils the precision of 64 weights only:
+that an outlier spoils mostly its own block:
 
     weight = NF4[code] * (scale of the block) * (scale of the row)
              4 bits       8 bits a block         32 bits a row
 
-    weight     a block is 33 bytes:  [scale | w0 w1 | w2 w3 | ... | w62 w63]        w0 in the high
-               a matrix is [out, in / 64, 33] uint8                                 half of a byte
+    weight     [out, in / 64, 33] uint8. Of a block: its scale, then 64 codes, two in a byte, the
+               first in its high half
     row_scale  [out, 4] uint8, the bytes of one float32 a row
 
 That is 4 + 8 / 64 + 32 / in bits a weight: 4.13 at in = 4096. The scale of a block is its largest
-number, as a multiple, 1 to 255, of the scale of the row. bitsandbytes computes the scales of blocks
-from the whole tensor; here they follow from the row, so that FSDP and column-parallel layers cut
-between rows, and row-parallel ones between blocks. All of it is bytes, as FSDP in bfloat16 would
-round a scale in float32.
+absolute value, rounded to a multiple, 1 to 255, of the scale of the row. bitsandbytes compresses
+scales with numbers of other rows. Here a row is whole in itself, so that FSDP and column-parallel
+layers cut between rows, and row-parallel ones between blocks. All of it is bytes, because FSDP in
+bfloat16 would round a scale in float32.
 
 Precision: the error of normally distributed weights is 9 % of their root mean square, as large as
 with bitsandbytes.
@@ -38,7 +38,8 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.7229568362236023, 1.0)
 # fmt: on
 PAIRS = [(high, low) for high in NF4 for low in NF4]  # what each byte of two codes stands for
-WEIGHTS_AT_ONCE = 1 << 20  # that are converted, so that a CPU's caches hold them
+WEIGHTS_AT_ONCE = 1 << 20  # weights that are converted at a time: a CPU's caches hold them
+ON_A_GPU = 1 << 26  # likewise, with few enough kernels
 
 
 def packed_shape(out: int, width: int) -> tuple[int, int, int]:
@@ -58,7 +59,8 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     for rows, packed, scale in some_rows(width, matrix, weight, row_scale):
         blocks = rows.float().unflatten(1, (-1, BLOCK))  # [rows, in / 64, 64]
         largest = blocks.abs().amax(-1)
-        scale.copy_(largest.amax(1, keepdim=True) / 255).clamp_(min=1e-38)  # so that 0 / scale is 0
+        # These views fill row_scale and weight. A row of zeros has a scale too: 0 / scale is 0.
+        scale.copy_(largest.amax(1, keepdim=True) / 255).clamp_(min=1e-30)
         packed[..., 0] = (largest / scale).round().clamp(1, 255)
         blocks = blocks / (packed[..., :1] * scale[..., None])
         codes = torch.bucketize(blocks, middles, out_int32=True)
@@ -68,7 +70,7 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def some_rows(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors, whose rows belong together, some rows at a time, to take little memory."""
-    n = max(1, WEIGHTS_AT_ONCE // width)
+    n = max(1, (ON_A_GPU if tensors[0].is_cuda else WEIGHTS_AT_ONCE) // width)
     yield from zip(*(tensor.split(n) for tensor in tensors))
 
 
@@ -109,7 +111,7 @@ def rounded(matrix: Tensor) -> Tensor:
 
 
 def count(parameter: Tensor) -> int:
-    """Return how many weights a parameter stands for; what scales others is not counted."""
+    """Return how many weights a parameter stands for: codes are 3-D, and row_scale has none."""
     if parameter.dtype != torch.uint8:
         return parameter.numel()
     return parameter.shape[0] * parameter.shape[1] * BLOCK if parameter.ndim == 3 else 0

@@ -216,6 +216,21 @@ def test_norms_are_exact_under_autocast():
     assert torch.allclose(norms.double(), exact.norm(dim=1), rtol=1e-6)
 
 
+def test_magnitudes_in_bfloat16_and_rows_of_zeros():
+    """FSDP rounds magnitudes: a factor that is 1 stays 1. A row of zeros yields zeros, not NaN."""
+    layer = LoRALinear(nn.Linear(64, 32, bias=False), LoRA(rank=4, dora=True))
+    with torch.no_grad():
+        layer.weight[3] = 0
+        nn.init.normal_(layer.lora_A), nn.init.zeros_(layer.lora_B)
+        layer.lora_magnitude.copy_(layer.row_norms())
+    x, norms = torch.randn(5, 64), layer.row_norms()
+    parameters = [getattr(layer, name) for name in LoRALinear.PARAMETERS[:4]]
+    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), norms)
+    assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
+    layer.merge()
+    assert layer.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_drops_the_same_again(mode):
     gradients = []

@@ -5,7 +5,7 @@ import torch
 from workers.train_cases import build, initialize
 
 import nf4
-from lora import LoRA, add_adapters, quantize_base
+from lora import LoRA, LoRALinear, add_adapters, quantize_base
 from model import Llama, LlamaConfig
 from nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
 from perf.measure import Live
@@ -176,5 +176,22 @@ def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
 def test_a_layer_with_a_bias_is_refused():
     model = Llama(LlamaConfig(**CONFIG))
     model.layers["1"].attention.wq = torch.nn.Linear(128, 128)
-    with pytest.raises(UserError, match=r"attention\.wq has no place for an adapter"):
+    with pytest.raises(UserError, match=r"attention\.wq cannot have an adapter"):
         add_adapters(model, LoRA())
+
+
+def test_under_autocast_products_are_in_its_dtype():
+    """Also of an input in float32, as a norm may return; with the numbers that codes stand for."""
+    layer = LoRALinear(torch.nn.Linear(128, 96, bias=False), LoRA(rank=4), bits=4)
+    matrix = normal(96, 128)
+    with torch.no_grad():
+        for parameter, value in zip((layer.weight, layer.row_scale), quantized(matrix)):
+            parameter.copy_(value)
+    torch.nn.init.normal_(layer.lora_A), torch.nn.init.normal_(layer.lora_B)
+    x = normal(5, 128).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.float().sum().backward()
+    exact = x.detach() @ (rounded(matrix) + 4 * layer.lora_B.detach() @ layer.lora_A.detach()).T
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    assert (y.float() - exact).norm() < 0.02 * exact.norm()
