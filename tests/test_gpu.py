@@ -25,8 +25,9 @@ import model as model_py
 from context_parallel import own_tokens
 from data import Batch
 from float8 import float8_product
-from lora import LoRA
+from lora import LoRA, LoRALinear
 from model import Documents, LlamaConfig, attend, document_mask, generate
+from nf4 import dequantized, quantized
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
 from perf.memory import predict_memory
@@ -257,6 +258,39 @@ def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
     for ours, emulated in zip(outputs("cuda", product), outputs("cpu", float8_product)):
         ours, emulated = ours.detach().cpu().double(), emulated.detach().double()
         assert (ours - emulated).norm() < 0.01 * emulated.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
+    """Codes and numbers bit for bit; output and gradients of a layer, also under autocast."""
+    torch.manual_seed(0)
+    matrix, x, grad = (torch.randn(*shape) for shape in ((384, 512), (2, 64, 512), (2, 64, 384)))
+    stored = quantized(matrix)
+    for on_cpu, on_gpu in zip(stored, quantized(matrix.cuda()), strict=True):
+        assert torch.equal(on_cpu, on_gpu.cpu())
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers = dequantized(*(parameter.cuda() for parameter in stored), dtype)
+        assert torch.equal(dequantized(*stored, dtype), numbers.cpu())
+
+    layer = LoRALinear(torch.nn.Linear(512, 384, bias=False), LoRA(8, dora=dora), bits=4)
+    with torch.no_grad():
+        for parameter, value in zip((layer.weight, layer.row_scale), stored):
+            parameter.copy_(value)
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.uniform_(-1, 1)
+    results = {}
+    for device in ("cpu", "cuda"):
+        layer.to(device)
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        inputs = x.to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            y = layer(inputs)
+        results[device] = [y, *torch.autograd.grad(y, [inputs, *trained], grad.to(y))]
+    for ours, expected in zip(results["cuda"], results["cpu"], strict=True):
+        ours, expected = ours.detach().cpu().double(), expected.detach().double()
+        assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
 @needs_gpu
