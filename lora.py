@@ -38,7 +38,7 @@ from torch.distributed.tensor.experimental import local_map
 
 from model import Llama, generator_for
 from nf4 import dequantized, packed_shape, quantized, some_rows
-from plumbing.processes import UserError
+from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
@@ -348,8 +348,10 @@ def quantize_base(
 ) -> None:
     """Call assign(parameter, full_value) for each matrix in 4 bits, and its scales; read(name)
     returns a full matrix, of which one at a time is in memory."""
-    for path, layer in model.named_modules():
-        if getattr(layer, "row_scale", None) is not None:
-            weight, row_scale = quantized(read(f"{path}.weight"))
-            assign(layer.weight, weight)
-            assign(layer.row_scale, row_scale)
+    layers = {path: m for path, m in model.named_modules() if hasattr(m, "row_scale")}
+    in_4_bits = [path for path, layer in layers.items() if layer.row_scale is not None]
+    for path in with_progress(in_4_bits, "matrices in 4 bits"):
+        stored = layers[path].weight, layers[path].row_scale
+        values = quantized(read(f"{path}.weight").to(stored[0].device))  # a GPU is faster
+        for parameter, value in zip(stored, values):
+            assign(parameter, value)

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -202,6 +202,19 @@ def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and dist.get_rank() == 0:
         print(text, flush=True, **where)
+
+
+def with_progress(items: Collection, what: str, every: float = 5.0) -> Iterator:
+    """Yield the items; every so many seconds rank 0 prints how many are done, and the time left."""
+    started = printed = time.monotonic()
+    for done, item in enumerate(items):
+        is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
+        if done and is_rank_zero and time.monotonic() - printed > every:
+            printed = time.monotonic()
+            left = round((printed - started) / done * (len(items) - done))
+            line = f"{what}: {done} of {len(items)}  {left // 60}:{left % 60:02d} left"
+            print(line, file=sys.stderr, flush=True)
+        yield item
 
 
 # ------------------------------------------------------------------------------------------ end

@@ -9,7 +9,8 @@ from lora import LoRA, LoRALinear, add_adapters, quantize_base
 from model import Llama, LlamaConfig
 from nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
 from perf.measure import Live
-from plumbing.processes import UserError
+from plumbing import processes
+from plumbing.processes import UserError, with_progress
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
 
@@ -171,6 +172,15 @@ def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
         quantize_base(model, lambda name: torch.zeros(shapes[name]))
     largest, packed = 4 * 128 * 256, 33 * 2 * 256 + 4 * 256  # bytes of w1 or w2
     assert largest < live.peak - before < 1.1 * (largest + packed) + 64 * 1024
+
+
+def test_long_work_shows_progress_and_the_time_left(capsys, monkeypatch):
+    seconds = iter(range(0, 1000, 3))
+    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
+    assert list(with_progress(["a", "b", "c", "d"], "matrices", every=2.0)) == ["a", "b", "c", "d"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and lines[0].startswith("matrices: 1 of 4  0:")
+    assert lines[-1].startswith("matrices: 3 of 4  0:")
 
 
 def test_a_layer_with_a_bias_is_refused():
