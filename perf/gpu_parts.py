@@ -72,6 +72,8 @@ class Case:
     checkpointing: str = "none"  # where there is one variant
     with_peers: bool = True  # whether there is room for other programs' models beside ours
     on_gpu: bool = True
+    dora: bool = False  # of adapters
+    base_bits: int = 16  # beside which they are
 
     @property
     def args(self) -> argparse.Namespace:
@@ -92,7 +94,8 @@ def rehearsed(case: Case) -> Case:
     """Return the same in small, for a CPU."""
     in_8_bits = (v._replace(compile=False) for v in case.variants if v.float8 != "none")
     sizes = dict(seq_len=32, microbatches=2, repeats=1, variants=(*EAGER[:2], *in_8_bits))
-    return replace(case, model="tiny", on_gpu=False, **sizes)
+    model = "small" if case.base_bits == 4 else "tiny"  # whose rows no blocks divide
+    return replace(case, model=model, on_gpu=False, **sizes)
 
 
 # ----------------------------------------------------------------------------------- the machine
@@ -258,8 +261,9 @@ def measure_training(case: Case) -> dict:
 
 
 def measure_lora(case: Case) -> dict:
-    """Return what LoRA steps of rank 16 take: ours, and peft's on transformers' model."""
-    world, config, lora = start_world(case), PRESETS[case.model], LoRA(16, alpha=32)
+    """Return what steps with adapters of rank 16 take: ours, and peft's on transformers' model."""
+    world, config, lora = start_world(case), PRESETS[case.model], LoRA(16, 32, dora=case.dora)
+    adapters = dict(lora=lora, base_bits=case.base_bits)
     batch = random_batch(config, case.microbatch * case.microbatches, case.seq_len)
     batch = batch.to(world.device)
     makers: dict[str, Callable] = {
@@ -270,16 +274,16 @@ def measure_lora(case: Case) -> dict:
     for name, make in makers.items():
         with contextlib.suppress(UserError, torch.OutOfMemoryError):
             before = torch.cuda.memory_allocated() if case.on_gpu else 0
-            step = make(config, case.args, batch, world, lora=lora, microbatch=case.microbatch)
+            step = make(config, case.args, batch, world, microbatch=case.microbatch, **adapters)
             step()  # compiles
             peaks[name] = peak_of(step, world.device) - before
             steps[name] = step
     seconds = time_interleaved(steps, case.repeats)
-    flops = flops_per_token(build_on_meta(config, lora), case.seq_len)
+    flops = flops_per_token(build_on_meta(config, **adapters), case.seq_len)
     results = {name: speeds(case, times, flops, config) for name, times in seconds.items()}
     for variant in case.variants:
         entry = results.setdefault(variant.name, {"error": "out of memory"})
-        entry["predicted"] = predicted_peak(case, case.parallel(variant), lora)
+        entry["predicted"] = predicted_peak(case, case.parallel(variant), **adapters)
     for name, peak in peaks.items():
         results[name]["peak"] = peak
     return results
@@ -418,8 +422,8 @@ def peak_of(step: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def predicted_peak(case: Case, parallel: ParallelConfig, lora: LoRA | None = None) -> int:
-    model, tokens = build_on_meta(PRESETS[case.model], lora), case.microbatch * case.seq_len
+def predicted_peak(case: Case, parallel: ParallelConfig, **adapters) -> int:
+    model, tokens = build_on_meta(PRESETS[case.model], **adapters), case.microbatch * case.seq_len
     return predict_memory(model, parallel, tokens, case.microbatches, fused=case.on_gpu)["peak"]
 
 
@@ -479,6 +483,8 @@ PARTS = {  # in the order in which they are measured
     "float8-1b-8192": Part(
         measure_training, replace(long(ONE_B), variants=IN_8_BITS, with_peers=False), 60
     ),
+    "lora-8b-4096-nf4": Part(measure_lora, replace(LORA_8B, base_bits=4), 80),
+    "lora-8b-4096-dora": Part(measure_lora, replace(LORA_8B, dora=True), 80),
     "lora-8b-8192": Part(measure_lora, long(LORA_8B), 70),
     "lora-1b-4096": Part(measure_lora, LORA_1B, 60),
     "lora-1b-8192": Part(measure_lora, long(LORA_1B), 60),
