@@ -5,6 +5,7 @@ r"""Fine-tune a Llama with LoRA: train a few small matrices beside its own to an
     torchrun --nproc-per-node 2 finetune_lora.py --init out/tiny --out out/two       two processes
     torchrun --nproc-per-node 8 finetune_lora.py --init ~/Llama-3.1-8B --data chats.jsonl \
              --seq-len 4096 --batch 64 --microbatch 4 --lr 2e-4 --rank 16 --merge
+    torchrun finetune_lora.py --init ~/Llama-3.1-70B --base-bits 4 --data chats.jsonl        one GPU
 
 The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]}, or instruction,
 input and output, or prompt and completion (plumbing/chat.py). Several conversations share a row of

@@ -79,9 +79,7 @@ def lora_linear(
     `row_scale` stand for. A layer that is no target has no A and B.
     A single operator, which checkpointing saves or recomputes as a whole. A step takes 10 % less
     time than with two calls of F.linear: the thin products are added to the wide result in place,
-    not in a pass of their own, and backward chooses the order and memory layout in which they are
-    fastest.
-    """
+    and backward chooses the order and memory layout in which they are fastest."""
     y = x @ full_matrix(weight, row_scale, x.dtype).T
     if A is None:
         return y, x.new_empty(len(x), 0)
@@ -130,8 +128,7 @@ lora_linear.register_autograd(_backward, setup_context=_save_for_backward)
 def changed_norms(
     weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
 ) -> Tensor:
-    """Return |W + scale B A| of each row, [out], in float32 or float64. A single operator, which
-    autograd does not look into, and which makes some rows of the matrix at a time."""
+    """Return |W + scale B A| of each row, [out], in float32 or float64: constants in autograd."""
     dtype, norms = torch.promote_types(A.dtype, torch.float32), []
     stored = [weight] if row_scale is None else [weight, row_scale]
     with torch.autocast(A.device.type, enabled=False):
@@ -139,7 +136,7 @@ def changed_norms(
             matrix = (rows[0] if row_scale is None else dequantized(*rows, dtype)).to(dtype)
             changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
             norms.append(changed.norm(dim=1))
-    return torch.cat(norms).clamp_(min=torch.finfo(dtype).tiny)  # a row of zeros stays zero
+    return torch.cat(norms)
 
 
 @changed_norms.register_fake
@@ -147,17 +144,7 @@ def _(weight, row_scale, A, B, scale):
     return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
 
 
-def lora_product(
-    x: Tensor,
-    weight: Tensor,
-    row_scale: Tensor | None,
-    A: Tensor | None,
-    B: Tensor | None,
-    magnitude: Tensor | None,
-    norms: Tensor | None,
-    scale: float,
-    dropout: float,
-) -> Tensor:
+def _product(x, weight, row_scale, A, B, magnitude, norms, scale, dropout):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
     dtype, device = x.dtype if row_scale is not None else weight.dtype, x.device.type
     if row_scale is not None and torch.is_autocast_enabled(device):
@@ -171,8 +158,13 @@ def lora_product(
     if magnitude is not None:
         # FSDP in bfloat16 has rounded m: rounded alike, equal norms make a factor of exactly 1.
         norms = norms.to(magnitude.dtype).to(norms.dtype)
-        y = (y * (magnitude / norms)).to(dtype)
+        y = (y * (magnitude / nonzero(norms))).to(dtype)
     return y.unflatten(0, x.shape[:-1])
+
+
+def nonzero(norms: Tensor) -> Tensor:
+    """Return norms to divide by: a row of zeros stays zero, and does not become NaN."""
+    return norms.clamp(min=torch.finfo(norms.dtype).tiny)
 
 
 # ------------------------------------------------------------------------------------ the module
@@ -184,7 +176,7 @@ class LoRALinear(nn.Linear):
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
-    # Some may be None; in the order of lora_product's arguments.
+    # Some may be None; in the order of _product's arguments.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
@@ -203,47 +195,44 @@ class LoRALinear(nn.Linear):
             self.lora_A = nn.Parameter(empty(lora.rank, width))
             self.lora_B = nn.Parameter(empty(out, lora.rank))
             self.lora_magnitude = nn.Parameter(empty(out)) if lora.dora else None
-        self.product: Callable = partial(lora_product, scale=lora.scale, dropout=lora.dropout)
+        self.product: Callable = partial(_product, scale=lora.scale, dropout=lora.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.merged:
             return super().forward(x)
         norms = None if self.lora_magnitude is None else self.row_norms()
-        return self.product(x, *(getattr(self, name) for name in self.PARAMETERS), norms)
+        return self.product(x, *self.ordered_parameters(), norms)
+
+    def ordered_parameters(self) -> list[nn.Parameter | None]:
+        return [getattr(self, name) for name in self.PARAMETERS]
 
     @torch.no_grad()
     def row_norms(self, with_adapter: bool = True) -> Tensor:
         """Return changed_norms of this layer, or the norms of W alone. Where a rank of tensor
         parallelism has a part of each row, the squares are all-reduced."""
-        weight, row_scale, A, B, _ = (
-            parameter if parameter is None else to_local(parameter)
-            for parameter in (getattr(self, name) for name in self.PARAMETERS)
-        )
+        weight, row_scale, A, B, _ = map(to_local, self.ordered_parameters())
         if not with_adapter:
             A, B = A[:0], A.new_empty(len(weight), 0)
         norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
             return norms
         mesh, placements = self.weight.device_mesh, self.weight.placements
-        squares = DTensor.from_local(
-            norms.square(),
-            mesh,
-            [Partial() if place.is_shard(1) else place for place in placements],
-            run_check=False,
-            shape=torch.Size([self.out_features]),
-            stride=(1,),
+        parts, whole = (
+            [other if place.is_shard(1) else place for place in placements]
+            for other in (Partial(), Replicate())
         )
-        whole = [Replicate() if place.is_shard(1) else place for place in placements]
+        all_rows = dict(shape=torch.Size([self.out_features]), stride=(1,))
+        squares = DTensor.from_local(norms.square(), mesh, parts, run_check=False, **all_rows)
         return squares.redistribute(placements=whole).sqrt()
 
     @torch.no_grad()
     def merge(self) -> None:
         """Add the adapter to the weight for good: the layer is then as fast as one without."""
         if not self.merged and self.lora_A is not None:
-            weight = full_matrix(self.weight, self.row_scale, self.lora_A.dtype)
-            factors = self.lora_A, self.lora_B, self.lora_magnitude
-            weight = merged_weight(weight, self.lora.scale, *factors)
-            self.weight, self.merged = nn.Parameter(weight, requires_grad=False), True
+            weight, row_scale, *factors = self.ordered_parameters()
+            matrix = full_matrix(weight, row_scale, self.lora_A.dtype)
+            merged = merged_weight(matrix, self.lora.scale, *factors)
+            self.weight, self.merged = nn.Parameter(merged, requires_grad=False), True
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter, None for a
@@ -261,24 +250,13 @@ class LoRALinear(nn.Linear):
         The product of a rank's shards is its shard of the output, or its partial sum, just as for
         the weight alone, and needs no communication of its own. The gradient of a replicated factor
         is all-reduced, like that of a norm (tensor_parallel.py)."""
-        parameters = [getattr(self, name) for name in self.PARAMETERS]
-        placed = [
-            parameter if parameter is None else parameter.placements for parameter in parameters
-        ]
+        placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
         rows = self.weight.placements[0].is_shard(1)
         x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
         inputs = (x, *placed, placed[-1])  # the norms are placed as the magnitudes are
         # Of a replicated tensor each rank computes a part of the gradient, to be summed.
-        gradients = [
-            [Partial()] if place and place[0].is_replicate() else place for place in inputs
-        ]
-        self.product = local_map(
-            self.product,
-            out_placements=y,
-            in_placements=inputs,
-            in_grad_placements=tuple(gradients),
-            device_mesh=mesh,
-        )
+        gradients = [[Partial()] if p and p[0].is_replicate() else p for p in inputs]
+        self.product = local_map(self.product, y, inputs, tuple(gradients), mesh)
 
 
 def merged_weight(
@@ -289,8 +267,7 @@ def merged_weight(
     dtype = torch.promote_types(weight.dtype, torch.float32)
     merged = torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)
     if magnitude is not None:
-        norms = merged.norm(dim=1).clamp_(min=torch.finfo(dtype).tiny)
-        merged *= (magnitude.to(dtype) / norms)[:, None]
+        merged *= (magnitude.to(dtype) / nonzero(merged.norm(dim=1)))[:, None]
     return merged.to(weight.dtype)
 
 
@@ -348,10 +325,9 @@ def quantize_base(
 ) -> None:
     """Call assign(parameter, full_value) for each matrix in 4 bits, and its scales; read(name)
     returns a full matrix, of which one at a time is in memory."""
-    layers = {path: m for path, m in model.named_modules() if hasattr(m, "row_scale")}
-    in_4_bits = [path for path, layer in layers.items() if layer.row_scale is not None]
-    for path in with_progress(in_4_bits, "matrices in 4 bits"):
-        stored = layers[path].weight, layers[path].row_scale
-        values = quantized(read(f"{path}.weight").to(stored[0].device))  # a GPU is faster
-        for parameter, value in zip(stored, values):
+    modules = model.named_modules()
+    layers = [(path, m) for path, m in modules if getattr(m, "row_scale", None) is not None]
+    for path, layer in with_progress(layers, "matrices in 4 bits"):
+        values = quantized(read(f"{path}.weight").to(layer.weight.device))  # a GPU is faster
+        for parameter, value in zip((layer.weight, layer.row_scale), values):
             assign(parameter, value)

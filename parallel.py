@@ -61,7 +61,7 @@ from offload import offload_activations
 from pipeline import Pipeline, has_w
 from plumbing.allocate import allocate
 from plumbing.processes import Process, UserError
-from plumbing.shards import chunk_of
+from plumbing.shards import check_shardable, chunk_of
 from plumbing.split_backward import make_deferrable
 from plumbing.stages import check_combination, cut, stages_of
 from tensor_parallel import tensor_parallel
@@ -327,12 +327,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     labs/fsdp.py shards one matrix by hand, labs/lora.py a model with adapters.
     """
     parallel = world.parallel
-    in_4_bits = any(not p.is_floating_point() for p in model.parameters())
-    if in_4_bits and parallel.reshard != "adapters" and torch.__version__ < "2.13":
-        raise UserError(
-            f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
-            f"adapters, or torch 2.13"
-        )
+    check_shardable(model, parallel.reshard)
     bf16 = parallel.dtype == torch.bfloat16
     dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

@@ -234,3 +234,12 @@ def shards(text, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("shards") / "counting"
     succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     return out
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """Sixty short conversations with answers that a small model can partly learn."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path

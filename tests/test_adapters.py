@@ -1,6 +1,5 @@
 """DoRA, and a base in 4 bits: every way to split them trains as one process does."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -145,14 +144,6 @@ def base(tmp_path_factory) -> Path:
     }
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, LlamaConfig(**config), stored, load_tokenizer("bytes"))
-    return path
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
-    path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 

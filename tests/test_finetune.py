@@ -1,6 +1,5 @@
 """finetune_lora.py as its users run it, against a loop written out in plain PyTorch."""
 
-import json
 import os
 import re
 import shutil
@@ -42,15 +41,6 @@ def base(tmp_path_factory) -> Path:
     }
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, CONFIG, stored, load_tokenizer("bytes"))
-    return path
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory) -> Path:
-    """Sixty short conversations with answers that a small model can partly learn."""
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
-    path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
