@@ -376,11 +376,14 @@ def load_pretrained(
     directory: str | Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    prepare: Callable[[Llama], None] = lambda model: None,
 ) -> Llama:
-    """Return a Llama with the weights of any directory that find_checkpoint finds."""
+    """Return a Llama with the weights of any directory that find_checkpoint finds. `prepare` may
+    change its layers before they are allocated, as add_adapters does."""
     directory = find_checkpoint(Path(directory))
     with torch.device("meta"):
         model = Llama(read_config(directory)["model"]).to(dtype)
+        prepare(model)
     allocate(model, device)
     load_weights(directory, model)
     return model.eval()
@@ -403,8 +406,7 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
-    merged = Merged(stored, adapter, config)
-    write_checkpoint(target, config, merged.weights, tokenizer)
+    write_checkpoint(target, config, (merged := Merged(stored, adapter, config)).weights, tokenizer)
     print(merged.describe())
 
 

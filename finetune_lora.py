@@ -68,8 +68,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
 
     Returns also some held-out prompts, as (tokens, true answer)."""
     # args.init becomes the directory that was found, and the run's record names it.
-    find = partial(checkpoint.find_checkpoint, args.init)
-    args.init = process.broadcast_from_rank_zero(find)
+    args.init = process.broadcast_from_rank_zero(partial(checkpoint.find_checkpoint, args.init))
     base = checkpoint.read_config(args.init)
     check_training_flags(args, base["model"], process)
     if args.rank > base["model"].dim:
@@ -113,8 +112,9 @@ def main() -> None:
         adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
         checkpoint.merge(args.init, adapter, merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
-    arguments = f"{shlex.quote(str(args.init))} --adapter {shlex.quote(str(args.out))}"
-    print_rank_zero(f"generate:   python generate.py {arguments} --chat")
+    base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))
+    flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
+    print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {flags}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python generate.py DIR --chat --prompt "What is a tensor?"      a question to a chat model
     python generate.py DIR --chat --system "Be brief."              a conversation with it
     python generate.py DIR --adapter out/tiny-lora --chat ...       with a LoRA adapter
+    python generate.py DIR --base-bits 4 --chat ...                 a 70B on one GPU
 
 DIR is a run, one of its checkpoints, or a model directory of Meta or Hugging Face.
 
@@ -25,11 +26,12 @@ from pathlib import Path
 import torch
 
 from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
-from lora import LoRALinear
-from model import Llama, generate, stream
+from lora import LoRA, LoRALinear, add_adapters
+from model import Llama, LlamaConfig, generate, stream
 from plumbing.chat import Conversation, drop_oldest, encode_prompt
+from plumbing.checks import check_blocks
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
-from plumbing.peft_files import load_adapter
+from plumbing.peft_files import load_adapter, open_adapter
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,6 +44,9 @@ def parse_args() -> argparse.Namespace:
                              "Hugging Face")
     parser.add_argument("--adapter", type=Path, metavar="DIR",
                         help="a run of finetune_lora.py, or an adapter in PEFT's format")
+    parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
+                        help="4: keep the blocks' matrices in 4 bits, which takes a quarter of the "
+                             "memory and is slower (default: the dtype of computation)")
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; given several times, the prompts form a batch")
     parser.add_argument("--chat", action="store_true",
@@ -74,6 +79,26 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
             f"a prompt of {length} tokens and --max-new-tokens {max_new_tokens} are more than the "
             f"{max_seq_len} tokens of this model"
         )
+
+
+def load_model(
+    directory: Path, config: LlamaConfig, adapter: Path | None, base_bits: int, device: torch.device
+) -> Llama:
+    """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if base_bits == 4:
+        check_blocks(config)
+        lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
+        quantize = partial(add_adapters, lora=lora, base_bits=4)
+        model = load_pretrained(directory, dtype, device, quantize)
+    else:
+        model = load_pretrained(directory, dtype, device)
+    if adapter:
+        load_adapter(model, adapter)
+    for module in model.modules():
+        if isinstance(module, LoRALinear) and base_bits == 16:
+            module.merge()  # from here on the adapter costs no time
+    return model
 
 
 def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:
@@ -156,13 +181,8 @@ def main() -> None:
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
-    dtype = torch.bfloat16 if process.device.type == "cuda" else torch.float32
-    model = load_pretrained(directory, dtype, process.device)
-    if args.adapter:
-        load_adapter(model, find_adapter(args.adapter))
-        for module in model.modules():
-            if isinstance(module, LoRALinear):
-                module.merge()  # from here on the adapter costs no time
+    adapter = args.adapter and find_adapter(args.adapter)
+    model = load_model(directory, metadata["model"], adapter, args.base_bits, process.device)
 
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     options |= dict(max_new_tokens=args.max_new_tokens, stop=tokenizer.stop, seed=args.seed)

@@ -134,7 +134,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         )
 
 
-def check_blocks(config: LlamaConfig, tp: int) -> None:
+def check_blocks(config: LlamaConfig, tp: int = 1) -> None:
     """Raise UserError if the rows of a matrix, of which tp ranks have parts, are no whole number of
     blocks of 4-bit weights."""
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lora import TARGETS, LoRA, adapters, add_adapters, merged_weight
+from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
 from nf4 import rounded
 from plumbing.formats import (
@@ -184,14 +184,17 @@ def bits_of_base(directory: Path) -> int:
 
 @torch.no_grad()
 def load_adapter(model: Llama, directory: str | Path) -> None:
-    """Add an adapter to a model that holds the base's weights, in place. If the base was in 4 bits
-    when the adapter was trained, the weights are rounded to what it saw."""
+    """Load an adapter into a model that holds the base's weights, in place.
+
+    Layers of other types than LoRALinear become adapters' layers. Their weights are rounded to what
+    the adapter saw, if the base was in 4 bits when it was trained."""
     lora, stored = open_adapter(Path(directory), model.config)
-    if bits_of_base(Path(directory)) == 4:
-        for name, layer in model.named_modules():
-            if name.endswith(TARGETS):
-                layer.weight.copy_(rounded(layer.weight))
-    add_adapters(model, lora)
+    if adapter_settings(model) != lora:
+        if bits_of_base(Path(directory)) == 4:
+            for name, layer in model.named_modules():
+                if name.endswith(TARGETS):
+                    layer.weight.copy_(rounded(layer.weight))
+        add_adapters(model, lora)
     for name, factor in adapters(model).items():
         factor.copy_(stored[name].read())
 

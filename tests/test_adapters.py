@@ -11,9 +11,10 @@ from test_parallel import ODD, TIED, case, holds, train
 from test_pipeline import selected
 from workers.train_cases import build, initialize
 
-from checkpoint import load_pretrained, write_checkpoint
+from checkpoint import load_pretrained, read_config, write_checkpoint
+from generate import load_model
 from lora import TARGETS
-from model import LlamaConfig
+from model import LlamaConfig, generate
 from nf4 import rounded
 from parallel import ParallelConfig, fsdp
 from plumbing.checks import check_blocks
@@ -22,6 +23,7 @@ from plumbing.processes import UserError
 from plumbing.safetensors import StoredTensor
 from plumbing.tokenizer import load_tokenizer
 
+BYTES = load_tokenizer("bytes")
 # Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.
 BLOCKS = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
 DORA, FOUR_BITS = dict(rank=3, alpha=5, dora=True), dict(rank=3, alpha=5, base_bits=4)
@@ -143,7 +145,7 @@ def base(tmp_path_factory) -> Path:
         for name, p in model.named_parameters()
     }
     path = tmp_path_factory.mktemp("base") / "base"
-    write_checkpoint(path, LlamaConfig(**config), stored, load_tokenizer("bytes"))
+    write_checkpoint(path, LlamaConfig(**config), stored, BYTES)
     return path
 
 
@@ -175,6 +177,31 @@ def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
     assert (beside_original(tokens) - expected).norm() > 5 * (merged - expected).norm()
 
 
+@pytest.mark.parametrize("with_adapter", [False, True])
+@torch.no_grad()
+def test_text_is_generated_beside_a_base_in_4_bits(base, one_run, with_adapter):
+    """With the logits of full matrices that have been rounded, and its weights in bytes."""
+    out, printed = one_run
+    assert f"--adapter {out} --base-bits 4 --chat" in printed
+    adapter = out / "step-00000004" if with_adapter else None
+    config, tokens = read_config(base)["model"], torch.arange(20)[None]
+    model = load_model(base, config, adapter, 4, torch.device("cpu"))
+    matrices = [m for name, m in model.named_modules() if name.endswith(TARGETS)]
+    assert matrices and all(m.weight.dtype == torch.uint8 for m in matrices)
+    full = load_model(base, config, adapter, 16, torch.device("cpu"))
+    if not with_adapter:
+        for name, layer in full.named_modules():
+            if name.endswith(TARGETS):
+                layer.weight.copy_(rounded(layer.weight))
+    expected = full(tokens)
+    assert (model(tokens) - expected).norm() < 1e-5 * expected.norm()
+    flags = ["--prompt", "Add", "--max-new-tokens", 5, "--temperature", 0, "--base-bits", 4]
+    flags += ["--adapter", adapter] if with_adapter else []
+    (new,) = generate(full, [BYTES.encode("Add", bos=True)], 5, temperature=0, stop=BYTES.stop)
+    text = BYTES.decode([token for token in new if token not in BYTES.stop])
+    assert f"Add{text}\n" in succeed("generate.py", base, *flags).out
+
+
 def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_path):
     """The same run beside a base in 16 bits that was rounded before."""
     model = load_pretrained(base, torch.float64)
@@ -188,7 +215,7 @@ def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_p
         )
         for name, p in model.named_parameters()
     }
-    write_checkpoint(tmp_path / "rounded", model.config, stored, load_tokenizer("bytes"))
+    write_checkpoint(tmp_path / "rounded", model.config, stored, BYTES)
     given = BOTH_FLAGS | dict(base_bits=16)
     succeed("finetune_lora.py", *flags(tmp_path / "rounded", sums, tmp_path / "run", **given))
     same_run(tmp_path / "run", one_run[0], step=4)
