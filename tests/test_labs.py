@@ -1,6 +1,7 @@
 """labs/: starters fail as not written yet, solutions pass, each wrong answer gets its sentence."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, Forks, launch, refused, slow
@@ -26,6 +28,12 @@ def lab(*args, code: int = 0, **options) -> str:
     result = launch("labs/run.py", *args, **options)
     assert result.codes == [code], result.out + result.err
     return result.out
+
+
+def check_module(name: str) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(LABS)
+        return importlib.import_module(f"checks.{name}")
 
 
 def student_file(name: str, directory: Path, change: dict[str, str] | None = None) -> Path:
@@ -76,7 +84,7 @@ def test_solutions_pass(name, seed, tmp_path):
     """On each number of ranks; and the file that is checked is the one that was given."""
     path = student_file(name, tmp_path)
     out = lab("check", name, "--file", path, "--seed", seed)
-    for size in (4, 6) if name == "hsdp" else (2, 3, 4):
+    for size in check_module(name).SIZES:
         assert re.search(rf"^{path}  .* {size} ranks, seed {seed} ", out, re.MULTILINE)
     assert "passed. The project's own is" in out and " no\n" not in out
 
@@ -84,7 +92,8 @@ def test_solutions_pass(name, seed, tmp_path):
 @pytest.mark.parametrize("name, wrong", WRONG, ids=[f"{n}: {wrong['name']}" for n, wrong in WRONG])
 def test_wrong_answers_are_named(name, wrong, tmp_path):
     path = student_file(name, tmp_path, wrong["change"])
-    size = 4 if name == "hsdp" else 3
+    sizes = check_module(name).SIZES
+    size = wrong.get("ranks", 3 if 3 in sizes else sizes[0])
     out = lab("check", name, "--file", path, "--ranks", size, code=1)
     assert wrong["says"] in " ".join(out.split()), out
     if wrong.get("numbers") == "right":  # so it takes more than numbers to find it
@@ -109,7 +118,7 @@ def test_doing_nothing_fails(name, body, tmp_path):
     path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", starter))
     if body == "everything":  # is commented out
         path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
-    out = lab("check", name, "--file", path, "--ranks", 4, code=1)
+    out = lab("check", name, "--file", path, "--ranks", check_module(name).SIZES[-1], code=1)
     says = {
         "pass": "returned None, and should return",
         "return 0.0, 0.0": "0 on rank 0, and " if name == "mean" else ", and should return",
@@ -174,9 +183,8 @@ def scale_down(parameters, clip, norm):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_each_lab_has_hints_and_leads_into_the_code(name, monkeypatch):
-    monkeypatch.syspath_prepend(LABS)
-    module = __import__(f"checks.{name}", fromlist=["HINTS"])
+def test_each_lab_has_hints_and_leads_into_the_code(name):
+    module = check_module(name)
     assert len(module.HINTS) == 3 and not any(re.search(r"\d\d", hint) for hint in module.HINTS)
     file, function = module.LEADS_TO
     names = {node.name: node for node in ast.parse((ROOT / file).read_text()).body

@@ -19,7 +19,10 @@ from lab import (
     unexpected,
     world_of,
 )
+from training import Run, after_backward, replace_ddp
 
+from model import Llama
+from parallel import World
 from perf.measure import Counted
 
 FUNCTION = "average_gradients"
@@ -165,3 +168,16 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         most > 1,
         "Each all-reduce is waited for before the next is sent: backward stands still meanwhile.",
     )
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--microbatch 6")
+
+
+def install(average_gradients: Callable) -> None:
+    def apply(model: Llama, world: World) -> Llama:
+        after_backward(average_gradients(model))
+        return model
+
+    replace_ddp(apply)

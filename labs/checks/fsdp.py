@@ -1,10 +1,12 @@
 """The check of labs/fsdp.py."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lab import (
     Property,
     barred,
@@ -13,8 +15,11 @@ from lab import (
     load_function,
     unexpected,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from training import Run, after_backward, replace_ddp
 
+from model import Llama
+from parallel import World
 from perf.measure import Counted, Live
 
 FUNCTION = "sharded_linear"
@@ -157,3 +162,36 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             else f"Instead there is {others}." * bool(others),
         )
     yield Property("nothing else", others or "is sent", not others)
+
+
+# ----------------------------------------------------------------- in training
+
+# The lab says nothing about the norm of sharded gradients, so nothing is clipped.
+RUN = Run(flags="--microbatch 6 --clip 0")
+
+
+def install(sharded_linear: Callable) -> None:
+    """Shard the matrices of the blocks; average the gradients of the other parameters as DDP."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        y = sharded_linear(x.flatten(0, 1), layer.weight, layer.out_features)
+        return y.unflatten(0, x.shape[:2])
+
+    def apply(model: Llama, world: World) -> Llama:
+        sharded = [module for block in model.layers.values() for module in block.modules()
+                   if isinstance(module, nn.Linear)]  # fmt: skip
+        for layer in sharded:
+            rows = layer.weight.detach().chunk(world.size)[world.rank].clone()
+            layer.weight, layer.forward = nn.Parameter(rows), partial(forward, layer)
+        summed = {layer.weight for layer in sharded}
+
+        def finish() -> None:
+            for parameter in model.parameters():
+                if parameter not in summed:
+                    dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+
+        after_backward(finish)
+        return model
+
+    replace_ddp(apply)

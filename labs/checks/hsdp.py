@@ -4,9 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from lab import Property, barred, check_returned, compare_tensors, load_function
 from torch import Tensor
+from training import Run, after_backward, replace_ddp
 
+import train
+from model import Llama
+from parallel import World
 from perf.measure import Counted
 
 FUNCTION = "hybrid_sharding"
@@ -141,3 +146,43 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         within == one,
         "Within the node each rank needs its slice of the sum: one reduce-scatter.",
     )
+
+
+# ----------------------------------------------------------------- in training
+
+# Two nodes of two ranks. The lab says nothing about the norm of sharded gradients: no clipping.
+RUN = Run(4, "--microbatch 3 --clip 0")
+
+
+def install(hybrid_sharding: Callable) -> None:
+    """Let the optimizer have the rows that this rank keeps; gather them after each update."""
+    per_node = 2
+
+    def matrix(tensor: Tensor) -> Tensor:
+        """Return a matrix whose rows per_node divides: a norm's weights stand below each other."""
+        tensor = tensor[:, None] if tensor.ndim == 1 else tensor
+        return F.pad(tensor, (0, 0, 0, -len(tensor) % per_node))
+
+    def apply(model: Llama, world: World) -> Llama:
+        shard, gather, reduce = hybrid_sharding(per_node)
+        for parameter in model.parameters():
+            rows = shard(matrix(parameter.detach()))
+            parameter.optimizer_slice = rows.view(-1, *parameter.shape[1:])
+            parameter.optimizer_slice.whole = parameter
+
+        def finish() -> None:
+            for parameter in model.parameters():
+                rows = parameter.optimizer_slice
+                rows.grad = reduce(matrix(parameter.grad)).view_as(rows) / world.size
+                parameter.grad = None
+
+        def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
+            for rows in (p for group in optimizer.param_groups for p in group["params"]):
+                whole = gather(rows.view(len(rows), -1))[: len(rows.whole)]
+                rows.whole.data.copy_(whole.view_as(rows.whole))
+
+        after_backward(finish)
+        train.all_gather_updates = all_gather_updates
+        return model
+
+    replace_ddp(apply)

@@ -1,6 +1,6 @@
 """The check of labs/lora.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from lab import (
 )
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from training import Run, replace_ddp
 
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama
+from parallel import World
 from perf.measure import Counted
 
 FUNCTION = "prepare"
@@ -151,3 +153,18 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         )
     text = f"{sent:,}; three times the factors, padded, are {wanted:,}"
     yield Property("bytes a step", text, sent == wanted, mistake)
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--microbatch 6", script="finetune_lora.py")
+
+
+def install(prepare: Callable) -> None:
+    """The optimizer is the project's: here `prepare` says what is sharded."""
+
+    def apply(model: Llama, world: World) -> Llama:
+        prepare(model, world.mesh["replicate"], seed=0)
+        return model
+
+    replace_ddp(apply)

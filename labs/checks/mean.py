@@ -1,6 +1,6 @@
 """The check of labs/mean.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,8 +20,12 @@ from lab import (
     world_of,
 )
 from torch import Tensor
+from training import Run, replace_ddp
 
+import train
+from data import Batch
 from model import IGNORE
+from parallel import World
 from perf.measure import Counted
 
 FUNCTION = "average"
@@ -143,3 +147,25 @@ def scaled(gradients: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
 def totals(sent: dict) -> tuple[int, int]:
     """Return the bytes and the calls of all collectives of a rank."""
     return sum(nbytes for _, nbytes in sent.values()), sum(calls for calls, _ in sent.values())
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run()
+
+
+def install(average: Callable) -> None:
+    replace_ddp(lambda model, world: model)
+
+    def update(optimizer, loss, batch: Batch, clip: float, world: World, step, stop=()):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        targets = int((batch.targets != IGNORE).sum())
+        mean_loss, norm = average(parameters, loss, targets, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = world.all_gather_scalars([targets, batch.text_bytes, bool(stop)]).sum(0).tolist()
+        return train.Totals(
+            float(mean_loss) * sums[0], int(sums[0]), int(sums[1]), float(norm), sums[2]
+        )
+
+    train.update = update

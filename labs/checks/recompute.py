@@ -20,7 +20,9 @@ from lab import (
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from training import Run
 
+import parallel
 from model import Llama
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.measure import Counted, Live
@@ -157,3 +159,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield Property(
         "live memory", text, peak <= bound, f"Saving x alone takes {bound:,} bytes at most."
     )
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--checkpointing full")
+
+
+def install(student: Callable) -> None:
+    parallel.recompute = lambda forward, selective: student(forward)
