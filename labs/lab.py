@@ -10,8 +10,10 @@ are wrong: `python labs/run.py reset NAME` makes the starter from it. And a modu
     ERRORS      (may be left out) part of an exception's message -> the sentence for that mistake
     on_rank     (path, size, seed, rank) -> what the student's function gave, sent and held there
     properties  (results of all ranks, size, seed) -> yields a Property for each line of the report
+    picture     (may be left out) the same -> a text that is shown below these lines
+    RUN, install    (may be left out) how train.py runs with the function: see training.py
 
-run.py lists it in NAMES, and training.py says what of train.py its function replaces.
+run.py lists the labs in ORDER.
 """
 
 import contextlib

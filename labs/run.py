@@ -20,7 +20,6 @@ LABS = Path(__file__).resolve().parent
 sys.path[:0] = [str(LABS.parent), str(LABS)]
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -29,14 +28,12 @@ import shutil
 import subprocess
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from types import ModuleType
 
 import torch
-from ranks import Call, Ended, run_ranks
-from training import train_twice
+from checking import check
+from training import check_module, train_twice
 
 from plumbing.parser import Parser
 from plumbing.processes import UserError, run
@@ -63,7 +60,7 @@ def write_state(state: dict) -> None:
 def check_of(lab: str) -> ModuleType:
     if lab not in NAMES:
         raise UserError(f"no lab '{lab}': choose from {', '.join(NAMES)}")
-    return importlib.import_module(f"checks.{lab}")
+    return check_module(lab)
 
 
 def answer_of(lab: str) -> str:
@@ -101,123 +98,6 @@ def file_of(args: argparse.Namespace) -> Path:
     return path.resolve()
 
 
-# ------------------------------------------------------------------------------------- checking
-
-
-def check(lab: str, size: int, seed: int, path: Path) -> tuple[bool, str]:
-    """Return whether a student's file passes on `size` ranks, and the report."""
-    module, source = check_of(lab), path.read_text().splitlines()
-    started = time.monotonic()
-    ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
-    elapsed = time.monotonic() - started
-    lines = [f"{path}  {len(source)} lines, {size} ranks, seed {seed}  {elapsed:.1f} s"]
-    if ended.error and ended.error.kind == "NotImplementedError":
-        lines.append(
-            f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
-        )
-        return False, "\n".join(lines)
-    passed = False
-    if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
-        lines += wrapped(differing)
-    elif ended.hangs:
-        lines += explain_hang(ended)
-    elif ended.error:
-        lines += explain_error(ended, source, getattr(module, "ERRORS", {}))
-    else:
-        passed = True
-        for line in module.properties(ended.results, size, seed):
-            lines.append(f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}")
-            if not line.ok:
-                lines += wrapped(line.mistake) + show_calls(ended.calls[0], source)
-                passed = False
-                break
-    if not passed:
-        lines.append(f"  hint: python labs/run.py hint {lab}")
-    return passed, "\n".join(lines)
-
-
-def wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 98, initial_indent="  ", subsequent_indent="  ")
-
-
-def show_calls(calls: list[Call], source: list[str]) -> list[str]:
-    """Return the lines of a student's file in which a rank called torch.distributed."""
-    by_line = Counter((call.line, call.name) for call in calls if call.line)
-    return [f"  line {line:<4} {name}, on rank 0 {times} times: {source[line - 1].strip()}"
-            for (line, name), times in sorted(by_line.items())]  # fmt: skip
-
-
-def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> list[str]:
-    """Return what an exception means. If ranks made different collectives, that comes first; an
-    exception of gloo's, which then comes from a broken connection, says nothing more."""
-    error = ended.error
-    pairs = ("send", "recv", "isend", "irecv")  # may differ between ranks
-    parted = first_difference([[c for c in calls if c.name not in pairs] for calls in ended.calls])
-    if parted and "gloo" in error.message:
-        return wrapped(parted)
-    where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
-    sentences = [sentence for part, sentence in known.items() if part in error.message]
-    return [
-        *wrapped(parted),
-        f"  rank {error.rank} failed{where}",
-        *wrapped(f"{error.kind}: {error.message}"),
-        *wrapped(sentences[0] if sentences else ""),
-    ]
-
-
-def explain_hang(ended: Ended) -> list[str]:
-    """Return where each rank waits, and the first call in which the ranks differ."""
-    lines = ["  stopped: ranks wait for each other, or compute without end"]
-    for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
-        if returned:
-            lines.append(f"  rank {rank}  has returned, after {len(calls)} calls")
-        elif calls:
-            shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
-            place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
-            lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
-        else:
-            lines.append(f"  rank {rank}  has called nothing")
-    return [*lines, *wrapped(where_they_parted(ended))]
-
-
-def first_difference(calls: list[list[Call]]) -> str:
-    """Return the first call whose name or shape differs between ranks; "" if there is none."""
-    for number, of_ranks in enumerate(zip(*calls), 1):
-        if len({(call.name, str(call.shape)) for call in of_ranks}) > 1:
-            what = ", ".join(f"rank {r} {c.name} {c.shape}, line {c.line}"
-                             for r, c in enumerate(of_ranks))  # fmt: skip
-            return f"They parted at call {number}: {what}. Ranks must call alike, in one order."
-    return ""
-
-
-def different_groups(calls: list[list[Call]]) -> str:
-    """Return which ranks made different groups where they should have made one; "" if none did."""
-    of_ranks = [[call for call in of_rank if call.name == "new_group"] for of_rank in calls]
-    for groups in zip(*of_ranks):
-        for rank, group in enumerate(groups):
-            if group.shape != groups[0].shape:
-                return (
-                    f"Every rank has to make every group, its own or not, in one order. In line "
-                    f"{group.line} rank 0 made a group of ranks {groups[0].shape}, and rank {rank} "
-                    f"one of {group.shape}."
-                )
-    return ""
-
-
-def where_they_parted(ended: Ended) -> str:
-    """Return why ranks wait for ever, as far as their calls show it."""
-    if not any(ended.calls):
-        return "No rank has called torch.distributed: does a loop not end?"
-    if parted := first_difference(ended.calls):
-        return parted
-    shortest = min(map(len, ended.calls))
-    behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
-    if len(behind) == len(ended.calls):
-        return f"All ranks made the same {shortest} calls: do their groups have the same ranks?"
-    ranks = ", ".join(map(str, behind))
-    return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."
-
-
 # ------------------------------------------------------------------------------------- commands
 
 
@@ -237,9 +117,9 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
         sizes = ", ".join(map(str, module.SIZES))
         raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
     for size in [args.ranks] if args.ranks else module.SIZES:
-        passed, report = check(args.lab, size, args.seed, path)
-        yield report
-        if not passed:
+        report = check(args.lab, size, args.seed, path)
+        yield report.text
+        if not report.passed:
             args.failed = True
             return
     if args.ranks:

@@ -1,0 +1,142 @@
+"""Check a student's file on several ranks, and say in words what is wrong with it."""
+
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from lab import Property
+from ranks import Call, Ended, run_ranks
+from training import check_module
+
+
+class Report(NamedTuple):
+    """What came out of a check on some number of ranks."""
+
+    passed: bool
+    properties: list[Property]  # those that were looked at, in order: at most the last is wrong
+    mistake: str  # the sentence for what is wrong; "" if nothing is, or if it is not known
+    text: str  # what the student reads
+
+
+def check(lab: str, size: int, seed: int, path: Path) -> Report:
+    """Check a student's file on `size` ranks."""
+    module, source = check_module(lab), path.read_text().splitlines()
+    started = time.monotonic()
+    ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
+    elapsed = time.monotonic() - started
+    head = f"{path}  {len(source)} lines, {size} ranks, seed {seed}  {elapsed:.1f} s"
+    if ended.error and ended.error.kind == "NotImplementedError":
+        text = f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
+        return Report(False, [], "not written yet", f"{head}\n{text}")
+    properties, shown, mistake = [], [], ""
+    if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
+        mistake, lines = differing, wrapped(differing)
+    elif ended.hangs:
+        mistake, lines = where_they_parted(ended), explain_hang(ended)
+    elif ended.error:
+        mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
+    else:
+        properties = list(until_wrong(module.properties(ended.results, size, seed)))
+        lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
+                 for line in properties]  # fmt: skip
+        if hasattr(module, "picture"):
+            shown = [textwrap.indent(module.picture(ended.results, size, seed), "  ")]
+        if properties[-1].ok:
+            return Report(True, properties, "", "\n".join([head, *lines, *shown]))
+        mistake = properties[-1].mistake
+        lines += wrapped(mistake) + show_calls(ended.calls[0], source)
+    hint = f"  hint: python labs/run.py hint {lab}"
+    return Report(False, properties, mistake, "\n".join([head, *lines, *shown, hint]))
+
+
+def until_wrong(properties: Iterator[Property]) -> Iterator[Property]:
+    """Yield properties up to the first that does not hold."""
+    for found in properties:
+        yield found
+        if not found.ok:
+            return
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 98, initial_indent="  ", subsequent_indent="  ")
+
+
+def show_calls(calls: list[Call], source: list[str]) -> list[str]:
+    """Return the lines of a student's file in which a rank called torch.distributed."""
+    by_line = Counter((call.line, call.name) for call in calls if call.line)
+    return [f"  line {line:<4} {name}, on rank 0 {times} times: {source[line - 1].strip()}"
+            for (line, name), times in sorted(by_line.items())]  # fmt: skip
+
+
+def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tuple[str, list[str]]:
+    """Return what an exception means, in a sentence and in lines. If ranks made different
+    collectives, that comes first; an exception of gloo's, which then comes from a broken
+    connection, says nothing more."""
+    error = ended.error
+    pairs = ("send", "recv", "isend", "irecv")  # may differ between ranks
+    parted = first_difference([[c for c in calls if c.name not in pairs] for calls in ended.calls])
+    if parted and "gloo" in error.message:
+        return parted, wrapped(parted)
+    where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
+    raised = f"{error.kind}: {error.message}"
+    sentence = next((text for part, text in known.items() if part in error.message), "")
+    failed = f"  rank {error.rank} failed{where}"
+    lines = [*wrapped(parted), failed, *wrapped(raised), *wrapped(sentence)]
+    return parted or sentence or raised, lines
+
+
+def explain_hang(ended: Ended) -> list[str]:
+    """Return where each rank waits, and the first call in which the ranks differ."""
+    lines = ["  stopped: ranks wait for each other, or compute without end"]
+    for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
+        if returned:
+            lines.append(f"  rank {rank}  has returned, after {len(calls)} calls")
+        elif calls:
+            shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
+            place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
+            lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
+        else:
+            lines.append(f"  rank {rank}  has called nothing")
+    return [*lines, *wrapped(where_they_parted(ended))]
+
+
+def first_difference(calls: list[list[Call]]) -> str:
+    """Return the first call whose name or shape differs between ranks; "" if there is none."""
+    for number, of_ranks in enumerate(zip(*calls), 1):
+        if len({(call.name, str(call.shape)) for call in of_ranks}) > 1:
+            what = ", ".join(f"rank {r} {c.name} {c.shape}, line {c.line}"
+                             for r, c in enumerate(of_ranks))  # fmt: skip
+            return f"They parted at call {number}: {what}. Ranks must call alike, in one order."
+    return ""
+
+
+def different_groups(calls: list[list[Call]]) -> str:
+    """Return which ranks made different groups where they should have made one; "" if none did."""
+    of_ranks = [[call for call in of_rank if call.name == "new_group"] for of_rank in calls]
+    for groups in zip(*of_ranks):
+        for rank, group in enumerate(groups):
+            if group.shape != groups[0].shape:
+                return (
+                    f"Every rank has to make every group, its own or not, in one order. In line "
+                    f"{group.line} rank 0 made a group of ranks {groups[0].shape}, and rank {rank} "
+                    f"one of {group.shape}."
+                )
+    return ""
+
+
+def where_they_parted(ended: Ended) -> str:
+    """Return why ranks wait for ever, as far as their calls show it."""
+    if not any(ended.calls):
+        return "No rank has called torch.distributed: does a loop not end?"
+    if parted := first_difference(ended.calls):
+        return parted
+    shortest = min(map(len, ended.calls))
+    behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
+    if len(behind) == len(ended.calls):
+        return f"All ranks made the same {shortest} calls: do their groups have the same ranks?"
+    ranks = ", ".join(map(str, behind))
+    return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."
