@@ -7,7 +7,11 @@
     python labs/run.py why mean              the solution, once you have passed
     python labs/run.py train mean            30 steps of train.py with your function in its place
     python labs/run.py reset mean            the file as it was; yours is kept beside it
-    python labs/run.py release DIRECTORY     for teachers: a copy of the project without solutions
+
+For teachers (labs/README.md):
+    python labs/run.py release DIRECTORY     a copy of the project without solutions
+    python labs/run.py grade DIRECTORY       checks DIRECTORY/STUDENT/LAB.py; --csv FILE and others
+    python labs/run.py new NAME              the files of a lab of your own
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
 process, in float64, and then what was sent, held and computed, to the byte.
@@ -33,6 +37,7 @@ from types import ModuleType
 
 import torch
 from checking import check
+from grading import grade, release, write_lab
 from training import check_module, train_twice
 
 from plumbing.parser import Parser
@@ -43,7 +48,10 @@ ORDER = """
 ring mean ddp accumulate buckets zero1 fsdp bytes hsdp tp logits context pipeline recompute memory
 lora float8 nf4 hang resume
 """.split()
-NAMES = [name for name in ORDER if (LABS / "checks" / f"{name}.py").exists()]
+NAMES = sorted(
+    (path.stem for path in (LABS / "checks").glob("*.py")),
+    key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER),
+)
 STATE = LABS / ".state"  # which labs have been passed, and how many hints were given
 
 
@@ -117,7 +125,7 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
         sizes = ", ".join(map(str, module.SIZES))
         raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
     for size in [args.ranks] if args.ranks else module.SIZES:
-        report = check(args.lab, size, args.seed, path)
+        report = check(args.lab, size, args.seed or 0, path)
         yield report.text
         if not report.passed:
             args.failed = True
@@ -191,23 +199,16 @@ def train_lab(args: argparse.Namespace) -> Iterator[str]:
     yield from train_twice(args.lab, path)
 
 
-def release(args: argparse.Namespace) -> Iterator[str]:
-    """Copy what git tracks to a new directory, with starters in place of the solutions."""
-    target = Path(args.lab)
-    if target.exists():
-        raise UserError(f"{target} exists: name a new directory")
-    listed = subprocess.run(["git", "ls-files"], cwd=LABS.parent, capture_output=True, text=True)
-    if listed.returncode:
-        raise UserError(f"{LABS.parent} is no clone of the project's repository: git clone it")
-    for name in listed.stdout.splitlines():
-        if not name.startswith("labs/answers/"):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(LABS.parent / name, target / name)
-    (target / "labs/starters").mkdir()
-    for lab in NAMES:
-        for folder in ("labs", "labs/starters"):
-            (target / folder / f"{lab}.py").write_text(starter_of(lab))
-    yield f"{target} has the project and {len(NAMES)} starters, and no solutions"
+def release_labs(args: argparse.Namespace) -> Iterator[str]:
+    yield from release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES})
+
+
+def grade_labs(args: argparse.Namespace) -> Iterator[str]:
+    yield from grade(args, NAMES)
+
+
+def new_lab(args: argparse.Namespace) -> Iterator[str]:
+    yield from write_lab(args.lab, NAMES)
 
 
 COMMANDS = {
@@ -218,7 +219,9 @@ COMMANDS = {
     "why": why,
     "train": train_lab,
     "reset": reset,
-    "release": release,
+    "release": release_labs,
+    "grade": grade_labs,
+    "new": new_lab,
 }
 
 
@@ -226,16 +229,29 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
-    parser.add_argument("lab", nargs="?", help=f"one of {', '.join(NAMES)}; release: a directory")
+    parser.add_argument(
+        "lab", nargs="?", help=f"one of {', '.join(NAMES)}; release and grade: a directory"
+    )
     parser.add_argument(
         "--ranks", type=int, help="number of ranks (default: several, one after the other)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="other weights and data")
+    parser.add_argument("--seed", type=int, help="other weights and data (default: 0; grade: any)")
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
+    teacher = parser.add_argument_group("grade")
+    teacher.add_argument(
+        "--class", dest="key", metavar="KEY", help="other seeds for each student, by this word"
+    )
+    teacher.add_argument("--summary", action="store_true", help="the mistakes that a class made")
+    for name, what in (
+        ("csv", "a table"),
+        ("junit", "what CI servers show"),
+        ("gradescope", "an autograder's results.json"),
+    ):
+        teacher.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
     args = parser.parse_args()
-    if args.command == "release" and not args.lab:
-        raise UserError("release to which new directory?")
+    if args.command in ("release", "grade") and not args.lab:
+        raise UserError(f"{args.command} which directory?")
     if args.command != "list" and not args.lab:
         raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False

@@ -83,6 +83,33 @@ WRONG = [
         change={"is_last = i == len(microbatches) - 1": "is_last = i == 0"},
     ),
     dict(
+        name="hook on the incoming gradient (picotron_tutorial, step 5)",
+        says="The last microbatch's gradient was averaged, the others' not",
+        change={
+            "    total = 0.0\n": """\
+    import torch.distributed as dist
+
+    def average(gradient: Tensor) -> Tensor:
+        if is_last:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+    for parameter in runner.module.parameters():
+        parameter.register_hook(average)
+    total = 0.0
+""",
+            """
+        with contextlib.nullcontext() if is_last else runner.no_sync():
+            loss = runner(tokens, targets)
+            loss.backward()
+""": """
+        loss = runner.module(tokens, targets)
+        loss.backward()
+""",
+        },
+    ),
+    dict(
         name="mean over microbatches",
         says="The gradient is divided by the number of microbatches",
         change={"loss.backward()": "(loss / len(microbatches)).backward()"},

@@ -71,10 +71,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     shares = [share_of(batch, rank, size) for rank in range(size)]
     of_ranks = [summed_gradients(model, share) for share in shares]
-    firsts = [summed_gradients(model, share.microbatches(1)[0])[2] for share in shares]
+    firsts, lasts = ([summed_gradients(model, share.microbatches(1)[i])[2] for share in shares]
+                     for i in (0, -1))  # fmt: skip
     names, m = list(of_ranks[0][2]), len(shares[0].tokens)
     average = {name: sum(g[name] for *_, g in of_ranks) / size for name in names}
-    first = {name: sum(g[name] for g in firsts) / size for name in names}
+    first, last = ({name: sum(g[name] for g in own) / size for name in names}
+                   for own in (firsts, lasts))  # fmt: skip
     losses = [loss for loss, *_ in of_ranks]
     yield compare_numbers("loss", [r["loss"] for r in results], losses, {})
     yield compare_tensors(
@@ -90,6 +92,11 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "afterwards stays on its rank.": [
                 {name: first[name] + g[name] - own[name] for name in names}
                 for (*_, g), own in zip(of_ranks, firsts)
+            ],
+            "The last microbatch's gradient was averaged, the others' not: a hook on the incoming "
+            "gradient sees that of one microbatch, not the sum in parameter.grad.": [
+                {name: last[name] + g[name] - own[name] for name in names}
+                for (*_, g), own in zip(of_ranks, lasts)
             ],
             f"The gradient is divided by the number of microbatches, {m}: these are sums, which "
             f"are divided once, by the number of targets.": [

@@ -1,0 +1,335 @@
+"""For teachers: a copy of the labs for a class, grades of its submissions, and a lab of your own.
+
+    python labs/run.py release DIRECTORY        the project without solutions
+    python labs/run.py grade DIRECTORY          checks DIRECTORY/STUDENT/LAB.py of each student
+    python labs/run.py new NAME                 the files of a new lab, to be filled in
+
+A submission is checked in a process of its own, for 60 seconds at most, with the limits of
+guard.py. On each number of ranks it earns a point for each line of the check's report, up to the
+first that does not hold: right numbers earn points even if too many bytes were sent.
+"""
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import re
+import runpy
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from plumbing.processes import UserError, with_progress
+
+LABS = Path(__file__).resolve().parent
+LONGEST = 60  # seconds for a submission
+
+
+class Grade(NamedTuple):
+    """What a student's file for a lab earned."""
+
+    student: str
+    lab: str
+    seed: int
+    passed: bool
+    points: int
+    of: int  # points of the solution
+    mistake: str  # its name, if it is a known one; otherwise what the report says; "" if passed
+    text: str  # the report on the first number of ranks on which it fails, or on the last
+
+
+def seed_of(key: str, *parts: str) -> int:
+    """Return a seed that depends on these words alone, and that nobody guesses without the key."""
+    return int.from_bytes(hashlib.sha256("\0".join((key, *parts)).encode()).digest()[:4], "big")
+
+
+# ------------------------------------------------------------------------------------- grading
+
+
+def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
+    """Check every submission in a directory; yield a table or a summary, and write files."""
+    key = args.key if args.key else secrets.token_hex(8) if args.seed is None else None
+    submissions = list(find_submissions(Path(args.lab), labs))
+    grades = []
+    for student, lab, file in with_progress(submissions, "submissions"):
+        seed = args.seed if key is None else seed_of(key, student, lab)
+        grades.append(grade_file(student, lab, file, seed))
+    yield from summarize(grades) if args.summary else table(grades)
+    if not args.key and key:
+        yield f"\nseeds are drawn: --class {key} repeats them"
+    for path, write in (
+        (args.csv, write_csv),
+        (args.junit, write_junit),
+        (args.gradescope, write_gradescope),
+    ):
+        if path:
+            write(grades, path)
+            yield str(path)
+
+
+def find_submissions(directory: Path, labs: list[str]) -> Iterator[tuple[str, str, Path]]:
+    """Yield (student, lab, file) for DIRECTORY/STUDENT/LAB.py; or for DIRECTORY/LAB.py, if it is a
+    single student's. Raises UserError if there are none."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory: give one with a directory for each student")
+    own = [lab for lab in labs if (directory / f"{lab}.py").is_file()]
+    students = [directory] if own else sorted(path for path in directory.iterdir() if path.is_dir())
+    found = [
+        (student.resolve().name, lab, student / f"{lab}.py")
+        for student in students
+        for lab in labs
+        if (student / f"{lab}.py").is_file()
+    ]
+    if not found:
+        raise UserError(f"no submissions in {directory}: name them STUDENT/LAB.py, as ada/mean.py")
+    yield from found
+
+
+def grade_file(student: str, lab: str, file: Path, seed: int) -> Grade:
+    """Check a file in a directory where nothing else is."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name).resolve() / file.name
+        shutil.copyfile(file, copy)
+        result = run_guarded(lab, copy, seed)
+    text = result["text"].replace(str(copy), file.name)
+    mistake = "" if result["passed"] else name_of(lab, result["mistake"])
+    of = points_of_solution(lab)
+    return Grade(student, lab, seed, result["passed"], min(result["points"], of), of, mistake, text)
+
+
+def run_guarded(lab: str, file: Path, seed: int) -> dict:
+    """Return what guard.py prints for a file, or that it took too long, or ended without a word."""
+    command = [sys.executable, str(LABS / "guard.py"), lab, str(file), str(seed)]
+    environment = dict(os.environ, TMPDIR=str(file.parent), OMP_NUM_THREADS="1")
+    failed = dict(passed=False, points=0)
+    with subprocess.Popen(
+        command,
+        cwd=file.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            out = f"it took more than {LONGEST} seconds"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks, too
+    try:
+        return json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = out.strip().splitlines()[-1:] or ["no result"]
+        return dict(**failed, mistake=last[0], text=out)
+
+
+@cache
+def points_of_solution(lab: str) -> int:
+    """Return the points that the solution earns. Raises UserError if it does not pass here."""
+    source = LABS / "answers" / f"{lab}.py"
+    if not source.exists():
+        raise UserError("grading needs the solutions, labs/answers: use the whole project")
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name).resolve() / f"{lab}.py"
+        copy.write_text(source.read_text().split("\nWRONG = [")[0])
+        result = run_guarded(lab, copy, seed=0)
+    if not result["passed"]:
+        raise UserError(f"the solution of {lab} fails on this machine: {result['text']}")
+    return result["points"]
+
+
+def name_of(lab: str, mistake: str) -> str:
+    """Return the name of the wrong answer that earns this sentence, or else the sentence."""
+    for wrong in runpy.run_path(str(LABS / "answers" / f"{lab}.py"))["WRONG"]:
+        if wrong["says"] in " ".join(mistake.split()):
+            return wrong["name"]
+    return " ".join(mistake.split()) or "another mistake"
+
+
+# ------------------------------------------------------------------------------------- reports
+
+
+def table(grades: list[Grade]) -> Iterator[str]:
+    width = max(len("student"), *(len(one.student) for one in grades))
+    yield f"{'student':<{width}}  {'lab':<11} {'points':>8}"
+    for one in grades:
+        mistake = textwrap.shorten(one.mistake, 90, placeholder=" ...")
+        points = f"{one.points} of {one.of}"
+        yield f"{one.student:<{width}}  {one.lab:<11} {points:>8}  {mistake}".rstrip()
+
+
+def summarize(grades: list[Grade]) -> Iterator[str]:
+    """Yield how many passed each lab, and which mistakes the others made, the commonest first."""
+    for lab in dict.fromkeys(one.lab for one in grades):
+        of_lab = [one for one in grades if one.lab == lab]
+        yield f"{lab}: {sum(one.passed for one in of_lab)} of {len(of_lab)} passed"
+        # Numbers differ from student to student, mistakes do not.
+        mistakes = Counter(re.sub(r"\d[\d,.]*", "N", g.mistake) for g in of_lab if not g.passed)
+        for mistake, times in mistakes.most_common():
+            yield f"{times:>4}  {textwrap.shorten(mistake, 110, placeholder=' ...')}"
+
+
+def write_csv(grades: list[Grade], path: Path) -> None:
+    with open(path, "w", newline="") as file:
+        columns = [name for name in Grade._fields if name != "text"]
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(one._asdict() for one in grades)
+
+
+def write_junit(grades: list[Grade], path: Path) -> None:
+    """Write the XML that CI servers show: a suite for each student, a case for each lab."""
+    root = ElementTree.Element("testsuites")
+    for student in dict.fromkeys(one.student for one in grades):
+        own = [one for one in grades if one.student == student]
+        failures = sum(not one.passed for one in own)
+        counts = dict(tests=str(len(own)), failures=str(failures))
+        suite = ElementTree.SubElement(root, "testsuite", name=student, **counts)
+        for one in own:
+            case = ElementTree.SubElement(suite, "testcase", classname=student, name=one.lab)
+            if not one.passed:
+                failure = ElementTree.SubElement(case, "failure", message=one.mistake)
+                failure.text = "".join(c for c in one.text if c.isprintable() or c == "\n")
+    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def write_gradescope(grades: list[Grade], path: Path) -> None:
+    """Write the results.json of an autograder on Gradescope, of one student."""
+    if len({one.student for one in grades}) > 1:
+        raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
+    tests = [
+        dict(name=one.lab, score=one.points, max_score=one.of, output=one.text) for one in grades
+    ]
+    path.write_text(json.dumps(dict(tests=tests), indent=1))
+
+
+# ------------------------------------------------------------------------ copies, and new labs
+
+
+def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
+    """Copy what git tracks to a new directory, with starters in place of the solutions."""
+    if target.exists():
+        raise UserError(f"{target} exists: name a new directory")
+    listed = subprocess.run(["git", "ls-files"], cwd=LABS.parent, capture_output=True, text=True)
+    if listed.returncode:
+        raise UserError(f"{LABS.parent} is no clone of the project's repository: git clone it")
+    for name in listed.stdout.splitlines():
+        if not name.startswith("labs/answers/"):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(LABS.parent / name, target / name)
+    (target / "labs/starters").mkdir()
+    for lab, starter in starters.items():
+        for folder in ("labs", "labs/starters"):
+            (target / folder / f"{lab}.py").write_text(starter)
+    yield f"{target} has the project and {len(starters)} starters, and no solutions"
+
+
+ANSWER = '''"""The question, in one line?
+
+What is given, and why one would want to know.
+
+Read: where in the project it is done.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def NAME(x: Tensor) -> Tensor:
+    """Return what? Say shapes and units.
+
+    x [n]: this rank's
+    """
+    # >>>
+    total = x.clone()
+    dist.all_reduce(total)
+    mean = total / dist.get_world_size()
+    assert mean.shape == x.shape
+    return mean
+    # <<<
+
+
+# Why: the idea, its price, and who got it wrong.
+
+
+WRONG = [
+    dict(
+        name="the sum instead of the mean",
+        says="This is the sum",
+        change={"total / dist.get_world_size()": "total"},
+    ),
+]
+'''
+CHECK = '''"""The check of labs/NAME.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from lab import Property, check_returned, compare_tensors, load_function
+from torch import Tensor
+
+FUNCTION = "NAME"
+LEADS_TO = "parallel.py", "ddp"
+SIZES = 2, 3
+HINTS = ("Where to look.", "What to count.", "The shape of the code.")
+
+
+def input_of(seed: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(13, generator=generator, dtype=torch.float64)
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> Tensor:
+    """Return what the student's function gives."""
+    found = load_function(path, FUNCTION)(input_of(seed, rank))
+    check_returned(found, Tensor, "the mean, a tensor")
+    return found
+
+
+def properties(results: list[Tensor], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    total = sum(input_of(seed, rank) for rank in range(size))
+    yield compare_tensors(
+        "output",
+        [{"mean": found} for found in results],
+        [{"mean": total / size}] * size,
+        {"This is the sum over the ranks: the mean is wanted.": [{"mean": total}] * size},
+    )
+'''
+PAGE = """# NAME: the question?
+
+The idea, with one picture, ![what it shows](NAME.svg); what the check counts; where it is done.
+"""
+
+
+def write_lab(name: str, labs: list[str]) -> Iterator[str]:
+    """Write the files of a new lab: a small one that works."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise UserError(f"'{name}' cannot be a file of Python: use small letters, as in mean")
+    files = {"answers/NAME.py": ANSWER, "checks/NAME.py": CHECK, "../docs/labs/NAME.md": PAGE}
+    paths = {LABS / file.replace("NAME", name): text for file, text in files.items()}
+    if existing := [path for path in paths if path.exists()] or name in labs:
+        raise UserError(f"there is a lab {name}: {existing}")
+    for path, text in paths.items():
+        path.write_text(text.replace("NAME", name))
+        yield str(path.resolve().relative_to(LABS.parent))
+    yield f"""
+Change them, then write the starter with `python labs/run.py reset {name}`. The lab is listed after
+the others, until ORDER in run.py says where it belongs. `pytest tests/test_labs.py -k {name}` says
+what is still missing."""

@@ -1,0 +1,159 @@
+"""Grades of a class: points, names of mistakes, files for others' tools, and what is not allowed."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT, launch, refused, slow
+from test_labs import ANSWERS, WRONG, check_module, in_copy, lab, student_file
+
+LABS = ROOT / "labs"
+FIRST = "    totals = torch.stack"  # in the solution of mean
+READS = f"    open({str(LABS / 'answers/mean.py')!r})\n{FIRST}"
+NOT_ALLOWED = {
+    "solution": (READS, "read .*/labs/answers/mean.py"),
+    "program": (f"    import subprocess; subprocess.run('ls')\n{FIRST}", "start programs"),
+    "network": (
+        f"    import socket; socket.create_connection(('127.0.0.1', 9))\n{FIRST}",
+        "use the network",
+    ),
+    "file": (f"    open('../mine', 'w')\n{FIRST}", "change ../mine"),
+    "exec": (f"    exec(\"import os; os.remove('/tmp/none')\")\n{FIRST}", "change /tmp/none"),
+    "home": (f"    open('own.txt', 'w').write('1')\n{FIRST}", ""),  # its own directory is allowed
+}
+PUBLISHED = next(wrong for name, wrong in WRONG if name == "mean" and "numbers" not in wrong)
+
+
+def submit(directory: Path, student: str, name: str, change: dict | None = None) -> None:
+    (directory / student).mkdir(exist_ok=True, parents=True)
+    student_file(name, directory / student, change)
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
+    """The directory of a class, what grading printed, and the rows of the table in its file."""
+    directory = tmp_path_factory.mktemp("grading")
+    submit(directory / "class", "ada", "mean")
+    submit(directory / "class", "bob", "mean", PUBLISHED["change"])
+    shutil.copy(LABS / "ddp.py", directory / "class/bob/ddp.py")
+    (directory / "class/notes.txt").write_text("not a submission")
+    files = dict(csv=directory / "g.csv", junit=directory / "g.xml")
+    arguments = [text for name, path in files.items() for text in (f"--{name}", path)]
+    out = lab("grade", directory / "class", "--class", "key", *arguments, timeout=200)
+    return directory, out, list(csv.DictReader(files["csv"].open()))
+
+
+def test_grades(graded):
+    """A point for each line of the report that holds, up to the first that does not."""
+    _, out, rows = graded
+    ada, bob_ddp, bob_mean = sorted(rows, key=lambda row: (row["student"], row["lab"]))
+    lines = int(ada["of"])
+    assert (ada["passed"], ada["points"]) == ("True", ada["of"]) and lines % 3 == 0  # sizes
+    assert (bob_mean["passed"], bob_mean["mistake"]) == ("False", PUBLISHED["name"])
+    assert 0 < int(bob_mean["points"]) < lines and bob_mean["of"] == ada["of"]
+    assert (bob_ddp["points"], bob_ddp["mistake"]) == ("0", "not written yet")
+    for row in rows:
+        assert re.search(rf"{row['student']} +{row['lab']} +{row['points']} of {row['of']}", out)
+
+
+def test_seeds_are_the_students_own(graded):
+    """And the same whenever the class is graded with this word."""
+    _, _, rows = graded
+    seeds = [row["seed"] for row in rows]
+    assert len(set(seeds)) == 3
+    from grading import seed_of  # labs are on the path since test_labs imported their checks
+
+    assert str(seed_of("key", "ada", "mean")) == rows[0]["seed"]
+    assert seed_of("key", "ada", "mean") != seed_of("other", "ada", "mean")
+
+
+def test_files_for_ci(graded):
+    directory, _, rows = graded
+    suites = ElementTree.parse(directory / "g.xml").getroot()
+    assert {suite.get("name"): suite.get("failures") for suite in suites} == {
+        "ada": "0",
+        "bob": "2",
+    }
+    failures = [case.find("failure") for suite in suites for case in suite]
+    assert [one is not None for one in failures] == [row["passed"] == "False" for row in rows]
+    assert "hint: python labs/run.py hint mean" in failures[-1].text
+
+
+def test_the_directory_of_one_student(graded):
+    directory, _, _ = graded
+    file = directory / "results.json"
+    given = directory / "class/ada", "--seed", 3, "--gradescope", file
+    assert "15 of 15" in lab("grade", *given, timeout=200)
+    (test,) = json.loads(file.read_text())["tests"]
+    assert test["name"] == "mean" and test["score"] == test["max_score"] == 15
+    result = launch("labs/run.py", "grade", directory / "class", "--gradescope", file, timeout=200)
+    refused(result, "--gradescope is for one student's directory")
+
+
+def test_summary_counts_mistakes(tmp_path):
+    for student in ("ada", "bob", "eve"):
+        submit(tmp_path, student, "mean", None if student == "eve" else PUBLISHED["change"])
+    out = lab("grade", tmp_path, "--summary", "--class", "key", timeout=200)
+    assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED['name']}" in out
+
+
+@pytest.mark.parametrize("what", NOT_ALLOWED)
+def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
+    code, says = NOT_ALLOWED[what]
+    submit(tmp_path, "eve", "mean", {FIRST: code})
+    from grading import run_guarded
+
+    result = run_guarded("mean", tmp_path / "eve/mean.py", seed=0)
+    assert result["passed"] == (says == "")
+    assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
+
+
+def test_long_submissions_are_ended(tmp_path, monkeypatch):
+    import grading
+
+    monkeypatch.setattr(grading, "LONGEST", 4)
+    submit(tmp_path, "max", "mean", {FIRST: f"    while True: pass\n{FIRST}"})
+    result = grading.run_guarded("mean", tmp_path / "max/mean.py", seed=0)
+    assert not result["passed"] and "more than 4 seconds" in result["mistake"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["grade"], "grade which directory?"),
+        (["grade", "/no/such"], "is no directory"),
+        (["grade", str(ROOT / "docs")], "no submissions in"),
+        (["new", "Mean"], "'Mean' cannot be a file of Python"),
+        (["new", "mean"], "there is a lab mean"),
+    ],
+)
+def test_wrong_commands_are_refused(arguments, says):
+    refused(launch("labs/run.py", *arguments), says)
+
+
+def test_a_new_lab_works(copy):
+    """Its starter, its solution, and its wrong answer."""
+    out = in_copy(copy, "new", "median")
+    assert "labs/answers/median.py" in out and "labs/checks/median.py" in out
+    in_copy(copy, "reset", "median")
+    assert "not written yet: about 5 lines" in in_copy(copy, "check", "median", code=1)
+    answer = (copy / "labs/answers/median.py").read_text().split("\nWRONG = [")[0]
+    (copy / "labs/median.py").write_text(answer)
+    assert "passed. The project's own is" in in_copy(copy, "check", "median")
+    wrong = answer.replace("total / dist.get_world_size()", "total")
+    (copy / "labs/median.py").write_text(wrong)
+    assert "This is the sum over the ranks" in in_copy(copy, "check", "median", code=1)
+
+
+@pytest.mark.parametrize("name", [n if n == "mean" else slow(n) for n in ANSWERS])
+def test_solutions_pass_under_guard(name, tmp_path):
+    """What a check itself does is not taken for the student's doing."""
+    from grading import run_guarded
+
+    result = run_guarded(name, student_file(name, tmp_path), seed=5)
+    assert result["passed"], result["text"]
+    assert result["points"] >= len(check_module(name).SIZES)
