@@ -99,7 +99,7 @@ class Saver:
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
-    checkpoints are kept.
+    checkpoints are kept. labs/resume.py saves and resumes by hand.
 
     Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 

@@ -142,7 +142,8 @@ class Float8Product(torch.autograd.Function):
     """x Wᵀ, x [n, in], W [out, in]. `groups`: ranks over which `in` and `out` are sharded.
 
     With one scale a tensor, backward needs the same codes of x, which are saved in its place. Those
-    of W are made again: saved, they would lie unsharded on every rank, which FSDP avoids."""
+    of W are made again: saved, they would lie unsharded on every rank, which FSDP avoids.
+    labs/float8.py writes it for one scale a tensor."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):

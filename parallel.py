@@ -240,7 +240,7 @@ class ZeRO1(nn.Module):
 
     A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
     gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
-    has reduce-scattered them.
+    has reduce-scattered them. labs/zero1.py takes such a step by hand.
     Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
     the last backward computes, all-gather of P g bytes after the update. Together they send what
     DDP's all-reduce sends.

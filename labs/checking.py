@@ -28,8 +28,9 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     started = time.monotonic()
     ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
     elapsed = time.monotonic() - started
-    head = f"{path}  {len(source)} lines, {size} ranks, seed {seed}  {elapsed:.1f} s"
-    if ended.error and ended.error.kind == "NotImplementedError":
+    ranks = f"{size} rank{'s' * (size > 1)}"
+    head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
+    if ended.error and ended.error.message.startswith("about "):
         text = f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
         return Report(False, [], "not written yet", f"{head}\n{text}")
     properties, shown, mistake = [], [], ""
@@ -44,7 +45,8 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
         if hasattr(module, "picture"):
-            shown = [textwrap.indent(module.picture(ended.results, size, seed), "  ")]
+            picture = module.picture(ended.results, size, seed)
+            shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
             return Report(True, properties, "", "\n".join([head, *lines, *shown]))
         mistake = properties[-1].mistake
@@ -77,8 +79,7 @@ def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tup
     collectives, that comes first; an exception of gloo's, which then comes from a broken
     connection, says nothing more."""
     error = ended.error
-    pairs = ("send", "recv", "isend", "irecv")  # may differ between ranks
-    parted = first_difference([[c for c in calls if c.name not in pairs] for calls in ended.calls])
+    parted = first_difference(collectives(ended))
     if parted and "gloo" in error.message:
         return parted, wrapped(parted)
     where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
@@ -102,6 +103,14 @@ def explain_hang(ended: Ended) -> list[str]:
         else:
             lines.append(f"  rank {rank}  has called nothing")
     return [*lines, *wrapped(where_they_parted(ended))]
+
+
+PAIRS = {"send", "recv", "isend", "irecv"}  # may differ between ranks
+
+
+def collectives(ended: Ended) -> list[list[Call]]:
+    """Return the calls of each rank in which all ranks take part."""
+    return [[call for call in calls if call.name not in PAIRS] for calls in ended.calls]
 
 
 def first_difference(calls: list[list[Call]]) -> str:
@@ -129,11 +138,22 @@ def different_groups(calls: list[list[Call]]) -> str:
 
 
 def where_they_parted(ended: Ended) -> str:
-    """Return why ranks wait for ever, as far as their calls show it."""
+    """Return why ranks wait for ever, as far as their calls show it (labs/hang.py finds who)."""
     if not any(ended.calls):
         return "No rank has called torch.distributed: does a loop not end?"
-    if parted := first_difference(ended.calls):
+    waiting = {calls[-1].name for calls, returned in zip(ended.calls, ended.returned)
+               if calls and not returned}  # fmt: skip
+    if waiting == {"send"}:
+        return (
+            "All ranks that wait are in send, until their messages are received: call isend, "
+            "receive, and then wait."
+        )
+    if waiting == {"recv"}:
+        return "All ranks that wait are in recv: the ranks that should send to them do not."
+    if parted := first_difference(collectives(ended)):
         return parted
+    if waiting & PAIRS:
+        return ""
     shortest = min(map(len, ended.calls))
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     if len(behind) == len(ended.calls):

@@ -26,6 +26,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS = "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.kill"
 STARTS = {*STARTS.split(), "os.killpg", "ctypes.dlopen", "ctypes.dlsym"}
 CHANGES = {f"os.{name}" for name in "remove rename rmdir mkdir link symlink chmod chown".split()}
+CHANGES.add("shutil.rmtree")  # which then names its files by open directories
 READABLE = [Path(sys.prefix), Path(sys.base_prefix), LABS.parent, Path("/dev"), Path("/proc/self")]
 
 
@@ -43,6 +44,8 @@ def guard(student: Path) -> None:
         elif event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
             what = f"use the network ({event})"
         elif event in CHANGES or event == "open":
+            if event != "open" and isinstance(args[-1], int) and args[-1] > 2:
+                return  # within a directory that is open
             writes = event in CHANGES or bool((args[2] or 0) & WRITING)
             paths = [Path(os.fsdecode(a)) for a in args[:2] if isinstance(a, str | bytes | Path)]
             paths = paths[:1] if event == "open" else paths  # the second is the mode

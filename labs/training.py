@@ -40,11 +40,12 @@ TEXT = (
 
 class Run(NamedTuple):
     """How train.py runs with a lab's function: on how many processes, with which flags beside
-    TEXT's; or another script."""
+    TEXT's. Or another script, and with which flags train.py makes its base, beside TEXT's."""
 
     processes: int = 2
     flags: str = ""
     script: str = "train.py"
+    base: str = ""
 
 
 def check_module(lab: str) -> ModuleType:
@@ -75,13 +76,15 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
     """Return the loss of each step of a run, with the function in `file` unless that is ''."""
     how = check_module(lab).RUN
     out = directory / ("student" if file else "project")
-    flags = [*TEXT, "--data", str(ROOT / "docs"), *how.flags.split()]
+    text = [*TEXT, "--data", str(ROOT / "docs")]
+    flags = [*text, *how.flags.split()]
     if how.script == "finetune_lora.py":
         base, chats = directory / "base", directory / "chats.jsonl"
         if not base.exists():
             lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
             chats.write_text("\n".join(map(json.dumps, lines)))
-            _launch("", "", 1, [*flags, "--steps", "1", "--eval-every", "0", "--out", str(base)])
+            ends = ["--steps", "1", "--eval-every", "0", "--out", str(base)]
+            _launch("", "", 1, [*text, *how.base.split(), *ends])
         flags = ["--init", str(base), "--data", str(chats), "--seq-len", "128", "--batch", "12"]
         flags += ["--dtype", "float64", *how.flags.split()]
     flags += ["--steps", str(STEPS), "--eval-every", "0", "--out", str(out)]

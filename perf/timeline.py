@@ -160,11 +160,21 @@ def draw_text(timeline: Timeline) -> str:
 FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}
 
 
-def draw_svg(timeline: Timeline, title: str) -> str:
-    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait."""
-    width, row, left, top = 900, 26, 60, 34
-    scale = (width - left - 10) / max(spans[-1].end for spans in timeline)
-    height = top + row * len(timeline) + 8
+def draw_svg(
+    timeline: Timeline,
+    title: str,
+    lanes: list[str] | None = None,
+    ticks: dict[float, str] | None = None,
+) -> str:
+    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait.
+
+    `lanes` are the names of the rows, if these are no ranks; `ticks` maps times to the labels of an
+    axis below them."""
+    width, row, left, top = 900, 26, 70 if lanes else 60, 34
+    right = 28 if ticks else 10  # room for half a label
+    scale = (width - left - right) / max(span.end for spans in timeline for span in spans)
+    bottom = top + row * len(timeline)
+    height = bottom + (24 if ticks else 8)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'font-family="sans-serif" font-size="12">',
@@ -174,7 +184,8 @@ def draw_svg(timeline: Timeline, title: str) -> str:
     ]
     for rank, spans in enumerate(timeline):
         y = top + row * rank
-        parts.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
+        name = lanes[rank] if lanes else f"rank {rank}"
+        parts.append(f'<text x="8" y="{y + 16}">{name}</text>')
         for action, start, end in spans:
             x, w = left + start * scale, (end - start) * scale
             # Later stages of a rank are paler.
@@ -183,7 +194,11 @@ def draw_svg(timeline: Timeline, title: str) -> str:
                 f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="{row - 4}" '
                 f'fill="{FILLS[action.kind]}" fill-opacity="{opacity:.2f}"/>'
             )
-            if w > 14:
+            if w > max(14, 7 * len(str(action.microbatch))):
                 parts.append(f'<text class="inside" x="{x + w / 2:.1f}" y="{y + 16}" '
                              f'text-anchor="middle">{action.microbatch}</text>')  # fmt: skip
+    for time, label in (ticks or {}).items():
+        x = left + time * scale
+        parts.append(f'<path d="M {x:.1f} {bottom} v 4" stroke="#6e7781"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,4 +1,4 @@
-"""Grades of a class: points, names of mistakes, files for others' tools, and what is not allowed."""
+"""Grades of a class: points, names of mistakes, files for other tools, and what is barred."""
 
 import csv
 import json
@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import grading
 import pytest
 from conftest import ROOT, launch, refused, slow
+from grading import run_guarded, seed_of
 from test_labs import ANSWERS, WRONG, check_module, in_copy, lab, student_file
 
 LABS = ROOT / "labs"
@@ -23,6 +25,7 @@ NOT_ALLOWED = {
     ),
     "file": (f"    open('../mine', 'w')\n{FIRST}", "change ../mine"),
     "exec": (f"    exec(\"import os; os.remove('/tmp/none')\")\n{FIRST}", "change /tmp/none"),
+    "directory": (f"    import os; os.mkdir('/tmp/mine')\n{FIRST}", "change /tmp/mine"),
     "home": (f"    open('own.txt', 'w').write('1')\n{FIRST}", ""),  # its own directory is allowed
 }
 PUBLISHED = next(wrong for name, wrong in WRONG if name == "mean" and "numbers" not in wrong)
@@ -65,8 +68,6 @@ def test_seeds_are_the_students_own(graded):
     _, _, rows = graded
     seeds = [row["seed"] for row in rows]
     assert len(set(seeds)) == 3
-    from grading import seed_of  # labs are on the path since test_labs imported their checks
-
     assert str(seed_of("key", "ada", "mean")) == rows[0]["seed"]
     assert seed_of("key", "ada", "mean") != seed_of("other", "ada", "mean")
 
@@ -80,7 +81,8 @@ def test_files_for_ci(graded):
     }
     failures = [case.find("failure") for suite in suites for case in suite]
     assert [one is not None for one in failures] == [row["passed"] == "False" for row in rows]
-    assert "hint: python labs/run.py hint mean" in failures[-1].text
+    texts = "".join(one.text for one in failures if one is not None)
+    assert "hint: python labs/run.py hint mean" in texts and "not written yet" in texts
 
 
 def test_the_directory_of_one_student(graded):
@@ -105,16 +107,12 @@ def test_summary_counts_mistakes(tmp_path):
 def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
     code, says = NOT_ALLOWED[what]
     submit(tmp_path, "eve", "mean", {FIRST: code})
-    from grading import run_guarded
-
     result = run_guarded("mean", tmp_path / "eve/mean.py", seed=0)
     assert result["passed"] == (says == "")
     assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
 
 
 def test_long_submissions_are_ended(tmp_path, monkeypatch):
-    import grading
-
     monkeypatch.setattr(grading, "LONGEST", 4)
     submit(tmp_path, "max", "mean", {FIRST: f"    while True: pass\n{FIRST}"})
     result = grading.run_guarded("mean", tmp_path / "max/mean.py", seed=0)
@@ -152,8 +150,6 @@ def test_a_new_lab_works(copy):
 @pytest.mark.parametrize("name", [n if n == "mean" else slow(n) for n in ANSWERS])
 def test_solutions_pass_under_guard(name, tmp_path):
     """What a check itself does is not taken for the student's doing."""
-    from grading import run_guarded
-
     result = run_guarded(name, student_file(name, tmp_path), seed=5)
     assert result["passed"], result["text"]
     assert result["points"] >= len(check_module(name).SIZES)

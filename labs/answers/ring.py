@@ -1,0 +1,170 @@
+"""Why does an all-reduce cost 2 (n - 1)/n of its bytes, and not n?
+
+Each rank has a tensor, and each needs the sum of all. If rank 0 added them up, everything would go
+through its link while the other links are idle. In a ring each rank sends to one neighbour and
+receives from the other, so that all links are busy all the time. For large tensors the sum then
+takes hardly longer on 1,000 ranks than on 10. You have only sends and receives.
+
+Read: the documentation of torch.distributed.isend, recv and batch_isend_irecv, and the docstring of
+`collective_time` in perf/roofline.py.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def ring_all_reduce(tensor: Tensor) -> Tensor:
+    """Return the sum of all ranks' tensors, in the shape of `tensor`. Each rank calls this.
+
+    tensor: of any shape and number of elements S. It may be overwritten.
+    Each of n ranks sends at most 2 (n - 1) ceil(S / n) elements. When the function returns, nothing
+    is still being sent or received.
+    """
+    # >>>
+    rank, size = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % size, (rank + 1) % size
+    total = tensor.flatten().clone()
+    chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+
+    for step in range(2 * (size - 1)):
+        outgoing = chunks[(rank - step) % size]
+        incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
+        arrived = torch.empty_like(incoming)
+        sending = dist.isend(outgoing, right)
+        dist.recv(arrived, left)
+        sending.wait()
+        if step < size - 1:  # the first time around, a chunk collects the sum: reduce-scatter
+            incoming += arrived
+        else:  # the second time around, the finished chunk is copied: all-gather
+            incoming.copy_(arrived)
+    return total.view_as(tensor)
+    # <<<
+
+
+# Why: a chunk starts on one rank, and each rank that it comes to adds its own elements. After n - 1
+# steps each rank has one finished chunk, and the finished chunks go around once more. In every step
+# every rank sends 1/n of the tensor, so 2 (n - 1)/n of it in all, and no algorithm needs less.
+# Through rank 0 it is n - 1 tensors on one link: so do ARENA's exercise, and the docstring of
+# myAllreduce in UCSD's CSE 234. PyTorch's tutorial dist_tuto passes on whole tensors and leaves the
+# chunks to the reader; kiankyars/microddp starts from a copy of it. The price of the ring is that
+# its 2 (n - 1) messages follow one another: for small tensors, libraries use trees.
+
+
+WRONG = [
+    dict(
+        name="rank 0 adds up and sends the sum to all (ARENA; CSE 234's myAllreduce)",
+        says="All of the sum goes through rank 0",
+        numbers="right",
+        change={
+            """\
+    chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+
+    for step in range(2 * (size - 1)):
+        outgoing = chunks[(rank - step) % size]
+        incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
+        arrived = torch.empty_like(incoming)
+        sending = dist.isend(outgoing, right)
+        dist.recv(arrived, left)
+        sending.wait()
+        if step < size - 1:  # the first time around, a chunk collects the sum: reduce-scatter
+            incoming += arrived
+        else:  # the second time around, the finished chunk is copied: all-gather
+            incoming.copy_(arrived)
+""": """\
+    if rank == 0:
+        arrived = torch.empty_like(total)
+        for other in range(1, size):
+            dist.recv(arrived, other)
+            total += arrived
+        for other in range(1, size):
+            dist.send(total, other)
+    else:
+        dist.send(total, 0)
+        dist.recv(total, 0)
+"""
+        },
+    ),
+    dict(
+        name="the whole tensor goes around (PyTorch's tutorial dist_tuto; kiankyars/microddp)",
+        says="Every rank sends whole tensors",
+        numbers="right",
+        change={
+            """\
+    chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+
+    for step in range(2 * (size - 1)):
+        outgoing = chunks[(rank - step) % size]
+        incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
+        arrived = torch.empty_like(incoming)
+""": """\
+    outgoing, incoming = total.clone(), total
+
+    for step in range(size - 1):
+        arrived = torch.empty_like(incoming)
+""",
+            """\
+        else:  # the second time around, the finished chunk is copied: all-gather
+            incoming.copy_(arrived)
+""": """\
+        outgoing = arrived
+""",
+        },
+    ),
+    dict(
+        name="the elements that are left over are lost",
+        says="are left over after chunks of equal size",
+        change={
+            "    chunks = total.tensor_split(size)": (
+                "    chunks = total[: len(total) // size * size].chunk(size)"
+            ),
+        },
+    ),
+    dict(
+        name="chunk, which may return fewer chunks than ranks",
+        says="chunk(n) can return fewer than n chunks",
+        change={"total.tensor_split(size)": "total.chunk(size)"},
+    ),
+    dict(
+        name="all ranks send first, and wait until it is received",
+        says="rank 0 call 1: send [5], line",
+        hangs=True,
+        change={
+            "        sending = dist.isend(outgoing, right)\n": (
+                "        dist.send(outgoing, right)\n"
+            ),
+            "        sending.wait()\n": "",
+        },
+    ),
+    dict(
+        name="one tensor is sent and received into",
+        says="was changed while it was being sent",
+        change={
+            "tensor.flatten().clone()": (
+                "torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % size))"
+            ),
+            "arrived = torch.empty_like(incoming)": "arrived = outgoing",
+            "return total.view_as": "return total[: tensor.numel()].view_as",
+        },
+    ),
+    dict(
+        name="only once around",
+        says="That is the first half",
+        change={"range(2 * (size - 1))": "range(size - 1)"},
+    ),
+    dict(
+        name="finished chunks are added again",
+        says="has to replace what a rank has",
+        change={"incoming.copy_(arrived)": "incoming += arrived"},
+    ),
+    dict(
+        name="sends are not waited for",
+        says="were not waited for",
+        change={"        sending.wait()\n": ""},
+    ),
+    dict(
+        name="all_reduce",
+        says="all_reduce is what you are to write",
+        change={"total = tensor.flatten().clone()": "dist.all_reduce(tensor)"},
+    ),
+]

@@ -1,0 +1,241 @@
+"""What of AdamW must every rank hold?
+
+AdamW keeps two moments of each weight: twice the memory of the weights. All ranks have the same
+weights, and update them alike. So a rank may keep the moments of its share alone, update that, and
+get the rest from the others: ZeRO-1. It sends no more than plain data parallelism.
+
+Read: the docstring of `ZeRO1` in parallel.py, and the documentation of reduce_scatter_tensor and
+all_gather_into_tensor in torch.distributed.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
+
+
+def adamw(
+    weights: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    lr: float,
+    decay: float,
+    count: int,
+) -> None:
+    """Update weights and both moments, in place, in AdamW's step `count` = 1, 2, ...
+
+    All tensors have the same shape, which may be any. The moments are zeros before step 1.
+    """
+    first.lerp_(grad, 1 - BETA1)  # the running mean of gradients
+    second.lerp_(grad**2, 1 - BETA2)  # and of their squares
+    mean, square = first / (1 - BETA1**count), second / (1 - BETA2**count)
+    weights *= 1 - lr * decay
+    weights -= lr * mean / (square.sqrt() + EPS)
+
+
+def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
+    """Return step(lr), which updates all parameters by AdamW, alike on all ranks. Each rank calls
+    this once, and then all ranks call step together.
+
+    groups: as of torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
+    Before each step, parameter.grad is the gradient of this rank's own sequences. The update is by
+    the average over all ranks. Parameters have any shapes; some have fewer numbers than there are
+    ranks. Between two steps, a rank keeps both moments of its share of the weights, 1 / ranks of
+    them and a little padding.
+    """
+    # >>>
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def padded(tensor: Tensor) -> Tensor:  # flat, with zeros up to a length that size divides
+        return F.pad(tensor.detach().flatten(), (0, -tensor.numel() % size))
+
+    parameters, moments, count = [], [], 0
+    for group in groups:
+        for parameter in group["params"]:
+            share = len(padded(parameter)) // size
+            parameters.append((parameter, group["weight_decay"]))
+            moments.append(parameter.new_zeros(2, share))
+
+    def step(lr: float) -> None:
+        nonlocal count
+        count += 1
+        for (parameter, decay), (first, second) in zip(parameters, moments):
+            grad = torch.empty_like(first)
+            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+            own = padded(parameter).chunk(size)[rank]
+            adamw(own, grad / size, first, second, lr, decay, count)
+            whole = own.new_empty(len(own) * size)
+            dist.all_gather_into_tensor(whole, own)
+            parameter.data.copy_(whole[: parameter.numel()].view_as(parameter))
+
+    return step
+    # <<<
+
+
+# Why: AdamW updates each weight by its own gradient and moments, so any share can be updated alone.
+# A reduce-scatter brings a rank its slice of the summed gradient, and after the update an
+# all-gather completes the weights. These are the two halves of an all-reduce: nothing more is sent
+# than by DDP. llm.c and DeepSpeed all-reduced all the same at first (llm.c PR #421, DeepSpeed
+# #156), and PyTorch's ZeroRedundancyOptimizer broadcasts rank by rank (pytorch #69591). Where whole
+# parameters are dealt out, one rank has the embedding, and some have nothing (ColossalAI #3953).
+
+
+WRONG = [
+    dict(
+        name="AdamW on every rank",
+        says="Each rank keeps both moments of all weights",
+        numbers="right",
+        change={
+            "share = len(padded(parameter)) // size": "share = len(padded(parameter))",
+            """
+            grad = torch.empty_like(first)
+            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+            own = padded(parameter).chunk(size)[rank]
+""": """
+            grad, own = padded(parameter.grad), padded(parameter)
+            dist.all_reduce(grad)
+""",
+            """
+            whole = own.new_empty(len(own) * size)
+            dist.all_gather_into_tensor(whole, own)
+""": """
+            whole = own
+""",
+        },
+    ),
+    dict(
+        name="whole parameters dealt out in turn (ColossalAI #3953)",
+        says="as when whole parameters are dealt out",
+        numbers="right",
+        change={
+            """\
+            share = len(padded(parameter)) // size
+            parameters.append""": """\
+            share = parameter.numel() if len(parameters) % size == rank else 0
+            parameters.append""",
+            "        for (parameter, decay), (": """\
+        for i in range(len(moments)):
+            (parameter, decay), (""",
+            "second) in zip(parameters, moments):": "second) = parameters[i], moments[i]",
+            """\
+            grad = torch.empty_like(first)
+            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+            own = padded(parameter).chunk(size)[rank]
+            adamw(own, grad / size, first, second, lr, decay, count)
+            whole = own.new_empty(len(own) * size)
+            dist.all_gather_into_tensor(whole, own)
+""": """\
+            whole, grad = parameter.detach().flatten(), parameter.grad.flatten()
+            dist.all_reduce(grad)
+            if i % size == rank:
+                adamw(whole, grad / size, first, second, lr, decay, count)
+            dist.broadcast(whole, i % size)
+""",
+        },
+    ),
+    dict(
+        name="all-reduce, and a cut (llm.c PR #421)",
+        says="An all-reduce gives every rank all of the sum",
+        numbers="right",
+        change={
+            """
+            grad = torch.empty_like(first)
+            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+""": """
+            grad = padded(parameter.grad)
+            dist.all_reduce(grad)
+            grad = grad.chunk(size)[rank]
+"""
+        },
+    ),
+    dict(
+        name="each rank broadcasts its slice (pytorch #69591)",
+        says="A broadcast has one sender, and the others wait for it",
+        numbers="right",
+        change={
+            "            dist.all_gather_into_tensor(whole, own)\n": """\
+            whole.chunk(size)[rank].copy_(own)
+            for sender in range(size):
+                dist.broadcast(whole.chunk(size)[sender], sender)
+"""
+        },
+    ),
+    dict(
+        name="nothing sent back (RamTorch #13)",
+        says="Each rank has updated its own share, and the others never get it",
+        change={
+            "whole = own.new_empty(len(own) * size)": "whole = padded(parameter)",
+            "dist.all_gather_into_tensor(whole, own)": "whole.chunk(size)[rank].copy_(own)",
+        },
+    ),
+    dict(
+        name="gathered before the update",
+        says="The parameters are as they were before the first step",
+        change={
+            "            adamw(own, grad / size, first, second, lr, decay, count)\n": "",
+            "            parameter.data.copy_": """\
+            adamw(own, grad / size, first, second, lr, decay, count)
+            parameter.data.copy_""",
+        },
+    ),
+    dict(
+        name="own gradients",
+        says="Each share is updated by the gradient of the rank that keeps it",
+        change={
+            """
+            grad = torch.empty_like(first)
+            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+""": """
+            grad = padded(parameter.grad).chunk(size)[rank] * size
+"""
+        },
+    ),
+    dict(
+        name="parameter groups forgotten",
+        says="Weight decay is applied to all parameters alike",
+        change={
+            'parameters.append((parameter, group["weight_decay"]))': (
+                'parameters.append((parameter, groups[0]["weight_decay"]))'
+            )
+        },
+    ),
+    dict(
+        name="steps counted once a parameter",
+        says="`count` is AdamW's number of the step, the same for all parameters",
+        change={
+            "        count += 1\n": "",
+            "            grad = torch": "            count += 1\n            grad = torch",
+        },
+    ),
+    dict(
+        name="the count starts again",
+        says="Every step is taken for the first",
+        change={"        count += 1\n": "        count = 1\n"},
+    ),
+    dict(
+        name="sum instead of average",
+        says="This is the update by the sum over the ranks",
+        change={"grad / size": "grad"},
+    ),
+    dict(
+        name="without padding",
+        says="pad them",
+        change={"(0, -tensor.numel() % size)": "(0, 0)"},
+    ),
+    dict(
+        name="PyTorch's",
+        says="ZeroRedundancyOptimizer is what you are to write",
+        change={
+            "    rank, size = dist": """\
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
+    rank, size = dist"""
+        },
+    ),
+]

@@ -1,0 +1,389 @@
+"""The clinic: three trainings that are slower than they should be. Find out why.
+
+    python labs/clinic.py admit              three sick runs, drawn from --seed, or --class
+    python labs/clinic.py                    what people complain about, and the faults there are
+    python labs/clinic.py step 1             `bench.py step` of run 1; more flags replace its own
+    python labs/clinic.py answer 1           name the fault, the cure, and what the cure will gain
+
+Each run is a copy of the project in out/clinic, and a command. Some are sick in a flag, some in a
+line of code. You may measure as much as you like: in the copy with `step`, and in the project with
+`bench.py step`, `compare`, `comm` and `plan`. Then answer once: the fault, the cure, and by which
+factor the cure reduces what is too large. What you answer is written down, the cure is tried, and
+you get a point for each of the three.
+"""
+
+import sys
+from pathlib import Path
+
+LABS = Path(__file__).resolve().parent
+ROOT = LABS.parent
+sys.path[:0] = [str(ROOT), str(LABS)]
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grading import seed_of
+
+from plumbing.parser import Parser
+from plumbing.processes import UserError, run
+from plumbing.records import write_atomically
+
+WARD = ROOT / "out/clinic"
+TINY = "--model tiny --seq-len 128"
+
+
+# ------------------------------------------------------------------------------ what is measured
+
+
+def sent(report: str) -> float:
+    """Return the megabytes that each rank sends in a step."""
+    return megabytes(re.search(r"counted: per step, each rank sends ([\d.,]+ \w+)", report)[1])
+
+
+def crossing(report: str) -> float:
+    """Return the megabytes that collectives whose ranks are in several nodes put out in a step."""
+    payload = re.search(r"counted: .*; payload (.*)", report)[1]
+    found = re.findall(r"([\d.,]+ \w+) by [\d,]+ [\w-]+ over (\w+)", payload)
+    slow = {dim for dim, groups in re.findall(r"(\w+) groups ((?:\([\d ]+\) ?)+)", report)
+            if any(len({int(rank) // 2 for rank in group.split()}) > 1
+                   for group in re.findall(r"\(([\d ]+)\)", groups))}  # fmt: skip
+    return sum(megabytes(text) for text, dim in found if dim in slow)
+
+
+def attentions(report: str) -> float:
+    """Return how often attention runs forward, in a layer and microbatch."""
+    return float(re.search(r"attention runs forward (\d+) time", report)[1])
+
+
+def waiting(report: str) -> float:
+    """Return the share of forward and backward in which ranks wait, by the schedule alone."""
+    return float(re.search(r"wait for other stages ([\d.]+)% by the schedule", report)[1]) / 100
+
+
+def megabytes(text: str) -> float:
+    number, unit = text.replace(",", "").split()
+    return float(number) * {"bytes": 1e-6, "KB": 1e-3, "kB": 1e-3, "MB": 1.0, "GB": 1e3}[unit]
+
+
+# ------------------------------------------------------------------------------------ the faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A reason for a run to be slow."""
+
+    complaint: str
+    flags: str  # of train.py; the sick ones come last
+    measure: Callable[[str], float]
+    quantity: str  # what `measure` returns
+    changes: tuple[tuple[str, str, str], ...] = ()  # file, lines, sick lines
+    place: str = ""  # the function where it is, which is then the cure
+    nodes: int = 1
+    ranks: int = 2
+    tunes: bool = False  # a run of finetune_lora.py
+
+
+RECOMPUTE = "            block.forward = recompute(block.forward, "
+ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
+CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
+MESH = (
+    "    mesh, cp_mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims), None\n"
+)
+TRANSPOSED = """\
+    ranks = torch.arange(process.size).view(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
+    mesh, cp_mesh = DeviceMesh(process.device.type, ranks, mesh_dim_names=dims), None
+"""
+FAULTS = {
+    "a checkpoint in a checkpoint": Fault(
+        "We recompute activations, for a third more time. It was two thirds.",
+        f"{TINY} --batch 8 --microbatch 4 --checkpointing full",
+        attentions,
+        "forward runs of attention",
+        (("parallel.py", RECOMPUTE, ATTENTION + RECOMPUTE),),
+        "recompute_and_compile",
+    ),
+    "a transposed mesh": Fault(
+        "Hybrid sharding was fine on a node. On two it is slower than FSDP over all.",
+        f"{TINY} --batch 16 --microbatch 2 --dp hsdp",
+        crossing,
+        "bytes over links between nodes",
+        (("parallel.py", MESH, TRANSPOSED), ("train.py", CHECK, "")),
+        "with_mesh",
+        nodes=2,
+        ranks=4,
+    ),
+    "gradients are sent in every microbatch": Fault(
+        "Accumulating gradients over several microbatches made no step cheaper in communication.",
+        f"{TINY} --batch 16 --microbatch 2 --dp ddp",
+        sent,
+        "bytes that a rank sends",
+        (("parallel.py", "    no_sync = isinstance(runner, DistributedDataParallel) and not last\n",
+          "    no_sync = False\n"),),
+        "gradient_sync",
+    ),
+    "a frozen base is gathered": Fault(
+        "LoRA trains 1 % of the weights. On two machines it is slower than on one.",
+        "--batch 8 --microbatch 2 --dp fsdp",
+        sent,
+        "bytes that a rank sends",
+        nodes=2,
+        tunes=True,
+    ),
+    "microbatches are too small": Fault(
+        "The network is busy all the time, although memory is nearly empty.",
+        f"{TINY} --batch 16 --dp fsdp --microbatch 1",
+        sent,
+        "bytes that a rank sends",
+    ),
+    "float32 over a slow link": Fault(
+        "We copied the flags from our laptops to two nodes, and wait for the network.",
+        f"{TINY} --batch 4 --microbatch 2 --dp fsdp --dtype float32",
+        sent,
+        "bytes that a rank sends",
+        nodes=2,
+    ),
+    "weights are sharded over nodes": Fault(
+        "The model fits into a node. On two nodes a step takes many times as long.",
+        f"{TINY} --batch 16 --microbatch 2 --dp fsdp",
+        crossing,
+        "bytes over links between nodes",
+        nodes=2,
+        ranks=4,
+    ),
+    "a pipeline with too few microbatches": Fault(
+        "Four stages should be nearly four times as fast as one, and are not twice.",
+        "--model tiny --seq-len 64 --batch 16 --pp 4 --microbatch 8",
+        waiting,
+        "share of the time in which ranks wait",
+        ranks=4,
+    ),
+    "activations are recomputed although they fit": Fault(
+        "Since another model ran out of memory, each step takes a third longer.",
+        f"{TINY} --batch 4 --microbatch 2 --checkpointing full",
+        attentions,
+        "forward runs of attention",
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------- the ward
+
+
+def read_ward() -> dict:
+    path = WARD / "ward.json"
+    if not path.exists():
+        raise UserError("nobody is here yet: python labs/clinic.py admit")
+    return json.loads(path.read_text())
+
+
+def write_ward(ward: dict) -> None:
+    write_atomically(WARD / "ward.json", json.dumps(ward, indent=1))
+
+
+def admit(args: argparse.Namespace) -> None:
+    """Draw three faults and write a copy of the project for each."""
+    if WARD.exists() and not args.again:
+        raise UserError(f"{WARD} exists: --again replaces it and forgets the answers")
+    seed = args.seed
+    if args.key:
+        seed = seed_of(args.key, args.student or "", "clinic")
+    elif seed is None:
+        seed = random.randrange(10**6)
+    drawn = random.Random(seed).sample(list(FAULTS), 3)
+    shutil.rmtree(WARD, ignore_errors=True)
+    for number, name in enumerate(drawn, 1):
+        copy_project(WARD / str(number), FAULTS[name])
+    write_ward(dict(seed=seed, faults=drawn, answers={}))
+    show(args)
+
+
+def copy_project(directory: Path, fault: Fault) -> None:
+    """Copy the project's scripts, changed if the fault is in the code, and link the rest."""
+    directory.mkdir(parents=True)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, directory)
+    for name in ("perf", "plumbing"):
+        (directory / name).symlink_to(ROOT / name)
+    for file, lines, sick in fault.changes:
+        text = (directory / file).read_text()
+        if text.count(lines) != 1:
+            raise UserError(f"{file} has changed, so that this fault cannot be put into it")
+        (directory / file).write_text(text.replace(lines, sick))
+
+
+def show(args: argparse.Namespace) -> None:
+    ward = read_ward()
+    for number, name in enumerate(ward["faults"], 1):
+        fault = FAULTS[name]
+        print(
+            f"run {number}, on {fault.ranks} ranks" + f" of {fault.nodes} nodes" * (fault.nodes > 1)
+        )
+        print(
+            f"  {fault.complaint}\n  python labs/clinic.py step {number}    # {command_of(fault)}"
+        )
+        if str(number) in ward["answers"]:
+            print(f"  answered: {ward['answers'][str(number)]['points']} of 3 points")
+    print("\nThe faults there are:")
+    for number, name in enumerate(FAULTS, 1):
+        print(f"  {number}  {name}")
+    print("\nMeasure, then: python labs/clinic.py answer 1")
+
+
+def command_of(fault: Fault) -> str:
+    return f"{'finetune_lora.py' if fault.tunes else 'train.py'} {fault.flags}"
+
+
+def measured(directory: Path, fault: Fault, flags: list[str], repeats: int = 1) -> str:
+    """Return what `bench.py step` prints there, with flags that replace those of the run."""
+    command = [sys.executable, "bench.py", "step", *shlex.split(fault.flags), *flags]
+    if fault.tunes:
+        command[2:3] = ["step-lora", "--init", str(base()), "--data", str(chats())]
+    command += ["--repeats", str(repeats)] * ("--repeats" not in flags)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    per_node = fault.ranks // fault.nodes
+    ranks = []
+    for rank in range(fault.ranks):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(fault.ranks),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "GROUP_RANK": str(rank // per_node),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        output = dict(stdout=subprocess.PIPE, text=True) if rank == 0 else {}
+        output = output or dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        ranks.append(subprocess.Popen(command, cwd=directory, env=environment, **output))
+    out, _ = ranks[0].communicate()
+    if any([process.wait() for process in ranks]):
+        raise UserError(f"{shlex.join(command[1:])} failed, see above")
+    return out
+
+
+def base() -> Path:
+    """Return a small model to be fine-tuned, after a step of training if it is not there yet."""
+    path = WARD / "base"
+    if not path.exists():
+        flags = (
+            f"{TINY} --tokenizer bytes --steps 1 --eval-every 0 --out {path} --data {ROOT / 'docs'}"
+        )
+        command = [sys.executable, "train.py", *shlex.split(flags)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def chats() -> Path:
+    path = WARD / "chats.jsonl"
+    if not path.exists():
+        lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
+        path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+# ------------------------------------------------------------------------------------- commands
+
+
+def chosen(args: argparse.Namespace) -> tuple[dict, Fault, Path]:
+    ward = read_ward()
+    if args.run not in (1, 2, 3):
+        raise UserError(f"{args.command} of which run? 1, 2 or 3")
+    return ward, FAULTS[ward["faults"][args.run - 1]], WARD / str(args.run)
+
+
+def step(args: argparse.Namespace) -> None:
+    _, fault, directory = chosen(args)
+    print(measured(directory, fault, args.flags, repeats=5), end="")
+
+
+def ask(question: str, given: str | None) -> str:
+    try:
+        return given if given is not None else input(f"{question}: ").strip()
+    except EOFError:
+        raise UserError("no answer: nothing was written down") from None
+
+
+def answer(args: argparse.Namespace) -> None:
+    """Take the three answers, write them down, try the cure, and grade."""
+    ward, fault, directory = chosen(args)
+    name, number = ward["faults"][args.run - 1], str(args.run)
+    if number in ward["answers"]:
+        raise UserError(f"run {number} has been answered")
+    said = ask(f"fault, 1 to {len(FAULTS)}", args.fault)
+    if said not in map(str, range(1, len(FAULTS) + 1)):
+        raise UserError(f"'{said}' is no fault: give a number from 1 to {len(FAULTS)}")
+    named = list(FAULTS)[int(said) - 1]
+    cure = ask("cure: the flag with its value, or the function of parallel.py to mend", args.cure)
+    quantity = FAULTS[named].quantity
+    text = ask(f"by which factor will the cure reduce the {quantity}", args.gain)
+    try:
+        gain = float(text)
+    except ValueError:
+        raise UserError(f"'{text}' is no number") from None
+    given = ward["answers"][number] = dict(fault=named, cure=cure, gain=gain, points=0)
+    write_ward(ward)  # before anything is shown
+
+    print("measuring the run with and without your cure ...")
+    sick = fault.measure(measured(directory, fault, []))
+    cured = fault.measure(cured_report(directory, fault, cure))
+    points = [
+        (named == name, f"fault: {name}"),
+        (cured < 0.95 * sick, f"cure: {fault.quantity}: {sick:.3g}, and {cured:.3g} with yours"),
+        (0.9 < gain / (sick / max(cured, 1e-9)) < 1.1 and cured < 0.95 * sick,
+         f"gain: you said {gain:.3g}, it is {sick / max(cured, 1e-9):.3g}"),
+    ]  # fmt: skip
+    given["points"] = sum(ok for ok, _ in points)
+    write_ward(ward)
+    for ok, line in points:
+        print(f"  {line:<84} {'ok' if ok else 'no'}")
+    if fault.place:
+        print(f"  it was in the function {fault.place} of parallel.py")
+    print(f"{given['points']} of 3 points")
+
+
+def cured_report(directory: Path, fault: Fault, cure: str) -> str:
+    """Return the report of a run with the cure: flags in the copy, or the project's own code."""
+    if fault.place:
+        mended = cure.removeprefix("parallel.").strip("`() ") == fault.place
+        return measured(ROOT if mended else directory, fault, [])
+    if not cure.startswith("--"):
+        return measured(directory, fault, [])
+    try:
+        return measured(directory, fault, shlex.split(cure))
+    except (UserError, ValueError):
+        return measured(directory, fault, [])
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=raw)
+    parser.add_argument("command", nargs="?", default="show",
+                        choices=["show", "admit", "step", "answer"])  # fmt: skip
+    parser.add_argument("run", nargs="?", type=int, help="1, 2 or 3")
+    parser.add_argument("--seed", type=int, help="admit: which faults (default: any)")
+    parser.add_argument("--class", dest="key", metavar="KEY", help="admit: a teacher's word")
+    parser.add_argument("--student", metavar="NAME", help="admit: whose faults, with --class")
+    parser.add_argument("--again", action="store_true", help="admit: in place of those there are")
+    parser.add_argument("--fault", help="answer: its number (default: ask)")
+    parser.add_argument("--cure", help="answer: a flag or a function (default: ask)")
+    parser.add_argument("--gain", help="answer: a factor (default: ask)")
+    args, args.flags = parser.parse_known_args()
+    if args.flags and args.command != "step":
+        parser.error(f"unrecognized arguments: {' '.join(args.flags)}")
+    commands = {"show": show, "admit": admit, "step": step, "answer": answer}
+    commands[args.command](args)
+
+
+if __name__ == "__main__":
+    run(main)

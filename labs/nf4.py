@@ -1,0 +1,37 @@
+"""Which sixteen numbers stand for a matrix?
+
+A frozen matrix is only read, so it may lie in memory in 4 bits a weight: an eighth of float32. With
+4 bits one can name 16 numbers. NF4, QLoRA's format, takes them from the normal distribution, as
+weights are: close together around 0. They reach from -1 to 1, so blocks of weights have scales. The
+matrix itself is there only while it is multiplied, in forward and once more in backward.
+
+Read: the head of nf4.py, point 3 in the head of lora.py, and the documentation of torch.bucketize.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BLOCK = 64  # weights that share a scale
+# fmt: off
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+# fmt: on
+
+
+def four_bits() -> tuple[Callable, Callable, Callable]:
+    """Return three functions: quantize, dequantize and multiply.
+
+    quantize(matrix [out, in]) -> (codes, scales): of a matrix in float32, whose `in` is a multiple
+        of BLOCK. Each BLOCK neighbours of a row have one scale, float32 [out, in / BLOCK]: their
+        largest absolute value. The code of a weight is the place in NF4, from 0 to 15, of the
+        number that is nearest to weight / scale. codes are uint8 [out, in / 2], two in a byte, of
+        which the first is in the high half: first * 16 + second.
+    dequantize(codes, scales, dtype) -> the matrix [out, in] that they stand for
+    multiply(x [n, in], codes, scales) -> x @ matrix.T [n, out], in the dtype of x. Backward gives x
+        its gradient. From forward to backward the matrix is not kept.
+    """
+    raise NotImplementedError("about 26 lines")

@@ -1,0 +1,51 @@
+"""What of AdamW must every rank hold?
+
+AdamW keeps two moments of each weight: twice the memory of the weights. All ranks have the same
+weights, and update them alike. So a rank may keep the moments of its share alone, update that, and
+get the rest from the others: ZeRO-1. It sends no more than plain data parallelism.
+
+Read: the docstring of `ZeRO1` in parallel.py, and the documentation of reduce_scatter_tensor and
+all_gather_into_tensor in torch.distributed.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
+
+
+def adamw(
+    weights: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    lr: float,
+    decay: float,
+    count: int,
+) -> None:
+    """Update weights and both moments, in place, in AdamW's step `count` = 1, 2, ...
+
+    All tensors have the same shape, which may be any. The moments are zeros before step 1.
+    """
+    first.lerp_(grad, 1 - BETA1)  # the running mean of gradients
+    second.lerp_(grad**2, 1 - BETA2)  # and of their squares
+    mean, square = first / (1 - BETA1**count), second / (1 - BETA2**count)
+    weights *= 1 - lr * decay
+    weights -= lr * mean / (square.sqrt() + EPS)
+
+
+def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
+    """Return step(lr), which updates all parameters by AdamW, alike on all ranks. Each rank calls
+    this once, and then all ranks call step together.
+
+    groups: as of torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
+    Before each step, parameter.grad is the gradient of this rank's own sequences. The update is by
+    the average over all ranks. Parameters have any shapes; some have fewer numbers than there are
+    ranks. Between two steps, a rank keeps both moments of its share of the weights, 1 / ranks of
+    them and a little padding.
+    """
+    raise NotImplementedError("about 25 lines")
