@@ -10,18 +10,14 @@ first that does not hold: right numbers earn points even if too many bytes were 
 """
 
 import argparse
-import contextlib
 import csv
 import hashlib
 import json
-import os
 import re
 import runpy
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections import Counter
@@ -31,10 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from guard import run_guarded
+
 from plumbing.processes import UserError, with_progress
 
 LABS = Path(__file__).resolve().parent
-LONGEST = 60  # seconds for a submission
 
 
 class Grade(NamedTuple):
@@ -62,6 +59,8 @@ def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
     """Check every submission in a directory; yield a table or a summary, and write files."""
     key = args.key if args.key else secrets.token_hex(8) if args.seed is None else None
     submissions = list(find_submissions(Path(args.lab), labs))
+    if args.gradescope and len({student for student, *_ in submissions}) > 1:
+        raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
     grades = []
     for student, lab, file in with_progress(submissions, "submissions"):
         seed = args.seed if key is None else seed_of(key, student, lab)
@@ -109,35 +108,6 @@ def grade_file(student: str, lab: str, file: Path, seed: int) -> Grade:
     return Grade(student, lab, seed, result["passed"], min(result["points"], of), of, mistake, text)
 
 
-def run_guarded(lab: str, file: Path, seed: int) -> dict:
-    """Return what guard.py prints for a file, or that it took too long, or ended without a word."""
-    command = [sys.executable, str(LABS / "guard.py"), lab, str(file), str(seed)]
-    environment = dict(os.environ, TMPDIR=str(file.parent), OMP_NUM_THREADS="1")
-    failed = dict(passed=False, points=0)
-    with subprocess.Popen(
-        command,
-        cwd=file.parent,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            out, _ = process.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            out = f"it took more than {LONGEST} seconds"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ranks, too
-    try:
-        return json.loads(out.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = out.strip().splitlines()[-1:] or ["no result"]
-        return dict(**failed, mistake=last[0], text=out)
-
-
 @cache
 def points_of_solution(lab: str) -> int:
     """Return the points that the solution earns. Raises UserError if it does not pass here."""
@@ -158,7 +128,8 @@ def name_of(lab: str, mistake: str) -> str:
     for wrong in runpy.run_path(str(LABS / "answers" / f"{lab}.py"))["WRONG"]:
         if wrong["says"] in " ".join(mistake.split()):
             return wrong["name"]
-    return " ".join(mistake.split()) or "another mistake"
+    # Numbers differ from student to student, mistakes do not.
+    return re.sub(r"\d[\d,.]*", "N", " ".join(mistake.split())) or "another mistake"
 
 
 # ------------------------------------------------------------------------------------- reports
@@ -178,8 +149,7 @@ def summarize(grades: list[Grade]) -> Iterator[str]:
     for lab in dict.fromkeys(one.lab for one in grades):
         of_lab = [one for one in grades if one.lab == lab]
         yield f"{lab}: {sum(one.passed for one in of_lab)} of {len(of_lab)} passed"
-        # Numbers differ from student to student, mistakes do not.
-        mistakes = Counter(re.sub(r"\d[\d,.]*", "N", g.mistake) for g in of_lab if not g.passed)
+        mistakes = Counter(g.mistake for g in of_lab if not g.passed)
         for mistake, times in mistakes.most_common():
             yield f"{times:>4}  {textwrap.shorten(mistake, 110, placeholder=' ...')}"
 
@@ -210,8 +180,6 @@ def write_junit(grades: list[Grade], path: Path) -> None:
 
 def write_gradescope(grades: list[Grade], path: Path) -> None:
     """Write the results.json of an autograder on Gradescope, of one student."""
-    if len({one.student for one in grades}) > 1:
-        raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
     tests = [
         dict(name=one.lab, score=one.points, max_score=one.of, output=one.text) for one in grades
     ]

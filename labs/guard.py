@@ -1,6 +1,4 @@
-"""Check one file of a submission, within limits, and print the result as JSON: for grading.py.
-
-    python labs/guard.py LAB FILE SEED
+"""Check one file of a submission in a process of its own, within limits: for grading.py.
 
 The student's code may read and write in its own directory, and read what Python itself reads. It
 may not connect to anything, start programs, or read the solutions and other students' files. These
@@ -8,20 +6,21 @@ limits are made with audit hooks of Python: they stop accidents and simple attem
 who wants to break out, grade in a container without a network.
 """
 
-import sys
-from pathlib import Path
-
-LABS = Path(__file__).resolve().parent
-sys.path[:0] = [str(LABS.parent), str(LABS)]
-
 import json
 import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
 from types import FrameType
 
-import torch
 from checking import check
 from training import check_module
 
+LABS = Path(__file__).resolve().parent
+LONGEST = 60.0  # seconds for a submission
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS = "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.kill"
 STARTS = {*STARTS.split(), "os.killpg", "ctypes.dlopen", "ctypes.dlsym"}
@@ -81,21 +80,50 @@ def is_called_by(student: Path, frame: FrameType | None) -> bool:
     return False
 
 
-def main() -> None:
-    lab, file, seed = sys.argv[1], Path(sys.argv[2]).resolve(), int(sys.argv[3])
-    torch.set_num_threads(1)
-    sys.dont_write_bytecode = True  # imports of the student's are not to write
-    guard(file)
-    reports = []
-    for size in check_module(lab).SIZES:
-        reports.append(check(lab, size, seed, file))
-        if not reports[-1].properties:  # it ended with an error, or hangs
+def run_guarded(lab: str, file: Path, seed: int, longest: float = LONGEST) -> dict:
+    """Return whether a file passed, its points, the mistake and the report: from a fork, which has
+    made all imports already. It ends after `longest` seconds, with its ranks."""
+    reading, writing = os.pipe()
+    if (process := os.fork()) == 0:
+        os.close(reading)
+        os.setsid()  # so that it can be ended together with its ranks
+        with open(writing, "w") as pipe:
+            json.dump(in_fork(lab, file, seed), pipe)
+        os._exit(0)
+    os.close(writing)
+    started = time.monotonic()
+    while not os.waitpid(process, os.WNOHANG)[0]:
+        if time.monotonic() - started > longest:
+            os.killpg(process, signal.SIGKILL)
+            os.waitpid(process, 0)
             break
-    points = sum(line.ok for report in reports for line in report.properties)
+        time.sleep(0.02)
+    with open(reading) as pipe:
+        found = pipe.read()
+    if not found:
+        text = f"it took more than {longest:g} seconds, or ended itself"
+        return dict(passed=False, points=0, mistake=text, text=text)
+    return json.loads(found)
+
+
+def in_fork(lab: str, file: Path, seed: int) -> dict:
+    """Check the file on all its numbers of ranks, guarded."""
+    os.chdir(file.parent)
+    tempfile.tempdir = str(file.parent)
+    output = os.open("output", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.dont_write_bytecode = True  # imports of the student's are not to write
+    try:
+        guard(file)
+        reports = []
+        for size in check_module(lab).SIZES:
+            reports.append(check(lab, size, seed, file))
+            if not reports[-1].properties:  # it ended with an error, or hangs
+                break
+    except Exception:
+        text = traceback.format_exc()
+        return dict(passed=False, points=0, mistake=text.splitlines()[-1], text=text)
     shown = next((report for report in reports if not report.passed), reports[-1])
-    passed = shown.passed
-    print(json.dumps(dict(passed=passed, points=points, mistake=shown.mistake, text=shown.text)))
-
-
-if __name__ == "__main__":
-    main()
+    points = sum(line.ok for report in reports for line in report.properties)
+    return dict(passed=shown.passed, points=points, mistake=shown.mistake, text=shown.text)

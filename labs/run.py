@@ -7,6 +7,7 @@
     python labs/run.py why mean              the solution, once you have passed
     python labs/run.py train mean            30 steps of train.py with your function in its place
     python labs/run.py reset mean            the file as it was; yours is kept beside it
+    python labs/run.py predict bytes         say what a step sends, then see it counted; six more
 
 For teachers (labs/README.md):
     python labs/run.py release DIRECTORY     a copy of the project without solutions
@@ -38,9 +39,10 @@ from types import ModuleType
 import torch
 from checking import check
 from grading import grade, release, write_lab
+from predict import predict
 from training import check_module, train_twice
 
-from plumbing.parser import Parser
+from plumbing.parser import Parser, positive_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.
@@ -131,7 +133,8 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
             args.failed = True
             return
     if args.ranks:
-        yield f"\npassed on {args.ranks} ranks; without --ranks it is checked on others, too"
+        ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+        yield f"\npassed on {ranks}; without --ranks it is checked on others, too"
         return
     state = read_state()
     if args.lab not in state["passed"] and not args.file:
@@ -140,7 +143,8 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     file, function = module.LEADS_TO
     yield f"\npassed. The project's own is `{function}` in {file}."
     yield f"why it is so: python labs/run.py why {args.lab}"
-    yield f"in training:  python labs/run.py train {args.lab}"
+    if hasattr(module, "RUN"):
+        yield f"in training:  python labs/run.py train {args.lab}"
 
 
 def watch_lab(args: argparse.Namespace) -> Iterator[str]:
@@ -219,6 +223,7 @@ COMMANDS = {
     "why": why,
     "train": train_lab,
     "reset": reset,
+    "predict": predict,
     "release": release_labs,
     "grade": grade_labs,
     "new": new_lab,
@@ -230,14 +235,25 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", nargs="?", default="list", choices=COMMANDS)
     parser.add_argument(
-        "lab", nargs="?", help=f"one of {', '.join(NAMES)}; release and grade: a directory"
+        "lab",
+        nargs="?",
+        help=f"one of {', '.join(NAMES)}; release and grade: a directory; predict: a form, or "
+        "nothing for a list",
     )
     parser.add_argument(
         "--ranks", type=int, help="number of ranks (default: several, one after the other)"
     )
-    parser.add_argument("--seed", type=int, help="other weights and data (default: 0; grade: any)")
+    parser.add_argument(
+        "--seed", type=int, help="other weights and data (default: 0; grade, predict: any)"
+    )
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
+    guess = parser.add_argument_group("predict")
+    guess.add_argument("--answer", action="append", help="a line in place of one that is typed")
+    guess.add_argument("--student", metavar="NAME", help="with --class: questions of your own")
+    guess.add_argument(
+        "--attempt", type=positive_int, metavar="N", help="the student's Nth question"
+    )
     teacher = parser.add_argument_group("grade")
     teacher.add_argument(
         "--class", dest="key", metavar="KEY", help="other seeds for each student, by this word"
@@ -252,7 +268,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command in ("release", "grade") and not args.lab:
         raise UserError(f"{args.command} which directory?")
-    if args.command != "list" and not args.lab:
+    if args.command not in ("list", "predict") and not args.lab:
         raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False
     for text in COMMANDS[args.command](args):

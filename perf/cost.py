@@ -66,7 +66,8 @@ def predict_traffic(
     pipeline, those of rank `pp_rank` along pp, by default of the rank that sends most.
 
     `model` is the whole model, before it is parallelized; a microbatch has `batch` sequences on a
-    rank. The formulas are those of parallel.py's docstrings, with padding."""
+    rank. The formulas are those of parallel.py's docstrings, with padding. labs/bytes.py asks for
+    those of DDP, FSDP and HSDP."""
     if pp_rank is None:
         predicted = partial(predict_traffic, model, parallel, microbatches, batch, seq_len)
         of_ranks = [predicted(pp_rank=rank) for rank in range(parallel.pp)]
@@ -92,7 +93,7 @@ def predict_traffic(
 
 
 def _ddp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
-    """Buckets are filled in the order in which gradients become ready."""
+    """Buckets are filled in the order in which gradients become ready (labs/buckets.py)."""
     bucket, full = 0, 1 << 20  # bytes
     for parameter in reversed(list(model.parameters())):
         if bucket >= full:

@@ -41,7 +41,7 @@ def predict_memory(
     four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
     are in CPU memory, but count here. `fused`: norms run as one kernel, on a GPU or compiled.
-    `masked` is what mask_width returns."""
+    `masked` is what mask_width returns. labs/memory.py asks for a formula of DDP and FSDP."""
     parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1

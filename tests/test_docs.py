@@ -108,7 +108,7 @@ def test_a_script_takes_the_flags(command, monkeypatch):
 
 
 def test_links_and_pictures_exist():
-    for page in (*PAGES, ROOT / "labs/README.md"):
+    for page in (*PAGES, ROOT / "labs/README.md", *(ROOT / "docs/labs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
             path, _, heading = target.partition("#")
             linked = page.parent / path if path else page

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
-import grading
 import pytest
-from conftest import ROOT, launch, refused, slow
-from grading import run_guarded, seed_of
-from test_labs import ANSWERS, WRONG, check_module, in_copy, lab, student_file
+from conftest import ROOT, launch, refused, succeed
+from grading import seed_of
+from test_labs import ANSWERS, WRONG, check_module, copy, in_copy, lab, student_file  # noqa: F401
 
 LABS = ROOT / "labs"
 FIRST = "    totals = torch.stack"  # in the solution of mean
@@ -96,6 +95,7 @@ def test_the_directory_of_one_student(graded):
     refused(result, "--gradescope is for one student's directory")
 
 
+@pytest.mark.slow
 def test_summary_counts_mistakes(tmp_path):
     for student in ("ada", "bob", "eve"):
         submit(tmp_path, student, "mean", None if student == "eve" else PUBLISHED["change"])
@@ -103,20 +103,24 @@ def test_summary_counts_mistakes(tmp_path):
     assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED['name']}" in out
 
 
+def guarded(name: str, directory: Path, change: dict | None = None, longest: float = 60) -> dict:
+    """Return what guard.py finds about a submission."""
+    path = student_file(name, directory, change)
+    return json.loads(succeed("tests/workers/guarded.py", name, path, longest, timeout=90).out)
+
+
 @pytest.mark.parametrize("what", NOT_ALLOWED)
 def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
     code, says = NOT_ALLOWED[what]
-    submit(tmp_path, "eve", "mean", {FIRST: code})
-    result = run_guarded("mean", tmp_path / "eve/mean.py", seed=0)
+    result = guarded("mean", tmp_path, {FIRST: code})
     assert result["passed"] == (says == "")
     assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
 
 
-def test_long_submissions_are_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(grading, "LONGEST", 4)
-    submit(tmp_path, "max", "mean", {FIRST: f"    while True: pass\n{FIRST}"})
-    result = grading.run_guarded("mean", tmp_path / "max/mean.py", seed=0)
-    assert not result["passed"] and "more than 4 seconds" in result["mistake"]
+@pytest.mark.slow
+def test_long_submissions_are_ended(tmp_path):
+    result = guarded("mean", tmp_path, {FIRST: f"    while True: pass\n{FIRST}"}, longest=3)
+    assert not result["passed"] and "more than 3 seconds" in result["mistake"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_wrong_commands_are_refused(arguments, says):
     refused(launch("labs/run.py", *arguments), says)
 
 
-def test_a_new_lab_works(copy):
+def test_a_new_lab_works(copy):  # noqa: F811
     """Its starter, its solution, and its wrong answer."""
     out = in_copy(copy, "new", "median")
     assert "labs/answers/median.py" in out and "labs/checks/median.py" in out
@@ -147,9 +151,10 @@ def test_a_new_lab_works(copy):
     assert "This is the sum over the ranks" in in_copy(copy, "check", "median", code=1)
 
 
-@pytest.mark.parametrize("name", [n if n == "mean" else slow(n) for n in ANSWERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWERS)
 def test_solutions_pass_under_guard(name, tmp_path):
     """What a check itself does is not taken for the student's doing."""
-    result = run_guarded(name, student_file(name, tmp_path), seed=5)
+    result = guarded(name, tmp_path)
     assert result["passed"], result["text"]
     assert result["points"] >= len(check_module(name).SIZES)

@@ -1,0 +1,200 @@
+"""Which tokens of a long sequence does each rank take?
+
+A sequence is too long for one rank, so several ranks share it. Most layers work on each token by
+itself, and so on a rank's own tokens. Attention does not: a token's query needs the keys and values
+of all tokens before it, which other ranks have. And a late token needs more of them than an early
+one, so that some ranks may have more to do than others.
+
+Read: the documentation of torch.nn.functional.scaled_dot_product_attention, on is_causal above all,
+and that of torch.autograd.Function.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def context_attention(T: int) -> tuple[Tensor, Callable]:
+    """Return this rank's positions in a sequence of T tokens, and its attention.
+
+    positions [T / ranks] of int64: which tokens this rank has, in the order of its rows. Each token
+        is on one rank. RoPE has rotated queries and keys by these positions. 2 x ranks divides T.
+    attention(q [B, H, T / ranks, E], k, v [B, KV, T / ranks, E]) -> as q: causal attention of this
+        rank's queries to the keys and values of the whole sequence. A key and a value serve
+        H / KV neighbouring queries: enable_gqa=True.
+    Gradients are those of the sum of all ranks' losses. Keys and values are sent once, and their
+    gradients once. All ranks compute about equally many pairs of a query and a key, and few that
+    causal attention does not need.
+    """
+    # >>>
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunks = torch.arange(T).chunk(2 * ranks)
+    parts = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(ranks)]  # positions of each rank
+    sorting = torch.cat(parts).argsort()
+
+    class Gather(torch.autograd.Function):  # [T / ranks, ...] -> [T, ...], rank after rank
+        @staticmethod
+        def forward(ctx, part):
+            whole = part.new_empty(T, *part.shape[1:])
+            dist.all_gather_into_tensor(whole, part)
+            return whole
+
+        @staticmethod
+        def backward(ctx, grad):
+            part = grad.new_empty(T // ranks, *grad.shape[1:])
+            dist.reduce_scatter_tensor(part, grad.contiguous())
+            return part
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = torch.stack([k, v]).movedim(3, 0).contiguous()  # [T / ranks, 2, B, KV, E]
+        k, v = Gather.apply(own)[sorting].movedim(0, 3)  # [B, KV, T, E] both
+        outs = []
+        for chunk, queries in zip((chunks[rank], chunks[-1 - rank]), q.chunk(2, 2)):
+            end = int(chunk[-1]) + 1  # nothing that comes later is computed
+            mask = chunk[:, None] >= torch.arange(end)
+            seen = k[:, :, :end], v[:, :, :end]
+            outs.append(F.scaled_dot_product_attention(queries, *seen, mask, enable_gqa=True))
+        return torch.cat(outs, 2)
+
+    return parts[rank], attention
+    # <<<
+
+
+# Why: of 2 n chunks, chunk c sees c + 1. So a rank with chunks r and 2 n - 1 - r computes 2 n + 1
+# of them, whatever r is. With chunks in a row the numbers are the same, but the last rank has
+# several times the first one's work: PyTorch's own balancer did that to packed documents, and no
+# test of numbers could see it (pytorch PR #189902). Grouped keys and values are narrow, so that
+# gathering them costs little, unless they are repeated first (torchtitan #1283). All ranks' queries
+# use a key, and a reduce-scatter adds up what they say of it (lightly #1528 and pytorch/xla #5784
+# left that out). is_causal=True takes a rank's queries for the first of the sequence (pytorch
+# #103082).
+
+
+WRONG = [
+    dict(
+        name="chunks in a row",
+        says="Late tokens attend to more keys than early ones",
+        numbers="right",
+        change={
+            "torch.cat([chunks[r], chunks[-1 - r]])": (
+                "torch.cat([chunks[2 * r], chunks[2 * r + 1]])"
+            ),
+            "zip((chunks[rank], chunks[-1 - rank])": (
+                "zip((chunks[2 * rank], chunks[2 * rank + 1])"
+            ),
+        },
+    ),
+    dict(
+        name="all keys, and a mask",
+        says="nearly half of the pairs are computed for nothing",
+        numbers="right",
+        change={"end = int(chunk[-1]) + 1": "end = T"},
+    ),
+    dict(
+        name="everything gathered, the whole computed, own rows kept",
+        says="The queries of other ranks are sent as well",
+        numbers="right",
+        change={
+            "own = torch.stack([k, v]).movedim(3, 0).contiguous()": (
+                "own = torch.cat([q, k, v], 1).movedim(2, 0).contiguous()"
+            ),
+            "k, v = Gather.apply(own)[sorting].movedim(0, 3)": (
+                "q, k, v = (Gather.apply(own)[sorting].movedim(0, 2)"
+                ".split([q.shape[1], k.shape[1], v.shape[1]], 1))"
+            ),
+            "        outs = []\n": """\
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[:, :, parts[rank]]
+        outs = []
+""",
+        },
+    ),
+    dict(
+        name="keys and values repeated before they are sent (torchtitan #1283)",
+        says="repeated for each query head before they are sent",
+        numbers="right",
+        change={
+            "        own = torch": """\
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        own = torch"""
+        },
+    ),
+    dict(
+        name="all-reduce of all gradients, and a cut",
+        says="An all-reduce sends twice as much",
+        numbers="right",
+        change={
+            "            part = grad.new_empty(T // ranks, *grad.shape[1:])\n": "",
+            "dist.reduce_scatter_tensor(part, grad.contiguous())": """\
+grad = grad.contiguous()
+            dist.all_reduce(grad)
+            part = grad.chunk(ranks)[rank]""",
+        },
+    ),
+    dict(
+        name="keys in the order of the ranks",
+        says="Gathered keys stand rank after rank",
+        change={"Gather.apply(own)[sorting]": "Gather.apply(own)"},
+    ),
+    dict(
+        name="is_causal (pytorch #103082)",
+        says="is_causal=True lets query i see keys 0 to i",
+        change={"*seen, mask, enable_gqa=True": "*seen, is_causal=True, enable_gqa=True"},
+    ),
+    dict(
+        name="every n-th token, and places compared in place of positions",
+        says="The mask compares places within a rank",
+        change={
+            "torch.cat([chunks[r], chunks[-1 - r]])": "torch.arange(r, T, ranks)",
+            "(chunks[rank], chunks[-1 - rank])": "parts[rank].chunk(2)",
+            "end = int(chunk[-1]) + 1": "end = T",
+            "mask = chunk[:, None] >= torch.arange(end)": (
+                "mask = (chunk // ranks)[:, None] >= torch.arange(T) // ranks"
+            ),
+        },
+    ),
+    dict(
+        name="own keys alone",
+        says="Queries attend to the keys of their own rank alone",
+        change={
+            "        k, v = Gather": """\
+        mask = parts[rank][:, None] >= parts[rank]
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        k, v = Gather"""
+        },
+    ),
+    dict(
+        name="gradients not summed (lightly #1528)",
+        says="Other ranks' queries use these keys and values, too",
+        change={
+            "dist.reduce_scatter_tensor(part, grad.contiguous())": "part = grad.chunk(ranks)[rank]"
+        },
+    ),
+    dict(
+        name="gathered outside of autograd",
+        says="Collectives of torch.distributed are not recorded by autograd",
+        change={"Gather.apply(own)[sorting]": "Gather.apply(own.detach())[sorting]"},
+    ),
+    dict(
+        name="gradients of other tokens",
+        says="Gradients come back in order of position",
+        change={
+            "[sorting].movedim(0, 3)": ".movedim(0, 3)",
+            "            return whole\n": "            return whole[sorting]\n",
+        },
+    ),
+    dict(
+        name="the project's",
+        says="whole_sequences is what you are to write",
+        change={
+            "    rank, ranks = dist": """\
+    import context_parallel
+
+    context_parallel.whole_sequences(torch.zeros(2, 2, 2, 2))
+    rank, ranks = dist"""
+        },
+    ),
+]

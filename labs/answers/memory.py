@@ -1,0 +1,175 @@
+"""What fits?
+
+Before a run starts you want to know whether it fits, and which flag helps if it does not. Weights,
+gradients and AdamW's moments are easily counted. But the peak comes later, and consists of what
+forward saves, of whole copies that live for a moment, and of logits. Write the formula. The check
+runs six steps that you have not seen, and counts each tensor that is alive.
+
+Read: the docstrings of `recompute` and `fsdp` in parallel.py, and of `cross_entropy_sum` in
+model.py.
+"""
+
+from model import LlamaConfig
+
+
+def memory(
+    config: LlamaConfig,
+    root: int,
+    block: int,
+    dp: str,
+    ranks: int,
+    reshard: str,
+    checkpointing: str,
+    microbatches: int,
+    tokens: int,
+) -> dict[str, int]:
+    """Return the bytes of seven kinds of tensors on a rank. Each element has 4 bytes.
+
+    root: parameters of embedding, last norm and output together
+    block: parameters of a block; there are config.n_layers blocks
+    dp: "ddp" or "fsdp"
+    ranks: number of ranks, which divides the rows of all parameters
+    reshard: what fsdp shards again after each use, "weights" or "all"
+    checkpointing: "none" or "full"
+    microbatches: of the step; each has `tokens` tokens of this rank
+
+    Three kinds, to the byte, as they are between backward and the optimizer's step:
+        parameters, gradients, optimizer (two moments)
+    Four kinds at the peak, which is in the last microbatch. These and parameters and optimizer
+    together may be 10 % off:
+        sums         gradients that are there already; for ddp all, since its buckets always exist
+        gathered     whole weights: of the root, of the block that computes, and of the next one
+        activations  what blocks have saved for backward
+        computing    what the loss needs, or the last block's backward if that needs more
+
+    Elements a token, with D, F and V as in model.py and K = n_kv_heads head_dim:
+        a block saves             8 D + 2 K + 3 F; under full checkpointing its input alone, D
+        backward of a block needs D + 2 F, and what it has to compute again
+        the loss needs            4 D + 2 V, for the last norm, logits and their softmax;
+                                  and once 2 V D, for the gradient of the output matrix
+
+    Example: LlamaConfig(16, 3, 2, 1, 32, 32), root=1040, block=2336, dp="ddp", ranks=4, no
+    checkpointing and 1 microbatch of 32 tokens give parameters 32192, gradients 32192, optimizer
+    64384, sums 32192, gathered 0, activations 92160, computing 20480. The peak is 247244.
+    """
+    # >>>
+    D, F, V = config.dim, config.ffn_dim, config.vocab_size
+    P = root + config.n_layers * block
+    shards = ranks if dp == "fsdp" else 1
+    sums = 0
+    if dp == "ddp" or (microbatches > 1 and reshard == "weights"):
+        sums = P
+    elif microbatches > 1:
+        sums = P // shards
+    saved = everything = 8 * D + 2 * config.n_kv_heads * config.head_dim + 3 * F
+    if checkpointing == "full":
+        saved = D
+    loss = tokens * (4 * D + 2 * V) + 2 * V * D
+    backward = tokens * (everything - saved + D + 2 * F)
+    return {
+        "parameters": 4 * P // shards,
+        "gradients": 4 * P // shards,
+        "optimizer": 4 * 2 * P // shards,
+        "sums": 4 * sums,
+        "gathered": 4 * (root + 2 * block) if dp == "fsdp" else 0,
+        "activations": 4 * config.n_layers * tokens * saved,
+        "computing": 4 * max(loss, backward),
+    }
+    # <<<
+
+
+# Why: FSDP divides a rank's state by the ranks, and nothing else. Activations, logits and the whole
+# weights of two blocks stay as large on however many GPUs, so that people find the same memory with
+# FSDP as with DDP (fairscale #1050), or on 4 GPUs as on 2 (DeepSpeed #4093, where the estimate had
+# the state alone). Gradients that add up are easily overlooked: a memory tracker left them out as
+# well (tt-metal PR #50909). So are logits: a loss that chose its chunks by memory counted 4 bytes
+# for each where 18 were needed (unsloth-zoo #946). The terms say what helps: full checkpointing or
+# fewer tokens where activations are largest, --reshard all for sums, smaller chunks of tokens for
+# the loss, and more ranks for the state alone.
+
+
+WRONG = [
+    dict(
+        name="moments in bfloat16",
+        says="You count 2 bytes for each of AdamW's two moments",
+        change={"4 * 2 * P // shards": "2 * 2 * P // shards"},
+    ),
+    dict(
+        name="one moment",
+        says="or 4 for one",
+        change={"4 * 2 * P // shards": "4 * P // shards"},
+    ),
+    dict(
+        name="ddp sharded, too",
+        says="DDP shards nothing",
+        change={'ranks if dp == "fsdp" else 1': "ranks"},
+    ),
+    dict(
+        name="gradients of earlier microbatches forgotten (tt-metal PR #50909)",
+        says="Gradients of earlier microbatches are forgotten",
+        numbers="right",
+        change={
+            'if dp == "ddp" or (microbatches > 1 and reshard == "weights"):': 'if dp == "ddp":',
+            "elif microbatches > 1:": "elif False:",
+        },
+    ),
+    dict(
+        name="gradients add up sharded under weights",
+        says="Under weights gradients add up unsharded",
+        numbers="right",
+        change={'(microbatches > 1 and reshard == "weights")': "False"},
+    ),
+    dict(
+        name="gradients add up whole under all",
+        says="Under all gradients are sharded after each microbatch",
+        numbers="right",
+        change={'microbatches > 1 and reshard == "weights"': "microbatches > 1"},
+    ),
+    dict(
+        name="DDP's buckets forgotten",
+        says="DDP has buckets for all gradients",
+        change={'if dp == "ddp" or (micro': "if False or (micro"},
+    ),
+    dict(
+        name="logits forgotten",
+        says="Logits and softmax are forgotten",
+        numbers="right",
+        change={"tokens * (4 * D + 2 * V)": "tokens * 4 * D"},
+    ),
+    dict(
+        name="activations divided by the ranks, as was expected in fairscale #1050",
+        says="FSDP does not shard activations",
+        numbers="right",
+        change={"tokens * saved,": "tokens * saved // shards,"},
+    ),
+    dict(
+        name="activations of all microbatches",
+        says="Only one microbatch is under way",
+        numbers="right",
+        change={"tokens * saved,": "tokens * saved * microbatches,"},
+    ),
+    dict(
+        name="no whole weights",
+        says="FSDP computes with whole weights",
+        numbers="right",
+        change={'4 * (root + 2 * block) if dp == "fsdp" else 0': "0"},
+    ),
+    dict(
+        name="all weights whole",
+        says="A block's weights are freed after use",
+        numbers="right",
+        change={'4 * (root + 2 * block) if dp == "fsdp" else 0': '4 * P if dp == "fsdp" else 0'},
+    ),
+    dict(
+        name="full checkpointing saves nothing less",
+        says="Under full a block saves its input alone",
+        numbers="right",
+        change={"        saved = D": "        pass"},
+    ),
+    dict(
+        name="what backward computes again forgotten",
+        says="backward computes again what was not saved",
+        numbers="right",
+        change={"everything - saved + D": "D"},
+    ),
+]

@@ -1,0 +1,134 @@
+"""What does a rank do while it waits?
+
+The layers are cut into stages, one for each rank. Forward passes a microbatch from the first rank
+to the last, backward from the last to the first. In which order a rank computes its microbatches
+decides how long it waits for others, and how many microbatches it holds in memory meanwhile. You
+write that order as text. It is drawn, timed, and then really run.
+
+Read: the head of pipeline.py, and `check_schedule` and `held` in perf/timeline.py. Lines in a file
+are drawn by: python pipeline.py --stages 4 --microbatches 6 --schedule FILE
+"""
+
+
+def schedule(ranks: int, microbatches: int, split: bool) -> list[str]:
+    """Return what each rank computes, in order: a string for each rank, such as "F0 B0 F1 B1".
+
+    split=False: F3 is the forward of microbatch 3, one tick, and B3 its backward, two ticks. A rank
+        holds a microbatch from its F to the end of its B: at a time rank r holds at most ranks - r.
+        Each rank waits for at most 3 (ranks - 1) ticks.
+    split=True: B3 computes the gradient of the stage's input, and W3 those of its weights, in a
+        tick each. A rank holds a microbatch until its W is done: at a time at most `ranks`. Each
+        rank waits for at most ranks - 1 ticks, if there are at least as many microbatches as ranks.
+    There may be fewer microbatches than ranks.
+    """
+    # >>>
+    lines = []
+    for rank in range(ranks):
+        ahead = min(ranks - 1 - rank, microbatches)  # forwards before the first pair of F and B
+        order = [f"F{i}" for i in range(ahead)]
+        for i in range(microbatches):
+            if ahead + i < microbatches:
+                order.append(f"F{ahead + i}")
+            order.append(f"B{i}")
+            if split and i >= rank:  # a rank puts off W by as many backwards as its number
+                order.append(f"W{i - rank}")
+        if split:
+            order += [f"W{i}" for i in range(max(0, microbatches - rank), microbatches)]
+        lines.append(" ".join(order))
+    return lines
+    # <<<
+
+
+# Why: the first backward comes from the last rank, so rank r has ranks - 1 - r forwards to run
+# until then. From there on each backward makes room for one forward: this is 1F1B. It waits as long
+# as GPipe, but holds fewer microbatches. Other ranks wait for B, and nobody waits for W, so W fills
+# the time in which a rank would wait: the first ranks wait at the start, the last ones at the end,
+# and so the later a rank comes, the longer it puts off W. Nothing is shorter, for the last rank has
+# no work in the first ranks - 1 ticks. Where backward was split, W was put into a queue that nobody
+# emptied (Megatron-DeepSpeed #442). With fewer microbatches than ranks, PyTorch's 1F1B hung
+# (torchtitan #775), and AMD's crashed (Primus #1003).
+
+
+WRONG = [
+    dict(
+        name="all forwards first: GPipe",
+        says="as in GPipe, so every microbatch is held",
+        numbers="right",
+        change={"min(ranks - 1 - rank, microbatches)": "microbatches"},
+    ),
+    dict(
+        name="as many forwards first on each rank",
+        says="Every rank runs as many forwards first",
+        numbers="right",
+        change={"min(ranks - 1 - rank, microbatches)": "min(ranks - 1, microbatches)"},
+    ),
+    dict(
+        name="one microbatch at a time",
+        says="One microbatch is under way at a time",
+        numbers="right",
+        change={"min(ranks - 1 - rank, microbatches)": "0"},
+    ),
+    dict(
+        name="one forward too few",
+        says="it could run more forwards meanwhile",
+        numbers="right",
+        change={
+            "min(ranks - 1 - rank, microbatches)": "min(max(0, ranks - 2 - rank), microbatches)"
+        },
+    ),
+    dict(
+        name="forwards first counted from the other end",
+        says="Two ranks wait for each other",
+        change={"min(ranks - 1 - rank, microbatches)": "min(rank, microbatches)"},
+    ),
+    dict(
+        name="fewer microbatches than ranks forgotten (Primus #1003)",
+        says="With fewer microbatches than ranks",
+        change={"min(ranks - 1 - rank, microbatches)": "ranks - 1 - rank"},
+    ),
+    dict(
+        name="W right after B",
+        says="Each W comes right after its B",
+        numbers="right",
+        change={
+            "if split and i >= rank:": "if split:",
+            'order.append(f"W{i - rank}")': 'order.append(f"W{i}")',
+            "range(max(0, microbatches - rank), microbatches)": "range(0)",
+        },
+    ),
+    dict(
+        name="all W at the end",
+        says="A microbatch is held until its W",
+        numbers="right",
+        change={
+            "if split and i >= rank:": "if False:",
+            "range(max(0, microbatches - rank), microbatches)": "range(microbatches)",
+        },
+    ),
+    dict(
+        name="no W (Megatron-DeepSpeed #442)",
+        says="W is never computed",
+        change={
+            "if split and i >= rank:": "if False:",
+            "        if split:\n": "        if False:\n",
+        },
+    ),
+    dict(
+        name="the last W forgotten",
+        says="Each rank computes each action of each microbatch once",
+        change={"        if split:\n": "        if False:\n"},
+    ),
+    dict(
+        name="the project's",
+        says="1f1b is what you are to write",
+        change={
+            "    lines = []\n": """\
+    from pipeline import SCHEDULES
+
+    order = SCHEDULES["zero-bubble" if split else "1f1b"]
+    return [" ".join(order(rank, ranks, microbatches)) for rank in range(ranks)]
+    lines = []
+"""
+        },
+    ),
+]

@@ -1,0 +1,55 @@
+"""What fits?
+
+Before a run starts you want to know whether it fits, and which flag helps if it does not. Weights,
+gradients and AdamW's moments are easily counted. But the peak comes later, and consists of what
+forward saves, of whole copies that live for a moment, and of logits. Write the formula. The check
+runs six steps that you have not seen, and counts each tensor that is alive.
+
+Read: the docstrings of `recompute` and `fsdp` in parallel.py, and of `cross_entropy_sum` in
+model.py.
+"""
+
+from model import LlamaConfig
+
+
+def memory(
+    config: LlamaConfig,
+    root: int,
+    block: int,
+    dp: str,
+    ranks: int,
+    reshard: str,
+    checkpointing: str,
+    microbatches: int,
+    tokens: int,
+) -> dict[str, int]:
+    """Return the bytes of seven kinds of tensors on a rank. Each element has 4 bytes.
+
+    root: parameters of embedding, last norm and output together
+    block: parameters of a block; there are config.n_layers blocks
+    dp: "ddp" or "fsdp"
+    ranks: number of ranks, which divides the rows of all parameters
+    reshard: what fsdp shards again after each use, "weights" or "all"
+    checkpointing: "none" or "full"
+    microbatches: of the step; each has `tokens` tokens of this rank
+
+    Three kinds, to the byte, as they are between backward and the optimizer's step:
+        parameters, gradients, optimizer (two moments)
+    Four kinds at the peak, which is in the last microbatch. These and parameters and optimizer
+    together may be 10 % off:
+        sums         gradients that are there already; for ddp all, since its buckets always exist
+        gathered     whole weights: of the root, of the block that computes, and of the next one
+        activations  what blocks have saved for backward
+        computing    what the loss needs, or the last block's backward if that needs more
+
+    Elements a token, with D, F and V as in model.py and K = n_kv_heads head_dim:
+        a block saves             8 D + 2 K + 3 F; under full checkpointing its input alone, D
+        backward of a block needs D + 2 F, and what it has to compute again
+        the loss needs            4 D + 2 V, for the last norm, logits and their softmax;
+                                  and once 2 V D, for the gradient of the output matrix
+
+    Example: LlamaConfig(16, 3, 2, 1, 32, 32), root=1040, block=2336, dp="ddp", ranks=4, no
+    checkpointing and 1 microbatch of 32 tokens give parameters 32192, gradients 32192, optimizer
+    64384, sums 32192, gathered 0, activations 92160, computing 20480. The peak is 247244.
+    """
+    raise NotImplementedError("about 22 lines")

@@ -1,0 +1,505 @@
+"""labs/predict.py: what is counted is explained, right guesses score in full, and are recorded."""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import io
+import json
+import math
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import ModuleType
+
+import pytest
+from conftest import ROOT, launch, refused, succeed
+
+from perf.cost import predict_traffic, sent_bytes
+from perf.memory import predict_memory
+from plumbing.processes import UserError
+
+LABS = ROOT / "labs"
+
+
+def module(name: str) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT), *sys.path, str(LABS)])  # labs/lora.py is not lora.py
+        return importlib.import_module(name)
+
+
+forms, forms_of_time, predict = map(module, ("forms", "forms_of_time", "predict"))
+
+
+@pytest.fixture(autouse=True)
+def record(tmp_path, monkeypatch) -> Path:
+    """A record of guesses in which nothing stands yet."""
+    monkeypatch.setattr(predict, "RECORD", tmp_path / ".predictions")
+    return predict.RECORD
+
+
+def arguments(form: str | None, *answers, **given) -> argparse.Namespace:
+    flags = dict(lab=form, seed=0, key=None, student=None, attempt=None, failed=False)
+    return argparse.Namespace(**flags | given, answer=[*map(str, answers)])
+
+
+def guess(form: str | None, *answers, **given) -> str:
+    """Return what the command prints, but for the prompts."""
+    return "\n".join(predict.predict(arguments(form, *answers, **given)))
+
+
+def recorded(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def question(form: str, seed: int):
+    return predict.FORMS[form](Random(seed))
+
+
+# -------------------------------------------------------------------------------- explanations
+
+
+def test_terms_of_bytes_are_those_of_the_project():
+    """For every strategy, with padding, without and with several microbatches."""
+    kinds = set()
+    for seed in range(150):
+        run = question("bytes", seed).runs[0]
+        terms = forms.terms_of_traffic(run)
+        found = {key: (sum(t.calls for t in of_key), sum(t.value for t in of_key))
+                 for key, of_key in terms.items()}  # fmt: skip
+        given = run.parallel, run.microbatches, run.microbatch, run.seq_len
+        assert found == predict_traffic(forms.model_of(run.config), *given), run
+        padded = any("padding" in term.text for of_key in terms.values() for term in of_key)
+        kinds.add((run.parallel.dp, run.parallel.reshard, padded))
+    assert len(kinds) == 2 + 2 * (1 + 3 + 3) - 1  # ddp, zero1, and fsdp and hsdp by --reshard
+
+
+def test_terms_of_memory_are_those_of_the_project():
+    moments = set()
+    for seed in range(60):
+        run = question("memory", seed).runs[0]
+        expected = predict_memory(
+            forms.model_of(run.config), run.parallel, run.tokens, run.microbatches
+        )
+        for kind, terms in forms.terms_of_state(run).items():
+            assert sum(term.value for term in terms) == expected[kind], (run, kind)
+        totals = {moment: sum(term.value for term in terms)
+                  for moment, terms in forms.terms_of_peak(run).items()}  # fmt: skip
+        assert expected["peak"] == pytest.approx(max(totals.values()), rel=1e-3)
+        moments.add(max(totals, key=totals.get))
+    assert len(moments) == 2
+
+
+def check_count(form: str, seed: int) -> None:
+    """Count, which raises ArithmeticError where the terms give another sum."""
+    one = question(form, seed)
+    found = one.count()
+    assert len(found) == len(one.asked)
+    if form == "memory":  # the terms alone explain nearly all of the peak
+        peak = found[-1]
+        assert abs(peak.terms[-1].value) < 0.05 * peak.value, (seed, peak)
+
+
+@pytest.mark.parametrize("form, seeds", [("bubble", 200), ("counts", 3), ("ranking", 10)])
+def test_counted_is_explained(form, seeds):
+    for seed in range(seeds):
+        check_count(form, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bytes", "memory", "counts", "twice", "crossing"])
+def test_counted_is_explained_for_many_seeds(form):
+    for seed in range(10, 30):
+        check_count(form, seed)
+
+
+# --------------------------------------------------------------------------------- full rounds
+
+
+def read_model(text: list[str]) -> tuple[int, list[int], list[list[int]]]:
+    """Return, as a student reads them in the question, the blocks, and the elements and shapes of
+    all parameters."""
+    blocks = int(re.match(r"A model of (\d) blocks", text[0])[1])
+    root, block = ([[*map(int, shape.split(", "))] for shape in re.findall(r"\[([\d, ]+)\]", line)]
+                   for line in text[1:3])  # fmt: skip
+    return blocks, root, block
+
+
+def elements(shapes: list[list[int]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def right_bytes(seed: int) -> list:
+    """Of a step that all-gathers blocks in each pass and microbatch, by the text alone."""
+    text = question("bytes", seed).text
+    blocks, root, block = read_model(text)
+    m = int(re.search(r"(\d) microbatch", text[4])[1])
+    assert "bfloat16" in text[0] and "--dp fsdp --reshard weights." in text[3]
+    gathers = 2 * (m * 2 * blocks * elements(block) + m * elements(root))
+    scatters = 4 * (blocks * elements(block) + elements(root))
+    return [m * (2 * blocks + 1), gathers, blocks + 1, f"{scatters / 1e6:.3f} MB", 0]
+
+
+def right_memory(seed: int) -> list:
+    one = question("memory", seed)
+    blocks, root, block = read_model(one.text)
+    assert ": --dp ddp" in one.text[3]
+    state = 4 * (elements(root) + blocks * elements(block))
+    tensors = len(root) + blocks * len(block)
+    (run,) = one.runs
+    peak = predict_memory(forms.model_of(run.config), run.parallel, run.tokens, run.microbatches)
+    return [state, state, 2 * state + 4 * tensors, f"{peak['peak'] / 1e6:.2f} MB"]
+
+
+def right_counts(seed: int) -> list:
+    text = question("counts", seed).text
+    m = int(re.search(r"(\d) microbatches", text[2])[1])
+    assert "--dp hsdp --reshard weights --checkpointing full" in text[1]
+    return [2 * m, 2 * m, 1, 1]
+
+
+def right_ranking(seed: int) -> list:
+    return [question("ranking", seed).count()[0].value.replace(" ", "")]
+
+
+def right_crossing(seed: int) -> list:
+    """At the speed that is counted a is 10 % slower than b, and at half of it more."""
+    (found,) = question("crossing", seed).count()
+    lines = re.findall(r"^[ab]  ([\d.]+) = ", "\n".join(found.notes), re.MULTILINE)
+    a, b, a_below, b_below = map(float, lines)
+    assert a / b == pytest.approx(1.1, abs=0.02) and a_below / b_below > a / b
+    return [f"{found.value / 8 * 1.1:.3g} GB/s"]
+
+
+def right_bubble(seed: int) -> list:
+    text = question("bubble", seed).text[0]
+    p, m = map(int, re.search(r"(\d) ranks, (\d+) microbatches, --schedule 1f1b", text).groups())
+    return [f"{p - 1}/{m + p - 1}", min(p, m)]
+
+
+def right_twice(seed: int) -> list:
+    """By what the project predicts of both steps."""
+    one = question("twice", seed)
+    speed = float(re.search(r"(\d+) Gbit/s", one.text[5])[1])
+    found = []
+    for run in one.runs:
+        model, parallel = forms.model_of(run.config), run.parallel
+        traffic = predict_traffic(model, parallel, run.microbatches, run.microbatch, run.seq_len)
+        peak = predict_memory(model, parallel, run.tokens, run.microbatches)["peak"]
+        compiled = replace(run, parallel=replace(parallel, compile=True))
+        plan = forms_of_time.plan_of(compiled, forms_of_time.cluster(speed, 4))
+        found.append((sent_bytes(traffic, parallel), peak, plan.seconds))
+    return [f"{after / before:.3g} x" for before, after in zip(*found)]
+
+
+ROUNDS = {  # form -> a seed, what a student should type, and what not
+    "bytes": (0, right_bytes, [8, "1 MB", 8, "2 MB", 1, 77]),
+    "memory": (2, right_memory, [1, 2, 3, 4]),
+    "counts": (5, right_counts, [1, 3, 4, 0]),
+    "ranking": (3, right_ranking, ["b e a d c"]),
+    "crossing": (3, right_crossing, ["1 Mbit/s"]),
+    "bubble": (1, right_bubble, ["1 %", 99]),
+    "twice": (7, right_twice, [4, "5/2", "9x"]),
+}
+
+
+@pytest.mark.parametrize("form", predict.FORMS)
+def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeypatch):
+    seed, right, wrong = ROUNDS[form]
+    counted = []
+    draw = predict.FORMS[form]
+
+    @functools.wraps(draw)
+    def draw_and_count_once(random: Random):
+        one = draw(random)
+
+        def count():
+            counted.append(counted[0] if counted else one.count())
+            return counted[0]
+
+        return replace(one, count=count)
+
+    monkeypatch.setitem(predict.FORMS, form, draw_and_count_once)
+    out = guess(form, *right(seed), seed=seed)
+    assert "score 100%" in out and " wrong" not in out, out
+    assert f"predict {form}, seed {seed}\n" in out
+    if form == "bytes":
+        factors = "3 blocks x 3 microbatches x 2 (forward, backward) x 43,136 parameters x 2"
+        assert f"18 calls: {factors} bytes" in " ".join(out.split())
+    first, scored = recorded(record)
+    assert scored["scored"] == first["hash"] and scored["score"] == 1 and first["guess"] == 1
+    out = guess(form, *wrong, seed=seed)
+    assert "score 0%" in out and f"seed {seed}, guess 2" in out, out
+    again, scored = recorded(record)[2:]
+    assert again["guess"] == 2 and scored["score"] == 0
+    assert re.search(rf"{form} .* 1 first, 100%; 1 later, 0%", guess(None))
+
+
+def test_a_term_that_is_missing_is_named():
+    """The second bucket of DDP. What is 0, and was said to be 0, does not count."""
+    text = question("bytes", 2).text
+    assert "--dp ddp" in text[3]
+    out = guess("bytes", 0, 0, 2, "1.0821 MB", seed=2)
+    assert "all-gather" not in out.partition("recorded as")[2] and "score 50%" in out
+    assert re.search(r"^all-reduce over replicate, bytes .* 0.7791  wrong$", out, re.MULTILINE)
+    assert "1 call: a bucket, full at 1 MiB: 23 tensors, 270,528 parameters x 4 bytes" in out
+    assert "Yours is the sum without line 2." in out
+
+
+def test_terms_that_give_another_sum_are_an_error():
+    with pytest.raises(ArithmeticError, match="the terms give 3, and 4 was counted"):
+        forms.explained(4, [forms.Term(1, "one"), forms.Term(2, "two")])
+
+
+# --------------------------------------------------------------------------------- what is typed
+
+
+BYTES = forms.Asked("sent", "bytes")
+SHARE, SPEED = forms.Asked("share", "%", 0.02), forms.Asked("speed", "Gbit/s", "logarithm")
+CALLS, FACTOR = forms.Asked("calls", "calls"), forms.Asked("growth", "factor", 0.1)
+ORDER = forms.Asked("order", "order", "pairs")
+
+
+@pytest.mark.parametrize(
+    "text, asked, value",
+    [
+        ("12.5 MB", BYTES, 12.5e6),
+        ("12.5mb", BYTES, 12.5e6),
+        ("3e6", BYTES, 3e6),
+        ("1,234", BYTES, 1234),
+        ("1,234,567 bytes", BYTES, 1234567),
+        (".5 GiB", BYTES, 2**29),
+        ("12", CALLS, 12),
+        ("12.5 %", SHARE, 12.5),
+        ("12.5", SHARE, 12.5),
+        ("1/8", SHARE, 12.5),
+        ("3/2", FACTOR, 1.5),
+        ("2x", FACTOR, 2),
+        ("50", SPEED, 50),
+        ("50 Gbit/s", SPEED, 50),
+        ("100 mbit", SPEED, 0.1),
+        ("C, a, d; b e", ORDER, "c a d b e"),
+        ("c>a>d>b>e", ORDER, "c a d b e"),
+    ],
+)
+def test_what_is_understood(text, asked, value):
+    assert predict.parse(text, asked).value == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text, asked, says",
+    [
+        ("", BYTES, "'' is not understood: type a number of bytes, such as 12.5 MB"),
+        ("12 apples", BYTES, "'12 apples' is not understood"),
+        ("12,5 MB", BYTES, "'12,5 MB' is not understood"),
+        ("-3", CALLS, "such as 12"),
+        ("2.5", CALLS, "type a whole number"),
+        ("1/0", FACTOR, "such as 1.5 or 3/2"),
+        ("5 MB", CALLS, "not understood"),
+        ("9" * 400, CALLS, "not understood"),
+        ("a b c d", ORDER, "each of the letters a to e once"),
+        ("a b c d d", ORDER, "each of the letters a to e once"),
+        ("nan", SPEED, "not understood"),
+    ],
+)
+def test_what_is_not_understood(text, asked, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        predict.parse(text, asked)
+
+
+@pytest.mark.parametrize(
+    "asked, typed, counted, points",
+    [
+        (BYTES, "2595328", 2595328, 1),
+        (BYTES, "2595327", 2595328, 0),
+        (BYTES, "2.60 MB", 2595328, 1),  # rounded
+        (BYTES, "2.6 MB", 2595328, 1),
+        (BYTES, "2.59 MB", 2595328, 0),
+        (BYTES, "3 MB", 2595328, 0),  # too coarse
+        (CALLS, "13", 14, 0),
+        (FACTOR, "1.9", 2, 1),
+        (FACTOR, "1.7", 2, 0),
+        (SPEED, "120", 100, 1),
+        (SPEED, "200", 100, math.log(2) / math.log(4 / 1.25)),
+        (SPEED, "50", 100, math.log(2) / math.log(4 / 1.25)),
+        (SPEED, "400", 100, 0),
+        (SPEED, "0", 100, 0),
+    ],
+)
+def test_points(asked, typed, counted, points):
+    row = predict.Row(asked, predict.parse(typed, asked), forms.Found(counted))
+    assert row.points == pytest.approx(points, abs=1e-9)
+
+
+def test_pairs_that_are_close_do_not_count():
+    found = forms.Found("a b c d e", seconds=dict(a=1, b=1.1, c=2, d=2.1, e=4))
+    points = {typed: predict.Row(ORDER, predict.parse(typed, ORDER), found).points
+              for typed in ("abcde", "badce", "cabde", "edcba")}  # fmt: skip
+    assert points == pytest.approx({"abcde": 1, "badce": 1, "cabde": 6 / 8, "edcba": 0})
+
+
+def test_unclear_input_is_asked_again(capsys, record):
+    out = guess("bubble", "twelve", "1/7", "", "2", seed=1)
+    asked = capsys.readouterr().out
+    assert asked.count("waiting (%, within 2%): ") == asked.count("forwards held: ") == 2
+    assert asked.count("is not understood: type") == 2 and "score 100%" in out
+    assert recorded(record)[0]["answers"] == {"waiting": "1/7", "forwards held": "2"}
+
+
+def test_the_end_of_input_ends_without_a_record(record):
+    args = arguments("bubble", "1/7", seed=1)
+    assert [*predict.predict(args)][-1] == "\nend of input: nothing is recorded"
+    assert args.failed and not record.exists()
+    with pytest.raises(UserError, match="1 of --answer are left over: nothing is recorded"):
+        guess("bubble", "1/7", 2, 3, seed=1)
+    assert not record.exists()
+
+
+def test_a_pipe_is_read(monkeypatch, record):
+    monkeypatch.setattr("sys.stdin", io.StringIO("1/7\n2\n"))
+    args = arguments("bubble", seed=1)
+    args.answer = None
+    assert "score 100%" in "\n".join(predict.predict(args))
+
+
+def in_child(function, terminal: bool = False) -> tuple[int, int | None]:
+    """Call a function in a fork. Returns its process id and its terminal, if it gets one."""
+    child, file = pty.fork() if terminal else (os.fork(), None)
+    if child == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return child, file
+
+
+def test_a_student_at_a_terminal():
+    def session() -> None:
+        sys.stdin = open(0)
+        sys.stdout = open(1, "w")
+        args = arguments("bubble", seed=1)
+        args.answer = None
+        for text in predict.predict(args):
+            print(text, flush=True)
+
+    child, terminal = in_child(session, terminal=True)
+    shown = b""
+    for question, answer in ((b"within 2%): ", b"x\n"), (b"within 2%): ", b"14.3 %\n"),
+                             (b"forwards held: ", b"2\n")):  # fmt: skip
+        while not shown.endswith(question):
+            shown += os.read(terminal, 1000)
+        os.write(terminal, answer)
+    with contextlib.suppress(OSError):  # which Linux raises at the end
+        while more := os.read(terminal, 1000):
+            shown += more
+    assert os.waitpid(child, 0)[1] == 0
+    assert b"'x' is not understood" in shown and b"score 100%" in shown
+    assert shown.index(b"recorded as") < shown.index(b"counted  ratio")
+
+
+# ------------------------------------------------------------------------------------ the record
+
+
+def test_a_guess_is_recorded_before_it_is_counted(record, monkeypatch):
+    """A student who ends the command before the counted values come has guessed all the same."""
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    draw = predict.FORMS["bubble"]
+    monkeypatch.setitem(predict.FORMS, "bubble", lambda random: replace(draw(random), count=kill))
+    child, _ = in_child(lambda: guess("bubble", "1/7", 9, seed=1))
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (entry,) = recorded(record)
+    assert entry["answers"] == {"waiting": "1/7", "forwards held": "9"}
+    monkeypatch.setitem(predict.FORMS, "bubble", draw)
+    assert "guess 2" in guess("bubble", "1/7", 2, seed=1)
+
+
+def change_score(lines: list[str]) -> list[str]:
+    return [*lines[:-1], lines[-1].replace('"score": 0.5', '"score": 1.0')]
+
+
+def change_guess(lines: list[str]) -> list[str]:
+    """And its hash, so that it agrees with itself."""
+    entry = json.loads(lines[0])
+    entry["answers"]["waiting"] = "14.3"
+    del entry["hash"]
+    entry["hash"] = predict.hash_of(json.dumps(entry))
+    return [json.dumps(entry), *lines[1:]]
+
+
+@pytest.mark.parametrize(
+    "change, entry",
+    [
+        (change_score, 4),
+        (change_guess, 2),
+        (lambda lines: lines[1:], 1),
+        (lambda lines: [lines[0], *lines[2:]], 2),
+        (lambda lines: [*lines[:2], "no JSON", "7", "{}"], 3),
+        (lambda lines: ["[]", *lines], 1),
+    ],
+)
+def test_a_changed_record_is_noticed(change, entry, record):
+    for _ in range(2):
+        guess("bubble", "1/7", 9, seed=1)
+    assert "note" not in guess(None)
+    record.write_text("".join(f"{line}\n" for line in change(record.read_text().splitlines())))
+    note = f"note: .predictions was changed: its entry {entry} is not what was written"
+    assert guess(None).startswith(note)
+    assert guess("bubble", "1/7", 9, seed=1).startswith(note)
+
+
+def test_a_class_gives_each_student_questions_that_a_teacher_can_repeat(record):
+    ada = dict(key="2027", student=" Ada  Lovelace", seed=None)
+    first = guess("bubble", 1, 1, **ada)
+    second = guess("bubble", 1, 1, **ada)
+    head = r"predict bubble, seed (\d+): question {} for ada lovelace, class 2027"
+    seeds = [re.match(head.format(n), out)[1] for n, out in ((1, first), (2, second))]
+    record.unlink()  # as on the teacher's machine
+    for n, seed in enumerate(seeds, 1):
+        out = guess("bubble", 1, 1, **ada | dict(student="ada lovelace"), attempt=n)
+        assert re.match(head.format(n), out)[1] == seed
+    others = [guess("bubble", 1, 1, **ada | other) for other in
+              (dict(student="bob"), dict(key="2028"))]  # fmt: skip
+    others.append(guess("ranking", "abcde", **ada))
+    seeds += [re.search(r"seed (\d+)", out)[1] for out in others]
+    assert len(set(seeds)) == 5
+    assert "guess 2" in guess("bubble", 1, 1, **ada, attempt=1)
+
+
+@pytest.mark.parametrize(
+    "form, given, says",
+    [
+        ("size", {}, "no form 'size': choose from bytes, memory, counts"),
+        ("bytes", dict(student="ada"), "are for --class KEY"),
+        ("bytes", dict(key="x"), "--class KEY needs --student NAME"),
+        ("bytes", dict(key="x", student="ada", seed=3), "and no --seed"),
+    ],
+)
+def test_wrong_flags(form, given, says):
+    with pytest.raises(UserError, match=says):
+        guess(form, **given)
+
+
+def test_the_command(tmp_path):
+    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns(".predictions"))
+    for path in ROOT.iterdir():
+        if path.name != "labs":
+            (tmp_path / path.name).symlink_to(path)
+    command = tmp_path / "labs/run.py", "predict"
+    answers = "--answer", "1/7", "--answer", "2"
+    out = succeed(*command, "bubble", "--seed", 1, *answers).out
+    assert out.index("recorded as") < out.index("score 100%")
+    assert "bubble  " in (listed := succeed(*command).out) and "1 first, 100%" in listed
+    assert len((tmp_path / "labs/.predictions").read_text().splitlines()) == 2
+    refused(launch(*command, "bubbles"), "no form 'bubbles'")
+    assert launch(*command, "bubble", "--seed", 1, *answers[:2]).codes == [1]

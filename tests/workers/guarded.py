@@ -1,0 +1,13 @@
+"""Print as JSON what guard.py finds about a submission: LAB FILE SECONDS."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
+
+from guard import run_guarded  # noqa: E402
+
+lab, file, longest = sys.argv[1:]
+print(json.dumps(run_guarded(lab, Path(file).resolve(), seed=5, longest=float(longest))))
