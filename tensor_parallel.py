@@ -155,7 +155,8 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
 def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) -> None:
     """Shard a model over a mesh of one dimension, in place: parameters become DTensors.
 
-    Raises UserError for a parameter or a loss that it does not know how to shard."""
+    Raises UserError for a parameter or a loss that it does not know how to shard. labs/tp.py shards
+    a feed-forward block by hand."""
     if model.loss is not cross_entropy_sum:
         raise UserError("--tp replaces model.loss by loss_parallel: shard your loss there")
     for path, layer in model.named_modules():
@@ -193,7 +194,7 @@ def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Ten
     Each rank computes the logits of its vocabulary shard. Ranks exchange only the logsumexp of
     their logits, one number a token.
     hidden [B, T, D] sharded over the sequence, weight [V, D] sharded over the vocabulary, targets
-    [B, T] -> scalar, the same on every rank."""
+    [B, T] -> scalar, the same on every rank. labs/logits.py writes it by hand."""
 
     def log_partition_offset(logits: Tensor) -> Tensor:
         sum_dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -8,6 +8,7 @@ function in the place of what it replaces in train.py or parallel.py.
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def train_twice(lab: str, path: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         losses = {}
+        shutil.copytree(ROOT / "docs", directory / "docs")  # the text, as it is now
         for who, file in (("train.py", ""), (path.name, str(path))):
             yield f"{STEPS} steps with {'the function in ' * bool(file)}{who}"
             losses[who] = _train(lab, file, directory)
@@ -76,7 +78,7 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
     """Return the loss of each step of a run, with the function in `file` unless that is ''."""
     how = check_module(lab).RUN
     out = directory / ("student" if file else "project")
-    text = [*TEXT, "--data", str(ROOT / "docs")]
+    text = [*TEXT, "--data", str(directory / "docs")]
     flags = [*text, *how.flags.split()]
     if how.script == "finetune_lora.py":
         base, chats = directory / "base", directory / "chats.jsonl"

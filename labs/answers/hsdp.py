@@ -51,13 +51,14 @@ def hybrid_sharding(per_node: int) -> tuple[Callable, Callable, Callable]:
 # Why: ranks are numbered node by node, and in a mesh the last dimension varies fastest: so `shard`
 # comes last. Of gradients of P bytes the reduce-scatter leaves P / per_node on each rank, and that
 # is all that crosses. A transposed mesh gives the same numbers, and gathers weights over the slow
-# link for every microbatch (pytorch #161776, #154888; Bagel PR #309; RLinf #1502). The first
-# version of PyTorch's own HSDP all-reduced before it reduce-scattered (pytorch PR #84590).
+# link for every microbatch. It is easily made: FSDP goes by the order of a mesh's dimensions and
+# not by their names (pytorch #161776). The first version of PyTorch's own HSDP all-reduced before
+# it reduce-scattered (pytorch PR #84590).
 
 
 WRONG = [
     dict(
-        name="mesh transposed (pytorch #161776)",
+        name="mesh transposed, its dimensions in the wrong order (pytorch #161776)",
         says="The ranks that share one copy of the weights are in different nodes",
         numbers="right",
         change={

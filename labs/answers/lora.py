@@ -37,9 +37,10 @@ def prepare(model: Llama, mesh: DeviceMesh, seed: int) -> torch.optim.Optimizer:
 
 # Why: FSDP gathers what it manages, trained or not. The frozen base is the same on every rank and
 # stays so: it needs no gradient, no optimizer state and no exchange, only memory. Where it does not
-# fit, fewer bits or tensor parallelism help; gathering it for every microbatch is the slowest way
-# (litgpt #1417 and PR #1538, torchtune PR #514). The optimizer comes last, since fully_shard puts
-# new parameters in place of the old ones.
+# fit, fewer bits or tensor parallelism help; gathering it for every microbatch is the slowest way.
+# LoRA under FSDP was slower than on one GPU in torchtune (#2264, #1734). In litgpt base and factors
+# were in one unit, and FSDP1 took memory for gradients of both (#1417, PR #1538). The optimizer
+# comes last, since fully_shard puts new parameters in place of the old ones.
 
 
 WRONG = [

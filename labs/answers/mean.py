@@ -36,13 +36,14 @@ def average(parameters: list[Tensor], loss: Tensor, targets: int, clip: float):
 
 # Why: sums can be added up over ranks, whoever has the targets, before the one division. Means
 # cannot: in the mean of two means a rank with few targets counts as much as one with many.
-# transformers, torchtune and mlx-lm have each divided too early (transformers #24725, torchtune
-# #1875, mlx-lm #1413). The norm of a step is that of the sum, so clipping comes last.
+# transformers had this for ranks (#34242). With microbatches in place of ranks it is the same
+# mistake, and was in transformers (#24725), torchtune (PR #1875) and mlx-lm (PR #1413). The norm of
+# a step is that of the sum, so clipping comes last.
 
 
 WRONG = [
     dict(
-        name="mean of means (transformers #24725)",
+        name="mean of means (transformers #34242)",
         says="This is the mean of the ranks' means.",
         change={
             """

@@ -49,7 +49,7 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # Why: inside an autograd.Function nothing is recorded, so forward saves what it is told to save. In
 # backward the same forward runs again, now recorded, from the same inputs and the same random
 # numbers. A checkpoint around a block that has one already runs attention three times
-# (llama-cookbook #740, Liger-Kernel #1064).
+# (llama-cookbook #740).
 
 
 WRONG = [

@@ -1,5 +1,5 @@
-"""lora, as in litgpt #1417 and torchtune before its PR #514: the frozen base is in the adapters'
-FSDP units, and is gathered in every forward and backward."""
+"""lora, as in litgpt #1417, which complains of memory under FSDP1: the frozen base is in the
+adapters' FSDP units. So it is also gathered in every forward and backward."""
 
 import torch
 from torch.distributed.fsdp import fully_shard

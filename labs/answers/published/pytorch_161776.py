@@ -1,5 +1,5 @@
-"""hsdp, as in pytorch #161776 and #154888, Bagel's PR #309 and RLinf #1502: the mesh is transposed,
-so that a copy of the weights is spread over nodes."""
+"""hsdp, as in pytorch #161776: the dimensions have the right names and the wrong order, so the mesh
+is transposed, and a copy of the weights is spread over nodes."""
 
 import torch
 import torch.distributed as dist

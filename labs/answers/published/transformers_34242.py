@@ -1,4 +1,4 @@
-"""mean, as in transformers #24725: each rank takes the mean over its own targets, and the ranks'
+"""mean, as in transformers #34242: each rank takes the mean over its own targets, and the ranks'
 means are averaged as if they counted alike."""
 
 import torch

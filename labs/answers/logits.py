@@ -1,0 +1,191 @@
+"""Who holds the vocabulary?
+
+The logits of a language model are its largest activation: a number for each token and each entry of
+the vocabulary. In tensor parallelism each rank computes those of its part of the vocabulary. Most
+targets lie in another rank's part, and a softmax needs all logits of a token. Yet no rank needs to
+see another's: a few numbers a token are enough.
+
+Read: `loss_parallel` in tensor_parallel.py; for the gradient, `_ChunkedCrossEntropy` in model.py.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import IGNORE
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
+    """Return the sum over targets of -log softmax(logits of all ranks)[target], a scalar, the same
+    on all ranks. Let backward give logits their gradient. Each rank calls this.
+
+    logits [N, v]: of N tokens and this rank's part of the vocabulary, the entries from vocab_start
+        to vocab_start + v - 1. The last rank may have fewer than the others.
+    targets [N]: entries of the whole vocabulary, the same on all ranks. IGNORE, -100, is none.
+    Logits may be as large as 1e4. No tensor has more elements than the first rank's logits, and a
+    rank sends at most 4 numbers a token.
+    """
+    # >>>
+    token = torch.arange(len(targets))
+    counts = targets != IGNORE
+    column = targets - vocab_start
+    is_here = counts & (0 <= column) & (column < logits.shape[1])
+    column = torch.where(is_here, column, 0)
+
+    class CrossEntropy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            largest = logits.amax(1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            p = (logits - largest[:, None]).exp()
+            of_target = torch.where(is_here, logits[token, column] - largest, 0)
+            sums = torch.stack([p.sum(1), of_target])
+            dist.all_reduce(sums)
+            total, of_target = sums
+            p /= total[:, None]
+            p[token, column] -= is_here.to(p.dtype)
+            ctx.save_for_backward(p * counts[:, None])
+            return ((total.log() - of_target) * counts).sum()
+
+        @staticmethod
+        def backward(ctx, scale):
+            (grad,) = ctx.saved_tensors
+            return grad * scale
+
+    return CrossEntropy.apply(logits)
+    # <<<
+
+
+# Why: the loss of a token is the logarithm of a sum over the vocabulary, minus the target's logit.
+# The sum can be added up over ranks, and the target's logit too, if ranks that do not have it add
+# 0. All ranks subtract the same largest logit first, so that exp does not overflow. The gradient,
+# softmax - onehot, then needs no other message. Ranks without the target have one as well: their
+# softmax (ms-swift PR #9947). Gathered logits give the same loss, and need as much memory as
+# without tensor parallelism (AReaL #664, torchforge PR #608, tt-metal #39998). What is computed
+# from one part alone depends on the number of ranks, as in Megatron-LM #7464.
+
+
+WRONG = [
+    dict(
+        name="the logits gathered (AReaL #664, torchforge PR #608)",
+        says="A tensor has the logits of the whole vocabulary",
+        numbers="right",
+        change={
+            "    return CrossEntropy.apply(logits)\n": """\
+    import torch.nn.functional as F
+
+    rank, size, width = dist.get_rank(), dist.get_world_size(), torch.tensor(logits.shape[1])
+    dist.all_reduce(width, dist.ReduceOp.MAX)
+    logits = F.pad(logits, (0, width - logits.shape[1]), value=-torch.inf)
+    parts = [torch.empty_like(logits) for _ in range(size)]
+    dist.all_gather(parts, logits.detach())
+    parts[rank] = logits
+    whole = torch.cat(parts, 1)
+    return F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
+"""
+        },
+    ),
+    dict(
+        name="exponentials gathered, and added up by each rank",
+        says="Here the numbers of whole parts of the vocabulary are sent",
+        numbers="right",
+        change={
+            "            dist.all_reduce(sums)\n            total, of_target = sums\n": """\
+            import torch.nn.functional as F
+
+            dist.all_reduce(sums[1])
+            width = torch.tensor(p.shape[1])
+            dist.all_reduce(width, dist.ReduceOp.MAX)
+            parts = [p.new_empty(len(p), width) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, F.pad(p, (0, width - p.shape[1])))
+            total, of_target = sum(part.sum(1) for part in parts), sums[1]
+"""
+        },
+    ),
+    dict(
+        name="each rank's own softmax",
+        says="Each rank normalizes over its own part of the vocabulary",
+        change={"            dist.all_reduce(sums)\n": ""},
+    ),
+    dict(
+        name="the target's logit stays where it is",
+        says="The logit of the target is missing on ranks that do not have it",
+        change={"dist.all_reduce(sums)": "dist.all_reduce(sums[0])"},
+    ),
+    dict(
+        name="each rank subtracts its own largest logit",
+        says="Ranks have subtracted different numbers",
+        change={"            dist.all_reduce(largest, dist.ReduceOp.MAX)\n": ""},
+    ),
+    dict(
+        name="nothing is subtracted",
+        says="exp of a large logit is infinite",
+        change={
+            "logits.amax(1)\n": "torch.zeros(len(logits), dtype=logits.dtype)\n",
+        },
+    ),
+    dict(
+        name="targets of other ranks count as the first entry",
+        says="A rank that does not have the target adds the logit of another entry",
+        change={
+            "torch.where(is_here, logits[token, column] - largest, 0)": (
+                "logits[token, column] - largest"
+            )
+        },
+    ),
+    dict(
+        name="targets of other ranks as an index",
+        says="Most targets lie in another rank's part",
+        change={"    column = torch.where(is_here, column, 0)\n": ""},
+    ),
+    dict(
+        name="ignored targets count in the loss",
+        says="Tokens whose target is IGNORE are in the loss",
+        change={"((total.log() - of_target) * counts).sum()": "(total.log() - of_target).sum()"},
+    ),
+    dict(
+        name="ignored targets count in the gradient",
+        says="Tokens whose target is IGNORE have a gradient",
+        change={"ctx.save_for_backward(p * counts[:, None])": "ctx.save_for_backward(p)"},
+    ),
+    dict(
+        name="onehot subtracted on every rank",
+        says="Every rank subtracts 1",
+        change={"-= is_here.to(p.dtype)": "-= 1"},
+    ),
+    dict(
+        name="onehot not subtracted",
+        says="This is the softmax alone",
+        change={"            p[token, column] -= is_here.to(p.dtype)\n": ""},
+    ),
+    dict(
+        name="only the target's rank has a gradient (ms-swift PR #9947)",
+        says="A rank has a gradient only for targets in its own part",
+        change={
+            "ctx.save_for_backward(p * counts[:, None])": (
+                "ctx.save_for_backward(p * is_here[:, None])"
+            )
+        },
+    ),
+    dict(
+        name="the gradient of the loss is not used",
+        says="Backward is given the gradient of the loss",
+        change={"return grad * scale": "return grad"},
+    ),
+    dict(
+        name="the loss counted by every rank",
+        says="once for each rank",
+        change={"return grad * scale": "return grad * scale * dist.get_world_size()"},
+    ),
+    dict(
+        name="the project's",
+        says="loss_parallel is what you are to write",
+        change={
+            "    token = torch": """\
+    import tensor_parallel
+
+    tensor_parallel.loss_parallel(None, logits, logits, targets)
+    token = torch"""
+        },
+    ),
+]

@@ -1,0 +1,229 @@
+"""Columns first or rows first?
+
+In tensor parallelism all ranks see the same tokens, and each keeps a part of every matrix. Here the
+matrices are those of a feed-forward block: x -> (silu(x @ w1.T) * (x @ w3.T)) @ w2.T. They can be
+cut in two directions, and both give the right numbers. But one needs a single sum over ranks in
+forward, and the other needs several, of wider tensors. And backward needs a sum of its own.
+
+Read: the picture at the head of tensor_parallel.py, and the documentation of
+torch.autograd.Function.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks. It is new: autograd may still need the old one."""
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def feed_forward() -> tuple[Callable, Callable]:
+    """Return two functions, shard and forward. Each rank calls this once.
+
+    shard(w1 [F, D], w2 [D, F], w3 [F, D]) -> a list of the tensors that this rank keeps, with at
+        most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on one rank. The
+        number of ranks need not divide F.
+    forward(x [N, D], *kept) -> (silu(x @ w1.T) * (x @ w3.T)) @ w2.T [N, D], on every rank
+    x is the same on all ranks, and so is the gradient that backward starts with. Backward gives x
+    its whole gradient on every rank, and each kept tensor its own.
+    """
+    # >>>
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    class SumInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return summed(grad)
+
+    class SumInForward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return summed(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def shard(w1: Tensor, w2: Tensor, w3: Tensor) -> list[Tensor]:
+        return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]
+
+    def forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        x = SumInBackward.apply(x)
+        hidden = F.silu(x @ w1.T) * (x @ w3.T)
+        return SumInForward.apply(hidden @ w2.T)
+
+    return shard, forward
+    # <<<
+
+
+# Why: silu(a + b) is not silu(a) + silu(b), so silu needs whole sums, and no partial ones. A rank
+# has them for its own features if w1 and w3 are cut by output features: these are rows of w1, and
+# columns of the product. The rank's columns of w2 multiply just these features, and one sum of
+# [N, D] is left. In backward that sum passes its gradient on, which every rank has already
+# (Megatron-LM #559 asks why). But all ranks used x, so backward has to sum the gradient of x: in
+# torchtitan #1805 it did not, in AReno PR #496 it did so twice. Where gate and up are one matrix,
+# each half has to be cut by itself (tt-forge-models PR #855, xLLM PR #1616).
+
+
+WRONG = [
+    dict(
+        name="no sum in backward (torchtitan #1805)",
+        says="Each rank has the gradient of x through its own features",
+        change={"        x = SumInBackward.apply(x)\n": ""},
+    ),
+    dict(
+        name="the sum of forward is summed in backward, too (asked in Megatron-LM #559)",
+        says="The gradient of the output was summed over the ranks",
+        change={"            return grad\n": "            return summed(grad)\n"},
+    ),
+    dict(
+        name="rows first",
+        says="w1 and w3 are cut by input features",
+        numbers="right",
+        change={
+            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 1), (w2, 1), (w3, 1))",
+            "hidden = F.silu(x @ w1.T) * (x @ w3.T)": """\
+x = x.chunk(size, 1)[rank]
+        gate, up = SumInForward.apply(x @ w1.T), SumInForward.apply(x @ w3.T)
+        hidden = SumInBackward.apply(F.silu(gate) * up).chunk(size, 1)[rank]""",
+        },
+    ),
+    dict(
+        name="rows first, and the sum after the nonlinearity",
+        says="silu(a + b) is not silu(a) + silu(b)",
+        change={
+            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 1), (w2, 1), (w3, 1))",
+            "hidden = F.silu(x @ w1.T) * (x @ w3.T)": """\
+x = x.chunk(size, 1)[rank]
+        hidden = SumInForward.apply(F.silu(x @ w1.T) * (x @ w3.T))
+        hidden = SumInBackward.apply(hidden).chunk(size, 1)[rank]""",
+        },
+    ),
+    dict(
+        name="columns twice, with the hidden features gathered in between (exllamav2 #614)",
+        says="Nothing has to be gathered",
+        numbers="right",
+        change={
+            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 0), (w2, 0), (w3, 0))",
+            "return SumInForward.apply(hidden @ w2.T)": """\
+hidden = SumInBackward.apply(gathered(hidden, w2.shape[1]))
+        return gathered(hidden @ w2.T, x.shape[1])""",
+            "    def shard": """\
+    def gathered(columns: Tensor, width: int) -> Tensor:
+        before = -(-width // size) * rank
+        padded = F.pad(columns, (before, width - before - columns.shape[1]))
+        return SumInForward.apply(padded)
+
+    def shard""",
+        },
+    ),
+    dict(
+        name="a sum of the gradient for the gate, and one for up",
+        says="Gate and up read the same x",
+        numbers="right",
+        change={
+            "        x = SumInBackward.apply(x)\n": "",
+            "F.silu(x @ w1.T) * (x @ w3.T)": """\
+F.silu(SumInBackward.apply(x) @ w1.T) * (
+            SumInBackward.apply(x) @ w3.T
+        )""",
+        },
+    ),
+    dict(
+        name="gate and up cut as one matrix (tt-forge-models PR #855)",
+        says="w1 and w3 were cut as one matrix",
+        change={
+            "return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
+                "return [torch.cat([w1, w3]).chunk(size)[rank].clone(), "
+                "w2.chunk(size, 1)[rank].clone()]"
+            ),
+            "w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:\n": """\
+w13: Tensor, w2: Tensor) -> Tensor:
+        w1, w3 = w13.chunk(2)
+""",
+        },
+    ),
+    dict(
+        name="w3 cut otherwise than w1",
+        says="has other features of w1 than of w3",
+        change={
+            "for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
+                "for w, dim in ((w1, 0), (w2, 1))] + [w3[rank::size].clone()]"
+            )
+        },
+    ),
+    dict(
+        name="the last features forgotten",
+        says="are on no rank",
+        change={
+            "[w.chunk(size, dim)[rank].clone() for": "[part_of(w, dim) for",
+            "    def shard": """\
+    def part_of(w: Tensor, dim: int) -> Tensor:
+        width = w.shape[dim] // size
+        return w.narrow(dim, rank * width, width).clone()
+
+    def shard""",
+        },
+    ),
+    dict(
+        name="no sum in forward",
+        says="Each rank has the part of the output that comes from its own features",
+        change={"return SumInForward.apply(hidden @ w2.T)": "return hidden @ w2.T"},
+    ),
+    dict(
+        name="average instead of sum",
+        says="This is the average over the ranks",
+        change={
+            "return SumInForward.apply(hidden @ w2.T)": """\
+return SumInForward.apply(hidden @ w2.T) / size"""
+        },
+    ),
+    dict(
+        name="summed outside of autograd",
+        says="Collectives of torch.distributed are not recorded by autograd",
+        change={"SumInForward.apply(hidden @ w2.T)": "summed((hidden @ w2.T).detach())"},
+    ),
+    dict(
+        name="a hook of x itself",
+        says="what reached x past the block",
+        change={"x = SumInBackward.apply(x)": "x.register_hook(summed)"},
+    ),
+    dict(
+        name="every rank keeps everything",
+        says="Every rank keeps whole matrices",
+        numbers="right",
+        change={
+            "w.chunk(size, dim)[rank].clone()": "w.clone()",
+            "        x = SumInBackward.apply(x)\n": "",
+            "SumInForward.apply(hidden @ w2.T)": "hidden @ w2.T",
+        },
+    ),
+    dict(
+        name="the parts are views of whole matrices",
+        says="A chunk is a view",
+        numbers="right",
+        change={"[rank].clone() for": "[rank] for"},
+    ),
+    dict(
+        name="parallelize_module",
+        says="parallelize_module is what you are to write",
+        change={
+            "    rank, size = dist": """\
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    parallelize_module(torch.nn.Linear(2, 2))
+    rank, size = dist"""
+        },
+    ),
+]
