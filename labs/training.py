@@ -9,11 +9,12 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -35,7 +36,7 @@ LABS = Path(__file__).resolve().parent
 ROOT = LABS.parent
 STEPS = 30
 TEXT = (
-    "--model tiny --tokenizer bytes --seq-len 128 --batch 12 --microbatch 3 --dtype float64".split()
+    "--model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 3 --dtype float64".split()
 )
 
 
@@ -87,7 +88,7 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
             chats.write_text("\n".join(map(json.dumps, lines)))
             ends = ["--steps", "1", "--eval-every", "0", "--out", str(base)]
             _launch("", "", 1, [*text, *how.base.split(), *ends])
-        flags = ["--init", str(base), "--data", str(chats), "--seq-len", "128", "--batch", "12"]
+        flags = ["--init", str(base), "--data", str(chats), "--seq-len", "32", "--batch", "12"]
         flags += ["--dtype", "float64", *how.flags.split()]
     flags += ["--steps", str(STEPS), "--eval-every", "0", "--out", str(out)]
     _launch(lab, file, how.processes, flags)
@@ -96,15 +97,50 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
 
 
 def _launch(lab: str, file: str, processes: int, flags: list[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "training", lab, file, *flags]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{LABS}"  # labs/lora.py is not lora.py
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT)
-    if ended.returncode:
-        raise UserError(
-            f"training failed with {Path(file).name if file else 'train.py'}, see above"
-        )
+    """Train on ranks that are forks of this process, so that they need no imports."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(processes):
+        if (process := os.fork()) == 0:
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(processes),
+                LOCAL_WORLD_SIZE=str(processes),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            )
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _be_rank(lab, file, flags)
+        ranks.append(process)
+    if any([os.waitpid(process, 0)[1] for process in ranks]):  # who loses a peer ends soon
+        who = Path(file).name if file else "train.py"
+        raise UserError(f"training failed with {who}, see above")
+
+
+def _be_rank(lab: str, file: str, flags: list[str]) -> None:
+    """Train on a rank until its end, with the function in `file` unless that is ''."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        sys.argv = ["train.py", *flags]
+        run(partial(_main, lab, file))
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _main(lab: str, file: str) -> None:
+    checkpoint.Saver = NothingSaved if lab else checkpoint.Saver
+    if file:
+        module = check_module(lab)
+        module.install(load_function(Path(file), module.FUNCTION))
+    tunes = lab and check_module(lab).RUN.script == "finetune_lora.py"
+    (finetune_lora if tunes else train).main()
 
 
 # ------------------------------------------------------------- what a student's function replaces
@@ -138,18 +174,3 @@ class NothingSaved(checkpoint.Saver):
 
     def _check(self) -> None:
         pass
-
-
-def main() -> None:
-    lab, file, *sys.argv[1:] = sys.argv[1:]
-    if lab:
-        checkpoint.Saver = NothingSaved
-    if file:
-        module = check_module(lab)
-        module.install(load_function(Path(file), module.FUNCTION))
-    tunes = lab and check_module(lab).RUN.script == "finetune_lora.py"
-    (finetune_lora if tunes else train).main()
-
-
-if __name__ == "__main__":
-    run(main)

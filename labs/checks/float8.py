@@ -277,7 +277,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
 
     weights = [tensors(seed, "near 1")[1].chunk(size, dim=1)[rank] for rank in range(size)]
     yield compare_tensors(
-        "weights",
+        "untouched",
         [{"weight": r["weights"]["near 1"]} for r in results],
         [{"weight": weight} for weight in weights],
         {},
