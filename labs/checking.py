@@ -20,6 +20,7 @@ class Report(NamedTuple):
     properties: list[Property]  # those that were looked at, in order: at most the last is wrong
     mistake: str  # the sentence for what is wrong; "" if nothing is, or if it is not known
     text: str  # what the student reads
+    drawing: str = ""  # an SVG of the time line, if the lab has one and the check passed
 
 
 def check(lab: str, size: int, seed: int, path: Path) -> Report:
@@ -48,7 +49,9 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
             picture = module.picture(ended.results, size, seed)
             shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
-            return Report(True, properties, "", "\n".join([head, *lines, *shown]))
+            draw = getattr(module, "drawing", lambda *_: "")
+            drawing = draw(ended.results, size, seed)
+            return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
         mistake = properties[-1].mistake
         lines += wrapped(mistake) + show_calls(ended.calls[0], source)
     hint = f"  hint: python labs/run.py hint {lab}"

@@ -11,6 +11,7 @@ are wrong: `python labs/run.py reset NAME` makes the starter from it. And a modu
     on_rank     (path, size, seed, rank) -> what the student's function gave, sent and held there
     properties  (results of all ranks, size, seed) -> yields a Property for each line of the report
     picture     (may be left out) the same -> a text that is shown below these lines
+    drawing     (may be left out) the same, if all hold -> an SVG for --plot
     RUN, install    (may be left out) how train.py runs with the function: see training.py
 
 run.py lists the labs in ORDER.

@@ -2,6 +2,7 @@
 
     python labs/run.py                       the labs, and which is next
     python labs/run.py check mean            check labs/mean.py; --ranks 3 --seed 7 for other cases
+    python labs/run.py check buckets --plot FILE.svg    and draw its time line
     python labs/run.py watch mean            check it whenever the file changes
     python labs/run.py hint mean             the next of three hints
     python labs/run.py why mean              the solution, once you have passed
@@ -129,6 +130,9 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     for size in [args.ranks] if args.ranks else module.SIZES:
         report = check(args.lab, size, args.seed or 0, path)
         yield report.text
+        if args.plot and report.drawing:
+            args.plot.write_text(report.drawing)
+            yield str(args.plot)
         if not report.passed:
             args.failed = True
             return
@@ -247,6 +251,9 @@ def main() -> None:
         "--seed", type=int, help="other weights and data (default: 0; grade, predict: any)"
     )
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw the time line of buckets or pipeline"
+    )
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
     guess = parser.add_argument_group("predict")
     guess.add_argument("--answer", action="append", help="a line in place of one that is typed")

@@ -1,6 +1,7 @@
 """Checks of all labs: solutions pass, and each wrong answer gets its sentence."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT, slow
@@ -19,6 +20,15 @@ def test_solutions_pass(name, tmp_path):
     size = check_module(name).SIZES[0]
     out = lab("check", name, "--file", student_file(name, tmp_path), "--ranks", size)
     assert f"passed on {size} rank" in out and " no\n" not in out
+
+
+@pytest.mark.parametrize("name", ["buckets", "pipeline"])
+def test_time_lines_are_drawn(name, tmp_path):
+    plot = tmp_path / "plot.svg"
+    path, size = student_file(name, tmp_path), check_module(name).SIZES[0]
+    assert str(plot) in lab("check", name, "--file", path, "--ranks", size, "--plot", plot)
+    drawn = ElementTree.parse(plot).getroot()
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) > 10
 
 
 @pytest.mark.slow

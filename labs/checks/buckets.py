@@ -98,6 +98,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         "seconds": clock.end,
         "spans": clock.spans,
         "picture": clock.draw_text(),
+        "drawing": clock.draw_svg(f"a step on {RANKS} GPUs with {path.name}"),
     }
 
 
@@ -224,6 +225,11 @@ def picture(results: list[dict], size: int, seed: int) -> str:
     """Return the time line of rank 0."""
     legend = "F is forward, B backward, 1 2 3 ... are all-reduces, + is several, . is idle."
     return f"{results[0]['picture']}\n{legend}"
+
+
+def drawing(results: list[dict], size: int, seed: int) -> str:
+    """Draw the same as an SVG."""
+    return results[0]["drawing"]
 
 
 # ----------------------------------------------------------------- in training

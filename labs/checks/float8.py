@@ -307,7 +307,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
 # ----------------------------------------------------------------- in training
 
 # A rank has columns of the weights of wo and w2, whose products are the student's.
-RUN = Run(flags="--tp 2 --float8 tensorwise")
+RUN = Run(flags="--tp 2 --float8 tensorwise --microbatch 6")
 
 
 def install(float8_linear: Callable) -> None:

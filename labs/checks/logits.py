@@ -221,7 +221,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
 
 # ----------------------------------------------------------------- in training
 
-RUN = Run(flags="--tp 2")
+RUN = Run(flags="--tp 2 --microbatch 6")
 
 
 def install(cross_entropy: Callable) -> None:

@@ -219,6 +219,12 @@ def picture(results: list[dict], size: int, seed: int) -> str:
     return "\n".join(drawn).strip()
 
 
+def drawing(results: list[dict], size: int, seed: int) -> str:
+    """Draw the schedule with W as an SVG."""
+    _, spans = timed(results[0]["texts"][MICROBATCHES, True], MICROBATCHES)
+    return timeline.draw_svg(spans, f"{size} ranks, {MICROBATCHES} microbatches, with W")
+
+
 def step_seconds(texts: dict[int, list[str]]) -> float:
     """Return the seconds that `bench.py plan` predicts for a step of Llama 3 8B, with microbatches
     of 8,192 tokens. `texts` are the lines for each number of microbatches."""

@@ -230,7 +230,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
 # ----------------------------------------------------------------- in training
 
 # The lab says nothing about the norm of sharded gradients, so nothing is clipped.
-RUN = Run(flags="--tp 2 --clip 0")
+RUN = Run(flags="--tp 2 --clip 0 --microbatch 6")
 
 
 class Parts(nn.Module):
