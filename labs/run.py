@@ -116,7 +116,7 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
     state = read_state()
     for lab in NAMES:
         done = "passed" if lab in state["passed"] else ""
-        yield f"{lab:<12} {question_of(lab):<48} {done}"
+        yield f"{lab:<12} {question_of(lab):<66} {done}"
     if left := [lab for lab in NAMES if lab not in state["passed"]]:
         yield f"\nnext: read labs/{left[0]}.py, write, and try: python labs/run.py check {left[0]}"
 
