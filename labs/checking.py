@@ -20,7 +20,7 @@ class Report(NamedTuple):
     properties: list[Property]  # those that were looked at, in order: at most the last is wrong
     mistake: str  # the sentence for what is wrong; "" if nothing is, or if it is not known
     text: str  # what the student reads
-    drawing: str = ""  # an SVG of the time line, if the lab has one and the check passed
+    drawing: str = ""  # an SVG of the time line, if the lab has one
 
 
 def check(lab: str, size: int, seed: int, path: Path) -> Report:
@@ -34,7 +34,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     if ended.error and ended.error.message.startswith("about "):
         text = f"  not written yet: {ended.error.message}, in place of line {ended.error.line}"
         return Report(False, [], "not written yet", f"{head}\n{text}")
-    properties, shown, mistake = [], [], ""
+    properties, shown, mistake, drawing = [], [], "", ""
     if differing := different_groups(ended.calls):  # may hang, fail, or give wrong numbers
         mistake, lines = differing, wrapped(differing)
     elif ended.hangs:
@@ -45,17 +45,16 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         properties = list(until_wrong(module.properties(ended.results, size, seed)))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
-        if hasattr(module, "picture"):
-            picture = module.picture(ended.results, size, seed)
-            shown = [textwrap.indent(picture, "  ")] if picture else []
+        picture, drawing = (getattr(module, name, lambda *_: "")(ended.results, size, seed)
+                            for name in ("picture", "drawing"))  # fmt: skip
+        shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
-            draw = getattr(module, "drawing", lambda *_: "")
-            drawing = draw(ended.results, size, seed)
             return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
         mistake = properties[-1].mistake
         lines += wrapped(mistake) + show_calls(ended.calls[0], source)
     hint = f"  hint: python labs/run.py hint {lab}"
-    return Report(False, properties, mistake, "\n".join([head, *lines, *shown, hint]))
+    text = "\n".join([head, *lines, *shown, hint])
+    return Report(False, properties, mistake, text, drawing)
 
 
 def until_wrong(properties: Iterator[Property]) -> Iterator[Property]:

@@ -39,6 +39,7 @@ from plumbing.records import write_atomically
 
 WARD = ROOT / "out/clinic"
 TINY = "--model tiny --seq-len 128"
+PER_NODE = 2  # ranks of each of two nodes, where collectives that cross are counted
 
 
 # ------------------------------------------------------------------------------ what is measured
@@ -54,7 +55,7 @@ def crossing(report: str) -> float:
     payload = re.search(r"counted: .*; payload (.*)", report)[1]
     found = re.findall(r"([\d.,]+ \w+) by [\d,]+ [\w-]+ over (\w+)", payload)
     slow = {dim for dim, groups in re.findall(r"(\w+) groups ((?:\([\d ]+\) ?)+)", report)
-            if any(len({int(rank) // 2 for rank in group.split()}) > 1
+            if any(len({int(rank) // PER_NODE for rank in group.split()}) > 1
                    for group in re.findall(r"\(([\d ]+)\)", groups))}  # fmt: skip
     return sum(megabytes(text) for text, dim in found if dim in slow)
 
@@ -268,7 +269,7 @@ def measured(directory: Path, fault: Fault, flags: list[str], repeats: int = 1) 
         ranks.append(subprocess.Popen(command, cwd=directory, env=environment, **output))
     out, _ = ranks[0].communicate()
     if any([process.wait() for process in ranks]):
-        raise UserError(f"{shlex.join(command[1:])} failed, see above")
+        raise UserError(f"it was refused, see above: {shlex.join(command[1:])}")
     return out
 
 
@@ -327,22 +328,26 @@ def answer(args: argparse.Namespace) -> None:
     cure = ask("cure: the flag with its value, or the function of parallel.py to mend", args.cure)
     quantity = FAULTS[named].quantity
     text = ask(f"by which factor will the cure reduce the {quantity}", args.gain)
-    try:
-        gain = float(text)
-    except ValueError:
-        raise UserError(f"'{text}' is no number") from None
+    if not re.fullmatch(r"\d*\.?\d+", text):
+        raise UserError(f"'{text}' is no factor: give a number such as 1.5")
+    gain = float(text)
     given = ward["answers"][number] = dict(fault=named, cure=cure, gain=gain, points=0)
     write_ward(ward)  # before anything is shown
 
     print("measuring the run with and without your cure ...")
+    try:
+        cured = fault.measure(cured_report(directory, fault, cure))
+    except UserError:  # flags that are refused are no answer
+        del ward["answers"][number]
+        write_ward(ward)
+        raise
     sick = fault.measure(measured(directory, fault, []))
-    cured = fault.measure(cured_report(directory, fault, cure))
+    helps, factor = cured < 0.95 * sick, sick / max(cured, 1e-9)
     points = [
         (named == name, f"fault: {name}"),
-        (cured < 0.95 * sick, f"cure: {fault.quantity}: {sick:.3g}, and {cured:.3g} with yours"),
-        (0.9 < gain / (sick / max(cured, 1e-9)) < 1.1 and cured < 0.95 * sick,
-         f"gain: you said {gain:.3g}, it is {sick / max(cured, 1e-9):.3g}"),
-    ]  # fmt: skip
+        (helps, f"cure: {fault.quantity}: {sick:.3g}, and {cured:.3g} with yours"),
+        (helps and 0.9 < gain / factor < 1.1, f"gain: you said {gain:.3g}, it is {factor:.3g}"),
+    ]
     given["points"] = sum(ok for ok, _ in points)
     write_ward(ward)
     for ok, line in points:
@@ -353,16 +358,12 @@ def answer(args: argparse.Namespace) -> None:
 
 
 def cured_report(directory: Path, fault: Fault, cure: str) -> str:
-    """Return the report of a run with the cure: flags in the copy, or the project's own code."""
-    if fault.place:
-        mended = cure.removeprefix("parallel.").strip("`() ") == fault.place
-        return measured(ROOT if mended else directory, fault, [])
-    if not cure.startswith("--"):
-        return measured(directory, fault, [])
-    try:
-        return measured(directory, fault, shlex.split(cure))
-    except (UserError, ValueError):
-        return measured(directory, fault, [])
+    """Return the report of a run with the cure: with flags in the copy, or by the project's own
+    code. Raises UserError for flags that bench.py refuses."""
+    if cure.startswith("--"):
+        return measured(directory, fault, cure.split())
+    is_mended = fault.place and cure.removeprefix("parallel.") == fault.place
+    return measured(ROOT if is_mended else directory, fault, [])
 
 
 def main() -> None:

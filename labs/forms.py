@@ -16,15 +16,12 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from lab import first_rank
 
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import ParallelConfig
 from perf.measure import Counted, build_on_meta, emulate, random_batch
 from perf.memory import predict_memory
-from plumbing.processes import Process
-from plumbing.shards import assign_shard
 from train import accumulate
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -470,19 +467,9 @@ def terms_of_counts(run: Run) -> dict[str, list[Term]]:
 
 
 def count_step(run: Run) -> Counted:
-    """Run forward and backward of a step with real tensors, on one rank of a cluster that does not
-    exist: what it receives is garbage."""
-    size, cpu = run.parallel.size, torch.device("cpu")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        world = with_mesh(Process(0, size, 0, size, cpu), run.parallel)
-        model = build_on_meta(run.config)
-        runner = parallelize(
-            model, world, functools.partial(Llama.init_weights, assign=assign_shard)
-        )
+    """Run forward and backward of a step with real tensors."""
+    with first_rank(run.config, run.parallel) as (_, runner, world):
         batch = random_batch(run.config, run.microbatches * run.microbatch, run.seq_len)
         with Counted(world) as counted:
             accumulate(runner, batch, run.microbatch, world)
-    finally:
-        dist.destroy_process_group()
     return counted

@@ -11,7 +11,7 @@ are wrong: `python labs/run.py reset NAME` makes the starter from it. And a modu
     on_rank     (path, size, seed, rank) -> what the student's function gave, sent and held there
     properties  (results of all ranks, size, seed) -> yields a Property for each line of the report
     picture     (may be left out) the same -> a text that is shown below these lines
-    drawing     (may be left out) the same, if all hold -> an SVG for --plot
+    drawing     (may be left out) the same -> an SVG for --plot, or ""
     RUN, install    (may be left out) how train.py runs with the function: see training.py
 
 run.py lists the labs in ORDER.
@@ -20,16 +20,22 @@ run.py lists the labs in ORDER.
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data import Batch
 from model import IGNORE, Llama, LlamaConfig
-from parallel import ParallelConfig, World, with_mesh
+from parallel import ParallelConfig, World, parallelize, with_mesh
+from perf.measure import all_reduce_at_once, build_on_meta
 from plumbing.processes import Process
+from plumbing.shards import assign_shard
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
 ROWS, SEQ = 12, 13  # of a step's batch; 2, 3 and 4 ranks divide the rows
@@ -101,6 +107,23 @@ def world_of(rank: int, size: int) -> World:
     """Return the ranks as replicas, on this machine."""
     process = Process(rank, size, rank, size, torch.device("cpu"))
     return with_mesh(process, ParallelConfig(dtype=torch.float64, replicate=size))
+
+
+@contextlib.contextmanager
+def first_rank(config: LlamaConfig, parallel: ParallelConfig) -> Iterator[tuple]:
+    """Within this context, have a model in real tensors on rank 0 of a fake process group: nothing
+    is sent, and what it receives is garbage. Yields (model, runner, world)."""
+    size = parallel.size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        world = with_mesh(Process(0, size, 0, size, torch.device("cpu")), parallel)
+        model = build_on_meta(config)
+        runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
+        if isinstance(runner, DistributedDataParallel):
+            runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
+        yield model, runner, world
+    finally:
+        dist.destroy_process_group()
 
 
 def small_model(seed: int) -> Llama:

@@ -127,6 +127,8 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     if args.ranks and args.ranks not in module.SIZES:
         sizes = ", ".join(map(str, module.SIZES))
         raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
+    if args.plot and not hasattr(module, "drawing"):
+        raise UserError(f"--plot: {args.lab} has no time line; buckets and pipeline have")
     for size in [args.ranks] if args.ranks else module.SIZES:
         report = check(args.lab, size, args.seed or 0, path)
         yield report.text

@@ -243,3 +243,16 @@ def sums(tmp_path_factory) -> Path:
     lines = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The project with labs of its own, in which nobody has done anything."""
+    shutil.copytree(
+        ROOT / "labs", tmp_path / "labs", ignore=shutil.ignore_patterns(".state", "*.py.[0-9]*")
+    )
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for path in ROOT.iterdir():
+        if path.name not in ("labs", "docs", "out"):
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path

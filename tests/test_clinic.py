@@ -7,7 +7,7 @@ from pathlib import Path
 import clinic
 import pytest
 from conftest import ROOT, launch, refused
-from test_labs import copy, in_copy  # noqa: F401 (copy is a fixture)
+from test_labs import in_copy
 
 from plumbing.processes import UserError
 
@@ -52,7 +52,7 @@ def test_sick_runs_are_sick_and_cures_help(name, tmp_path, monkeypatch):
     assert sick / cured >= 0.999 * factor
 
 
-def test_admitting(copy):  # noqa: F811
+def test_admitting(copy):
     """Three different faults, the same for the same seed; nothing says which."""
 
     def admitted(*args) -> list[str]:
@@ -70,7 +70,7 @@ def test_admitting(copy):  # noqa: F811
     assert "--again replaces it" in refused_again
 
 
-def test_answers_are_graded(copy, monkeypatch):  # noqa: F811
+def test_answers_are_graded(copy, monkeypatch):
     """All three right, all three wrong; written down once, and before anything is shown."""
     monkeypatch.setattr(clinic, "WARD", copy / "out/clinic")
     in_copy(copy, "admit", "--seed", 1, script="clinic.py")
@@ -81,6 +81,8 @@ def test_answers_are_graded(copy, monkeypatch):  # noqa: F811
 
     def measured(directory: Path, fault: clinic.Fault, flags: list[str]) -> str:
         assert json.loads(ward.read_text())["answers"]
+        if "--no-flag" in flags:
+            raise UserError("it was refused")
         cured = directory == ROOT or flags == ["--microbatch", "4"]
         return f"counted: per step, each rank sends {2.5 if cured else 10} MB; payload 1 MB by"
 
@@ -95,10 +97,12 @@ def test_answers_are_graded(copy, monkeypatch):  # noqa: F811
     with pytest.raises(UserError, match="run 1 has been answered"):
         answered(1, 3, "gradient_sync", "4")
     for wrong in ("no number", ""):
-        with pytest.raises(UserError, match="is no number"):
+        with pytest.raises(UserError, match="is no factor"):
             answered(2, 5, "--microbatch 4", wrong)
     with pytest.raises(UserError, match="is no fault"):
         answered(2, 10, "--microbatch 4", "4")
+    with pytest.raises(UserError, match="it was refused"):
+        answered(2, 3, "--no-flag", "4")
     assert answered(2, 3, "--dtype float32", "4") == {
         "fault": names[2], "cure": "--dtype float32", "gain": 4, "points": 0
     }  # fmt: skip
@@ -112,7 +116,7 @@ def test_answers_are_graded(copy, monkeypatch):  # noqa: F811
         (["show", "--no"], "unrecognized arguments: --no"),
     ],
 )
-def test_wrong_commands_are_refused(arguments, says, copy):  # noqa: F811
+def test_wrong_commands_are_refused(arguments, says, copy):
     refused(launch(copy / "labs/clinic.py", *arguments), says)
 
 

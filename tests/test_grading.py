@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import ROOT, launch, refused, succeed
 from grading import seed_of
-from test_labs import ANSWERS, WRONG, check_module, copy, in_copy, lab, student_file  # noqa: F401
+from test_labs import ANSWERS, WRONG, check_module, in_copy, lab, student_file
 
 LABS = ROOT / "labs"
 FIRST = "    totals = torch.stack"  # in the solution of mean
@@ -117,6 +117,11 @@ def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
     assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
 
 
+def test_long_reports_come_back(tmp_path):
+    result = guarded("mean", tmp_path, {FIRST: f"    raise ValueError('x' * 10**6)\n{FIRST}"})
+    assert not result["passed"] and len(result["text"]) > 10**6
+
+
 @pytest.mark.slow
 def test_long_submissions_are_ended(tmp_path):
     result = guarded("mean", tmp_path, {FIRST: f"    while True: pass\n{FIRST}"}, longest=3)
@@ -137,7 +142,7 @@ def test_wrong_commands_are_refused(arguments, says):
     refused(launch("labs/run.py", *arguments), says)
 
 
-def test_a_new_lab_works(copy):  # noqa: F811
+def test_a_new_lab_works(copy):
     """Its starter, its solution, and its wrong answer."""
     out = in_copy(copy, "new", "median")
     assert "labs/answers/median.py" in out and "labs/checks/median.py" in out

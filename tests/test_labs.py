@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,17 +44,6 @@ def student_file(name: str, directory: Path, change: dict[str, str] | None = Non
     path = directory / f"{name}.py"
     path.write_text(source)
     return path
-
-
-@pytest.fixture
-def copy(tmp_path) -> Path:
-    """The project with labs of its own, in which nobody has done anything."""
-    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns(".state", "*.py.[0-9]*"))
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for path in ROOT.iterdir():
-        if path.name not in ("labs", "docs", "out"):
-            (tmp_path / path.name).symlink_to(path)
-    return tmp_path
 
 
 def in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
@@ -147,6 +135,7 @@ def test_commands(copy):
         (["check", "mean", "--rank", "x"], "invalid int value"),
         (["check", "mean", "--ranks", "5"], "mean is checked on 2, 3, 4"),
         (["check", "mean", "--file", "no.py"], "no.py does not exist"),
+        (["check", "mean", "--plot", "a.svg"], "mean has no time line; buckets and pipeline have"),
         (["train", "mean"], "mean.py is not written yet"),
         (["train", "mean", "--file", "no.py"], "no.py does not exist"),
         (["release"], "release which directory?"),

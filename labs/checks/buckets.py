@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from checks import ddp
 from clock import Clock, Span
 from lab import (
     CONFIG,
@@ -21,11 +22,10 @@ from lab import (
     world_of,
 )
 from torch import Tensor
-from training import Run, after_backward, replace_ddp
 
 from data import Batch
 from model import Llama
-from parallel import ParallelConfig, World
+from parallel import ParallelConfig
 from perf.measure import Counted
 from perf.roofline import assumed_machine, collective_time
 
@@ -232,14 +232,5 @@ def drawing(results: list[dict], size: int, seed: int) -> str:
     return results[0]["drawing"]
 
 
-# ----------------------------------------------------------------- in training
-
-RUN = Run(flags="--microbatch 6")
-
-
-def install(average_gradients: Callable) -> None:
-    def apply(model: Llama, world: World) -> Llama:
-        after_backward(average_gradients(model))
-        return model
-
-    replace_ddp(apply)
+# In training, a function of the same kind takes the same place as in ddp.
+RUN, install = ddp.RUN, ddp.install

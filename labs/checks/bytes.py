@@ -4,21 +4,17 @@ import itertools
 import random
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from lab import Property, barred, check_returned, load_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from lab import Property, barred, check_returned, first_rank, load_function
 
-from model import Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
+from model import LlamaConfig
+from parallel import ParallelConfig
 from perf.cost import Traffic
-from perf.measure import Counted, all_reduce_at_once, build_on_meta, random_batch
-from plumbing.processes import Process
-from plumbing.shards import assign_shard
+from perf.measure import Counted, build_on_meta, random_batch
 from train import accumulate
 
 FUNCTION = "traffic"
@@ -104,19 +100,12 @@ def draw(mode: str, rng: random.Random) -> tuple[Step, LlamaConfig, ParallelConf
 
 
 def count(step: Step, config: LlamaConfig, parallel: ParallelConfig) -> Traffic:
-    """Return what the project's DDP or FSDP sends in a training step, on the first rank of a fake
-    process group, which sends nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parallel.size)
-    world = with_mesh(Process(0, parallel.size, 0, parallel.size, torch.device("cpu")), parallel)
-    initialize = partial(Llama.init_weights, assign=assign_shard)
-    runner = parallelize(build_on_meta(config), world, initialize)
-    if step.dp == "ddp":
-        runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
-    batch = random_batch(config, step.microbatches, seq_len=2)
-    for _ in range(3 if step.dp == "ddp" else 1):  # in its second step DDP arranges its buckets
-        with Counted(world) as counted:
-            accumulate(runner, batch, 1, world)
-    dist.destroy_process_group()
+    """Return what the project's DDP or FSDP sends in a training step."""
+    with first_rank(config, parallel) as (_, runner, world):
+        batch = random_batch(config, step.microbatches, seq_len=2)
+        for _ in range(3 if step.dp == "ddp" else 1):  # in its second step DDP arranges its buckets
+            with Counted(world) as counted:
+                accumulate(runner, batch, 1, world)
     return counted.sent
 
 

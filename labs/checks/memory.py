@@ -2,23 +2,20 @@
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from lab import Property, barred, check_returned, load_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from lab import Property, barred, check_returned, first_rank, load_function
 from torch.utils._pytree import tree_leaves
 
-from model import Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
-from perf.measure import Live, all_reduce_at_once, build_on_meta, random_batch, state_tensors
+from model import LlamaConfig
+from parallel import ParallelConfig
+from perf.measure import Live, build_on_meta, random_batch, state_tensors
 from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
-from plumbing.processes import Process
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import to_local
 from train import accumulate, make_optimizer, zero_gradients
 
 FUNCTION = "memory"
@@ -110,33 +107,27 @@ EXAMPLE = Step(LlamaConfig(16, 3, 2, 1, 32, 32), 1040, 2336, "ddp", 4, "weights"
 
 
 def count(step: Step) -> dict[str, int]:
-    """Return the bytes of state, and at the `peak`, of the project's training step, on the first
-    rank of a fake process group, which sends nothing."""
+    """Return the bytes of state, and at the `peak`, of the project's training step."""
     sizes = {"replicate" if step.dp == "ddp" else "shard": step.ranks}
     options = dict(reshard=step.reshard, checkpointing=step.checkpointing)
-    parallel = ParallelConfig(step.dp, **sizes, **options)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parallel.size)
-    world = with_mesh(Process(0, parallel.size, 0, parallel.size, torch.device("cpu")), parallel)
-    model = build_on_meta(step.config)
-    runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
-    if step.dp == "ddp":
-        runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
-    batch = random_batch(step.config, step.microbatches, step.tokens)
+    with first_rank(step.config, ParallelConfig(step.dp, **sizes, **options)) as ready:
+        model, runner, world = ready
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+        batch = random_batch(step.config, step.microbatches, step.tokens)
 
-    def train() -> dict[str, int]:
-        accumulate(runner, batch, 1, world)
-        kinds = state_tensors(model, optimizer).items()
-        held = {kind: sum(to_local(t).nbytes for t in of_kind if t.ndim) for kind, of_kind in kinds}
-        optimizer.step()
-        zero_gradients(optimizer, world)
-        return held
+        def train() -> dict[str, int]:
+            accumulate(runner, batch, 1, world)
+            kinds = state_tensors(model, optimizer).items()
+            held = {kind: sum(to_local(t).nbytes for t in tensors if t.ndim)
+                    for kind, tensors in kinds}  # fmt: skip
+            optimizer.step()
+            zero_gradients(optimizer, world)
+            return held
 
-    for _ in range(2 if step.dp == "ddp" else 1):  # AdamW's moments, and DDP's final buckets
-        train()
-    with Live(tree_leaves(state_tensors(model, optimizer))) as live:
-        held = train()
-    dist.destroy_process_group()
+        for _ in range(2 if step.dp == "ddp" else 1):  # AdamW's moments, and DDP's final buckets
+            train()
+        with Live(tree_leaves(state_tensors(model, optimizer))) as live:
+            held = train()
     return held | {"peak": live.peak}
 
 

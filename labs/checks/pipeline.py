@@ -220,8 +220,11 @@ def picture(results: list[dict], size: int, seed: int) -> str:
 
 
 def drawing(results: list[dict], size: int, seed: int) -> str:
-    """Draw the schedule with W as an SVG."""
-    _, spans = timed(results[0]["texts"][MICROBATCHES, True], MICROBATCHES)
+    """Draw the schedule with W as an SVG, if it can be carried out."""
+    lines = results[0]["texts"][MICROBATCHES, True]
+    if problem(lines, MICROBATCHES, split=True):
+        return ""
+    _, spans = timed(lines, MICROBATCHES)
     return timeline.draw_svg(spans, f"{size} ranks, {MICROBATCHES} microbatches, with W")
 
 
