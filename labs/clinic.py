@@ -24,14 +24,16 @@ import json
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from grading import seed_of
+from training import run_in_forks
 
 from plumbing.parser import Parser
 from plumbing.processes import UserError, run
@@ -245,32 +247,26 @@ def command_of(fault: Fault) -> str:
 
 def measured(directory: Path, fault: Fault, flags: list[str], repeats: int = 1) -> str:
     """Return what `bench.py step` prints there, with flags that replace those of the run."""
-    command = [sys.executable, "bench.py", "step", *shlex.split(fault.flags), *flags]
+    command = ["bench.py", "step", *shlex.split(fault.flags), *flags]
     if fault.tunes:
-        command[2:3] = ["step-lora", "--init", str(base()), "--data", str(chats())]
+        command[1:2] = ["step-lora", "--init", str(base()), "--data", str(chats())]
     command += ["--repeats", str(repeats)] * ("--repeats" not in flags)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    per_node = fault.ranks // fault.nodes
-    ranks = []
-    for rank in range(fault.ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(fault.ranks),
-            "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "GROUP_RANK": str(rank // per_node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        output = dict(stdout=subprocess.PIPE, text=True) if rank == 0 else {}
-        output = output or dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        ranks.append(subprocess.Popen(command, cwd=directory, env=environment, **output))
-    out, _ = ranks[0].communicate()
-    if any([process.wait() for process in ranks]):
-        raise UserError(f"it was refused, see above: {shlex.join(command[1:])}")
-    return out
+    report = run_in_forks(partial(run_copy, directory, command), fault.ranks, fault.nodes)
+    if report is None:
+        raise UserError(f"it was refused, see above: {shlex.join(command)}")
+    return report
+
+
+def run_copy(directory: Path, command: list[str]) -> None:
+    """Run a script there, with the modules there in place of those of this process."""
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if name != "__main__" and ROOT in file.parents and "site-packages" not in file.parts:
+            del sys.modules[name]
+    os.chdir(directory)
+    sys.path.insert(0, str(directory))
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def base() -> Path:
@@ -379,7 +375,7 @@ def main() -> None:
     parser.add_argument("--fault", help="answer: its number (default: ask)")
     parser.add_argument("--cure", help="answer: a flag or a function (default: ask)")
     parser.add_argument("--gain", help="answer: a factor (default: ask)")
-    args, args.flags = parser.parse_known_args()
+    args, args.flags = argparse.ArgumentParser.parse_known_args(parser)  # ours refuses others
     if args.flags and args.command != "step":
         parser.error(f"unrecognized arguments: {' '.join(args.flags)}")
     commands = {"show": show, "admit": admit, "step": step, "answer": answer}

@@ -97,44 +97,56 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
 
 
 def _launch(lab: str, file: str, processes: int, flags: list[str]) -> None:
-    """Train on ranks that are forks of this process, so that they need no imports."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(processes):
-        if (process := os.fork()) == 0:
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(processes),
-                LOCAL_WORLD_SIZE=str(processes),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-            )
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            _be_rank(lab, file, flags)
-        ranks.append(process)
-    if any([os.waitpid(process, 0)[1] for process in ranks]):  # who loses a peer ends soon
+    if run_in_forks(partial(run, partial(_main, lab, file, flags)), processes) is None:
         who = Path(file).name if file else "train.py"
         raise UserError(f"training failed with {who}, see above")
 
 
-def _be_rank(lab: str, file: str, flags: list[str]) -> None:
-    """Train on a rank until its end, with the function in `file` unless that is ''."""
+def run_in_forks(main: Callable[[], None], ranks: int, nodes: int = 1) -> str | None:
+    """Run `main` on ranks that are forks of this process, so that they have torch at once. Returns
+    what rank 0 prints, or None if a rank fails."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    per_node, processes = ranks // nodes, []
+    with tempfile.TemporaryFile("w+") as printed:
+        for rank in range(ranks):
+            if (process := os.fork()) == 0:
+                os.environ.update(
+                    RANK=str(rank),
+                    WORLD_SIZE=str(ranks),
+                    LOCAL_RANK=str(rank % per_node),
+                    LOCAL_WORLD_SIZE=str(per_node),
+                    GROUP_RANK=str(rank // per_node),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                    OMP_NUM_THREADS="1",
+                )
+                os.dup2(os.open(os.devnull, os.O_WRONLY) if rank else printed.fileno(), 1)
+                sys.stdout = os.fdopen(1, "w")
+                _be_rank(main)
+            processes.append(process)
+        failed = any([os.waitpid(process, 0)[1] for process in processes])  # all end, or none
+        printed.seek(0)
+        return None if failed else printed.read()
+
+
+def _be_rank(main: Callable[[], None]) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
-        sys.argv = ["train.py", *flags]
-        run(partial(_main, lab, file))
+        main()
         code = 0
     except SystemExit as end:
         code = end.code or 0
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _main(lab: str, file: str) -> None:
+def _main(lab: str, file: str, flags: list[str]) -> None:
+    """Train on a rank, with the function in `file` unless that is ''."""
+    sys.argv = ["train.py", *flags]
     checkpoint.Saver = NothingSaved if lab else checkpoint.Saver
     if file:
         module = check_module(lab)

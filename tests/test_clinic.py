@@ -70,6 +70,12 @@ def test_admitting(copy):
     assert "--again replaces it" in refused_again
 
 
+def test_flags_replace_those_of_the_run(copy):
+    in_copy(copy, "admit", "--seed", 1, script="clinic.py")
+    out = in_copy(copy, "step", 1, "--dp", "x", code=2, script="clinic.py")
+    assert "--dp: invalid choice: 'x'" in out and out.count("error: ") == 2
+
+
 def test_answers_are_graded(copy, monkeypatch):
     """All three right, all three wrong; written down once, and before anything is shown."""
     monkeypatch.setattr(clinic, "WARD", copy / "out/clinic")

@@ -32,14 +32,13 @@ def test_time_lines_are_drawn(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_solutions_pass_on_all_numbers_of_ranks(name, seed, tmp_path):
+def test_solutions_pass_on_all_numbers_of_ranks(name, tmp_path):
     """And the file that is checked is the one that was given."""
     path = student_file(name, tmp_path)
-    out = lab("check", name, "--file", path, "--seed", seed)
+    out = lab("check", name, "--file", path, "--seed", 7)
     for size in check_module(name).SIZES:
-        assert re.search(rf"^{path}  .* {size} ranks?, seed {seed} ", out, re.MULTILINE)
+        assert re.search(rf"^{path}  .* {size} ranks?, seed 7 ", out, re.MULTILINE)
     assert "passed. The project's own is" in out and " no\n" not in out
 
 
