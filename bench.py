@@ -170,6 +170,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                              "stays within them; 0 for whole sequences (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"],
                         help="dtype of computation (default: bfloat16)")
+    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="adamw",
+                        help="muon: for the matrices of the blocks (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--float8", choices=["none", *RECIPES], default="none",

@@ -81,6 +81,7 @@ class ParallelConfig:
     offload: bool = False  # parameters and optimizer state to CPU memory
     offload_activations: bool = False
     dtype: torch.dtype = torch.float32  # of computation
+    optimizer: str = "adamw"  # or muon
     moments: torch.dtype | None = None  # of AdamW; None: the parameters' dtype
     pp: int = 1  # ranks along this mesh dimension
     stages_per_rank: int = 1

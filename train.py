@@ -34,6 +34,7 @@ import checkpoint
 from context_parallel import share_sequences
 from data import Batch, Windows, open_windows, read_ahead, window_of
 from model import IGNORE, Llama, generate
+from muon import Muon
 from parallel import (
     World,
     all_gather_updates,
@@ -76,8 +77,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return an AdamW; weight decay applies to matrices and not to norms."""
-    named = optimizer_parameters(model).items()  # names identify AdamW's state in checkpoints
+    """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
+    named = optimizer_parameters(model).items()  # names identify their state in checkpoints
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
     norms = [(name, p) for name, p in named if p.ndim < 2]
     groups = [
@@ -85,11 +86,8 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
         for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
         if parameters  # an adapter has no norms
     ]
-    options = dict(lr=args.lr, betas=(0.9, 0.95))
-    if args.moments == "bfloat16":
-        optimizer = BFloat16AdamW(groups, **options)
-    else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+    adamw = BFloat16AdamW if args.moments == "bfloat16" else partial(torch.optim.AdamW, fused=True)
+    optimizer = {"muon": Muon}.get(args.optimizer, adamw)(groups, args.lr, betas=(0.9, 0.95))
     optimizer.register_step_post_hook(all_gather_updates)
     return optimizer
 
@@ -269,6 +267,7 @@ def setup(args: argparse.Namespace) -> Process:
     on_gpu = process.device.type == "cuda"
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
+    args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
     return process
 
 
@@ -360,7 +359,7 @@ def train(
     signal stopped the run before its last step."""
     model, tokenizer = job.model, job.tokenizer
     optimizer = make_optimizer(model, args)
-    if world.size > 1 and type(optimizer) not in (torch.optim.AdamW, BFloat16AdamW):
+    if world.size > 1 and type(optimizer) not in (Muon, torch.optim.AdamW, BFloat16AdamW):
         print_rank_zero("note: the predicted traffic is AdamW's; bench.py step counts this one's")
     done = 0
     if newest:

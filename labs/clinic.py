@@ -40,7 +40,7 @@ from plumbing.processes import UserError, run
 from plumbing.records import write_atomically
 
 WARD = ROOT / "out/clinic"
-TINY = "--model tiny --seq-len 128"
+TINY = "--model tiny --seq-len 128 --optimizer adamw"
 PER_NODE = 2  # ranks of each of two nodes, where collectives that cross are counted
 
 
@@ -164,7 +164,7 @@ FAULTS = {
     ),
     "a pipeline with too few microbatches": Fault(
         "Four stages should be nearly four times as fast as one, and are not twice.",
-        "--model tiny --seq-len 64 --batch 16 --pp 4 --microbatch 8",
+        "--model tiny --seq-len 64 --optimizer adamw --batch 16 --pp 4 --microbatch 8",
         waiting,
         "share of the time in which ranks wait",
         ranks=4,

@@ -36,8 +36,9 @@ LABS = Path(__file__).resolve().parent
 ROOT = LABS.parent
 STEPS = 30
 TEXT = (
-    "--model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 3 --dtype float64".split()
-)
+    "--model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 3 --dtype float64 "
+    "--optimizer adamw"
+).split()
 
 
 class Run(NamedTuple):

@@ -198,7 +198,7 @@ def what_would_fit(
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
     possible = (n for n in divisors(data_ranks) if args.seq_len % (2 * n) == 0 or n == 1)
     shared = replace(sharded, cp=max(n for n in possible if n % parallel.cp == 0))
-    dtypes = parallel.moments, torch.bfloat16
+    dtypes = (parallel.moments, torch.bfloat16)[: 1 + (parallel.optimizer == "adamw")]
     for base, moments, (checkpointing, offload), size in itertools.product(
         (parallel, sharded, shared), dtypes, treatments, sizes
     ):

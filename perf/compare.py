@@ -40,7 +40,7 @@ from perf.measure import (
     timing_table,
 )
 from perf.memory import mask_width, predict_memory
-from plumbing.checks import check_seq_len, check_tokens, moments_dtype
+from plumbing.checks import check_seq_len, check_tokens, optimizer_options
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from plumbing.records import write_atomically
 from plumbing.scaled_mm import has_kernel
@@ -74,9 +74,9 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
 
 def configure(name: str, base: World) -> ParallelConfig:
     """Return a contestant's configuration. `base` is the world of all processes, in any mesh, with
-    the dtypes of the flags."""
-    dtypes = dict(dtype=base.parallel.dtype, moments=base.parallel.moments)
-    parallel = replace(CONTESTANTS[name], **dtypes)
+    the dtypes and the optimizer of the flags."""
+    given = {key: getattr(base.parallel, key) for key in ("dtype", "optimizer", "moments")}
+    parallel = replace(CONTESTANTS[name], **given)
     if name == "one":
         return parallel
     if name in ("tp", "async-tp"):
@@ -247,8 +247,8 @@ class Cost:
 def measure_compare(args: argparse.Namespace) -> str:
     """Run the contestants; return the results as text, and write them to --json and --plot."""
     process, config = init_distributed(), PRESETS[args.model]
-    dtypes = dict(dtype=getattr(torch, args.dtype), moments=moments_dtype(args))
-    base = with_mesh(process, ParallelConfig(replicate=process.size, **dtypes))
+    options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
+    base = with_mesh(process, ParallelConfig(replicate=process.size, **options))
     if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
         raise UserError(problem)
     names = choose_contestants(args, config, base)
@@ -364,7 +364,7 @@ def json_report(
             "loss": cost.loss,
         }
     names = ("model", "batch", "microbatch", "seq_len", "lora", "rank", "dora", "base_bits")
-    names += ("dtype", "moments")
+    names += ("dtype", "optimizer", "moments")
     flags = {name: getattr(args, name) for name in names}
     return flags | describe_machine(base) | {"strategies": results}
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from float8 import layers_in_8_bits
 from model import LOSS_CHUNK, Llama
+from muon import is_turned
 from nf4 import count
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from plumbing.stages import part_of
@@ -80,6 +81,8 @@ def predict_traffic(
         collectives += _tensor_parallel(part, parallel, microbatches, batch, own)
     if parallel.cp > 1:
         collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
+    if parallel.optimizer == "muon":
+        collectives += _muon(part, parallel)
     if parallel.pp > 1:
         collectives += _pipeline(part, parallel, microbatches, batch, own, pp_rank)
     for dim, collective, n, nbytes in collectives:
@@ -222,6 +225,32 @@ def _pipeline(
         tied = model.tok_embeddings.weight
         rows = math.ceil(math.ceil(len(tied) / parallel.tp) / parallel.shard)
         yield "pp", "send", int(tied.requires_grad), rows * tied.shape[1] * parallel.grad_bytes
+
+
+def _muon(model: Llama, parallel: ParallelConfig) -> Iterator[tuple]:
+    """The momentum of each matrix, from the ranks that share its update. Of a matrix whose columns
+    are sharded over tp, ranks first gather these, for their own rows."""
+    over = parallel.strategy.sharded.get("optimizer", "shard")  # of size 1 with DDP
+    L, g, shards = len(model.layers), parallel.grad_bytes, getattr(parallel, over)
+    for (rows, columns), own in matrices_of(model, parallel):
+        yield over, "all-gather", L, _padded((own[0], columns), shards) * g
+        if own != [rows, columns]:
+            own_rows = own[0] if own[0] < rows else math.ceil(rows / shards)
+            yield "tp", "all-gather", L, own_rows * own[1] * parallel.tp * g
+
+
+def matrices_of(model: Llama, parallel: ParallelConfig) -> list[tuple[list[int], list[int]]]:
+    """Return the shape of each matrix of a block that Muon orthogonalizes, whole and on rank 0 of
+    tp."""
+    shapes, block = [], first_block(model)
+    dims = _sharded_dims("block", block) if parallel.tp > 1 else {}
+    for name, parameter in block.named_parameters():
+        if is_turned(f"layers.0.{name}", parameter) and parameter.requires_grad:
+            own = list(parameter.shape)
+            if (dim := dims.get(name)) is not None:
+                own[dim] = math.ceil(own[dim] / parallel.tp)
+            shapes.append((list(parameter.shape), own))
+    return shapes
 
 
 def parts_of(model: Llama, parallel: ParallelConfig) -> list[Llama]:

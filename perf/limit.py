@@ -30,7 +30,7 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
-from plumbing.checks import moments_dtype
+from plumbing.checks import optimizer_options
 from plumbing.processes import UserError, init_distributed
 from plumbing.records import peak_memory
 from train import make_optimizer
@@ -96,8 +96,8 @@ def measure_loss(args: argparse.Namespace) -> str:
 def world_of(args: argparse.Namespace) -> World:
     """Join the other processes, all of them replicas, with the dtypes of the flags."""
     process = init_distributed()
-    dtypes = dict(dtype=getattr(torch, args.dtype), moments=moments_dtype(args))
-    return with_mesh(process, ParallelConfig(replicate=process.size, **dtypes))
+    options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
+    return with_mesh(process, ParallelConfig(replicate=process.size, **options))
 
 
 # ------------------------------------------------------------------------------- contestants

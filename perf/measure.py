@@ -329,8 +329,9 @@ def emulate(
     tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
     batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
     with mode:
-        moments = "bfloat16" if parallel.moments else "float32"
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, moments=moments))
+        given = dict(moments="bfloat16" if parallel.moments else "float32")
+        given |= dict(optimizer=parallel.optimizer)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **given))
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
             kinds = state_tensors(model, optimizer)
             with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
@@ -373,6 +374,8 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
     if not args.lora and (args.dora or args.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
+    if args.lora and args.optimizer == "muon":
+        raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lora import adapter_settings
 from model import DOCUMENT_KERNELS, LOSS_CHUNK, Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
-from perf.cost import first_block, modules_of, parts_of, sizes_of
+from perf.cost import first_block, matrices_of, modules_of, parts_of, sizes_of
 from perf.timeline import Action, splits_backward
 from pipeline import SCHEDULES, has_w, make_schedule
 from plumbing.stages import layers_of
@@ -202,10 +202,15 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
         for unit, module in modules_of(model).items()
     }
     tensors = trainable["root"] + len(model.layers) * trainable["block"]
+    optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
+    if parallel.optimizer == "muon":  # one momentum for each of these, and no count
+        shards = _shards(parallel, "optimizer")
+        for _, (rows, columns) in matrices_of(model, parallel):
+            optimizer -= len(model.layers) * (math.ceil(rows / shards) * columns * moment + 4)
     return {
         "parameters": elements["parameters"] * g + frozen_bytes,
         "gradients": elements["gradients"] * g,
-        "optimizer": elements["optimizer"] * 2 * moment + tensors * 4,  # and step counts
+        "optimizer": optimizer,
     }
 
 

@@ -192,7 +192,9 @@ def explain_nothing_fits(
     if not machine.measured:
         clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
         gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
-    remedies = ["--moments bfloat16"] if fits(moments="bfloat16") else []
+    remedies = ["--optimizer muon"] if not args.lora and fits(optimizer="muon") else []
+    if fits(optimizer="adamw", moments="bfloat16"):
+        remedies = ["--moments bfloat16"]
     remedies += ["--base-bits 4"] if args.lora and fits(base_bits=4) else []
     for size in clusters:
         full_nodes = size <= machine.per_node or size % machine.per_node == 0
@@ -361,6 +363,7 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "reshard": parallel.reshard if parallel.shard > 1 else None,
         "checkpointing": parallel.checkpointing,
         "dtype": args.dtype,
+        "optimizer": None if args.lora else args.optimizer,
         "moments": args.moments if args.moments != "float32" else None,
         "float8": args.float8 if args.float8 != "none" else None,
     }

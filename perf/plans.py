@@ -17,7 +17,7 @@ from perf.cost import DIMS, predict_traffic, sent_bytes
 from perf.measure import count_rounds
 from perf.memory import mask_width, predict_memory
 from perf.roofline import Machine, find_measured_group, group_shape, step_time
-from plumbing.checks import moments_dtype
+from plumbing.checks import optimizer_options
 
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
@@ -102,7 +102,7 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     offload_activations=offload,
                     compile=args.compile,
                     dtype=dtype,
-                    moments=moments_dtype(args),
+                    **optimizer_options(args),
                     float8=args.float8,
                     async_tp=args.async_tp and tp > 1,
                     pp=pp,

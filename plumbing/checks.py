@@ -70,15 +70,16 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
         offload=args.offload,
         offload_activations=args.offload_activations,
         dtype=getattr(torch, args.dtype),
-        moments=moments_dtype(args),
+        **optimizer_options(args),
         float8=args.float8,
         async_tp=args.async_tp,
     )
 
 
-def moments_dtype(args: argparse.Namespace) -> torch.dtype | None:
-    """Return ParallelConfig.moments for --moments."""
-    return torch.bfloat16 if args.moments == "bfloat16" else None
+def optimizer_options(args: argparse.Namespace) -> dict[str, object]:
+    """Return ParallelConfig's fields for --optimizer and --moments."""
+    moments = torch.bfloat16 if args.moments == "bfloat16" else None
+    return dict(optimizer=args.optimizer or "adamw", moments=moments)
 
 
 def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process: Process) -> None:
@@ -126,6 +127,8 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         check_tokens(parallel, tokens, process.device)
         with torch.device("meta"):
             use_float8(Llama(config), args.float8, args.tp)  # raises where nothing is to replace
+    if args.optimizer == "muon" and "targets" in args:
+        raise UserError("--optimizer muon is for whole matrices, not for adapters: leave it out")
     if getattr(args, "base_bits", 16) == 4:
         check_blocks(config, args.tp)
     if checkpoints(args.out) and not args.resume:

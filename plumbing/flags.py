@@ -86,6 +86,9 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that train.make_optimizer reads."""
+    parser.add_argument("--optimizer", choices=["muon", "adamw"],
+                        help="muon: for the matrices of the blocks, and adamw for the rest "
+                             "(default: muon to train from scratch, else adamw)")
     parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
                         help="peak learning rate (default: %(default)s); larger models need less")
     parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,

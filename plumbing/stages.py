@@ -38,6 +38,9 @@ def check_combination(parallel, strategy, splits_backward: bool) -> None:
         )
     if parallel.async_tp and parallel.tp == 1:
         raise UserError("--async-tp is for --tp 2 or more: give --tp, or leave it out")
+    if parallel.optimizer == "muon" and (parallel.moments or parallel.offload):
+        flag = "--offload" if parallel.offload else "--moments bfloat16"
+        raise UserError(f"{flag} is for AdamW: give --optimizer adamw, too")
     if splits_backward and parallel.reshard == "all":
         raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
 

@@ -27,7 +27,7 @@ from test_model import to_hugging_face
 from test_parallel import GROUPED, case, computes_once, same_training, sends_as_predicted, train
 from test_train import flags
 from torch.func import functional_call
-from workers.muon_reference import plain_muon
+from workers.lion_reference import plain_lion
 from workers.train_cases import batch_of
 
 from model import IGNORE, FeedForward, Llama, LlamaConfig
@@ -36,11 +36,10 @@ NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
 
 CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
-FLAGS = {"muon": {"optimizer": "muon"}, "wsd": {"decay": "wsd"}}
-TOLERANCE = {"muon": 1e-10}  # 1e-12 for the others
-UNPREDICTED = ("experts", "muon")  # send more than perf/cost.py says
-STILL_A_LLAMA = ("z_loss", "muon", "wsd")
-WEIGHTS = {"muon": plain_muon}  # that training should end with
+FLAGS = {"lion": {"optimizer": "lion"}, "wsd": {"decay": "wsd"}}
+UNPREDICTED = ("experts",)  # sends more than perf/cost.py says
+STILL_A_LLAMA = ("z_loss", "lion", "wsd")
+WEIGHTS = {"lion": plain_lion}  # that training should end with
 
 CASES = {
     1: {
@@ -100,9 +99,9 @@ def test_every_configuration_computes_the_same(name, changed, tmp_path):
             if not expected and name in WEIGHTS:
                 for parameter, weight in WEIGHTS[name](GROUPED).items():
                     error = (result["last"][parameter] - weight).norm() / weight.norm()
-                    assert error < TOLERANCE[name], (parameter, error)
+                    assert error < 1e-12, (parameter, error)
             expected = expected or result
-            same_training(result, expected, TOLERANCE.get(name, 1e-12))
+            same_training(result, expected)
             computes_once(result, cases[label])
             assert result["tokens"] == expected["tokens"]
             if name not in UNPREDICTED:
@@ -124,7 +123,7 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
     succeed(*changed, "train.py", *given, "--resume", "--dp", "fsdp", nproc=2)
     for ours, theirs in zip(metrics(out), expected, strict=True):
         for key in {"loss", "grad_norm", "lr", "val_loss"} & theirs.keys():
-            assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE.get(name, 1e-12)), key
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
     succeed(*changed, "generate.py", out, "--prompt", "1 and", "--max-new-tokens", 20)
     export = launch(*changed, "checkpoint.py", "export", out, exported, "--format", "hf")
     if name in STILL_A_LLAMA:
@@ -145,7 +144,7 @@ def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, sh
     assert result.code == 0, result.err
     for ours, theirs in zip(metrics(two), metrics(one), strict=True):
         for key in ("loss", "grad_norm"):
-            assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE.get(name, 1e-12)), key
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-12), key
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 def flags(shards, out, steps=5, **more) -> list[str]:
     """Return the flags of a short run of CONFIG, in float64 and without evaluation."""
     given = dict(data=shards, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, eval_every=0,
-                 warmup=min(2, steps), save_every=0, dtype="float64") | more  # fmt: skip
+                 warmup=min(2, steps), save_every=0, dtype="float64")  # fmt: skip
+    given |= dict(optimizer="adamw") | more
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
     return [*SIZES, *(flag.removesuffix("=True") for flag in flags)]
 

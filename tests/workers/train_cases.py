@@ -120,7 +120,8 @@ def train(process, case: dict) -> dict:
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
     lr = 1e-3 if "lora" in case else 1e-2
-    flags = Parser.defaults(add_optimizer_flags, lr=lr, **case.get("flags", {}))
+    given = dict(lr=lr, optimizer=world.parallel.optimizer) | case.get("flags", {})
+    flags = Parser.defaults(add_optimizer_flags, **given)
     optimizer = make_optimizer(model, flags)
     gradients = {}
 

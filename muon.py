@@ -1,0 +1,100 @@
+"""Muon, an optimizer for matrices (Jordan 2024, kellerjordan.github.io/posts/muon).
+
+AdamW treats a matrix as a list of numbers. But the gradient of a matrix is a sum over tokens of few
+directions that all tokens share, so that its update, too, moves the matrix mostly along a few. Muon
+makes all directions of the update equally long: of its singular value decomposition U S Vᵀ it takes
+U Vᵀ. What is rare in the text then is learnt as fast as what is frequent.
+
+    momentum of the gradient ── orthogonalize: U S Vᵀ -> U Vᵀ ── scaled as AdamW's ── weight
+
+That is for the matrices of the blocks. Embedding, output and norms, whose rows stand for tokens or
+are no matrices at all, keep AdamW.
+
+A rank that has a shard of a matrix cannot orthogonalize it: it all-gathers the momentum over the
+ranks that share the matrix, computes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
+parallelism send the matrices' bytes once more a step, and DDP nothing. Beside the weight there is
+one number a parameter in place of AdamW's two.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from plumbing.shards import assign_shard
+
+MOMENTUM = 0.95
+# Of Newton and Schulz's iteration, as Jordan chose them: five of these steps bring all singular
+# values from 0.003 to 1 between 0.7 and 1.2, which is near enough.
+A, B, C, STEPS = 3.4445, -4.7750, 2.0315, 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks, AdamW for all other parameters. Each group has its own
+    weight_decay. Both take the same learning rate."""
+
+    def __init__(self, groups, lr: float, betas: tuple[float, float], eps: float = 1e-8):
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Update all parameters. `closure`, for callers that pass None, is ignored."""
+        for group in self.param_groups:
+            others = []
+            for name, parameter in zip(group["param_names"], group["params"]):
+                if not is_turned(name, parameter):
+                    others.append(parameter)
+                    continue
+                update = self.direction(parameter)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(update, alpha=group["lr"])
+            if others:
+                self.adamw(others, group)
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        """Return what is subtracted from a matrix, times the learning rate.
+
+        Its numbers have a root mean square of 0.2, as AdamW's updates have, so that one learning
+        rate serves both (Liu et al. 2025, arXiv:2502.16982)."""
+        gradient, state = parameter.grad, self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(gradient)
+        momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+        update = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: a step ahead
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        assign_shard(update, 0.2 * math.sqrt(max(whole.shape)) * orthogonalize(whole))
+        return update
+
+    def adamw(self, parameters: list[Tensor], group: dict) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        keys = "exp_avg", "exp_avg_sq", "step"
+        means, squares, steps = ([self.state[p][key] for p in parameters] for key in keys)
+        beta1, beta2 = group["betas"]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        settings |= dict(beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, fused=True)
+        gradients = [parameter.grad for parameter in parameters]
+        adamw(parameters, gradients, means, squares, [], steps, **settings)
+
+
+def is_turned(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon orthogonalizes the updates of the parameter of this name."""
+    return name.startswith("layers.") and parameter.ndim == 2
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of a matrix U S Vᵀ, nearly: its singular values s, divided by the root of the sum
+    of their squares, become A s + B s³ + C s⁵, five times. In bfloat16 on a GPU."""
+    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    if len(x) > x.shape[1]:
+        return orthogonalize(x.T).T.type_as(matrix)
+    x = x / x.norm().clamp(min=1e-30)
+    for _ in range(STEPS):
+        gram = x @ x.T  # U S² Uᵀ
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.type_as(matrix)

@@ -1,0 +1,97 @@
+"""muon.py: the weights of a reference that takes singular values apart, however it is split."""
+
+import pytest
+import torch
+from conftest import launch, metrics, refused, slow, succeed
+from test_parallel import GROUPED, case, sends_as_predicted, train
+from test_train import flags
+from workers.muon_reference import orthogonalized, plain_muon
+
+from muon import is_turned, orthogonalize
+
+TIED = dict(tie_embeddings=True)
+CASES = {
+    1: {"one": case(GROUPED, 1, packed=True), "full": case(GROUPED, checkpointing="full")},
+    2: {
+        "ddp": case(GROUPED, 2, dp="ddp", replicate=2),
+        "zero1": case(GROUPED, 1, packed=True, dp="zero1", replicate=2),
+        "fsdp": case(GROUPED, 1, dp="fsdp", shard=2),
+        "fsdp tied": case(GROUPED | TIED, packed=True, dp="fsdp", shard=2),
+        "tp": case(GROUPED, dp="ddp", tp=2),
+        "tp tied": case(GROUPED | TIED, 4, dp="ddp", tp=2, checkpointing="selective"),
+        "cp": case(GROUPED, dp="fsdp", shard=2, cp=2) | {"seq": 16},
+        "pp": case(GROUPED | TIED, 2, dp="ddp", pp=2),
+    },
+    4: {
+        "hsdp": case(GROUPED, 1, dp="hsdp", replicate=2, shard=2),
+        "fsdp": case(GROUPED, packed=True, dp="fsdp", shard=4),
+        "fsdp x tp": case(GROUPED, dp="fsdp", shard=2, tp=2),
+        "fsdp x tp full": case(GROUPED | TIED, 1, dp="fsdp", shard=2, tp=2, checkpointing="full"),
+        "async tp": case(GROUPED, dp="fsdp", shard=2, tp=2, async_tp=True),
+        "fsdp x pp": case(GROUPED, 1, dp="fsdp", shard=2, pp=2, schedule="zero-bubble"),
+    },
+}
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 30), (30, 5), (1, 4), (4, 1)])
+def test_singular_values_become_alike(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    turned = orthogonalize(matrix)
+    torch.testing.assert_close(turned, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
+    values = torch.linalg.svdvals(turned)
+    assert 0.6 < values.min() and values.max() < 1.25
+    scaled = orthogonalize(1e-20 * matrix)
+    torch.testing.assert_close(scaled, turned, rtol=1e-12, atol=1e-12)
+    assert not orthogonalize(torch.zeros(shape)).any()
+
+
+def test_matrices_of_blocks_are_turned_and_nothing_else():
+    matrix, norm = torch.zeros(3, 4), torch.zeros(4)
+    assert is_turned("layers.0.attention.wq.weight", matrix)
+    assert not is_turned("layers.0.ffn_norm.weight", norm)
+    assert not is_turned("tok_embeddings.weight", matrix)
+    assert not is_turned("output.weight", matrix)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, slow(4)])
+def test_every_split_takes_the_same_steps(ranks, tmp_path):
+    for options in CASES[ranks].values():
+        options["parallel"]["optimizer"] = "muon"
+    plain = {}
+    for label, result in train(tmp_path, ranks, CASES[ranks]).items():
+        print(label)
+        given = CASES[ranks][label]
+        key = str(given["config"]), given["packed"], given.get("seq")
+        if key not in plain and "seq" not in given:
+            plain[key] = plain_muon(given["config"], given["packed"])
+        for name, weight in plain.get(key, {}).items():
+            error = (result["last"][name] - weight).norm() / weight.norm()
+            assert error < 1e-10, (name, error)
+        sends_as_predicted(result, given, ranks)
+
+
+def test_a_run_is_resumed_on_another_mesh(shards, tmp_path):
+    """Momenta are saved, whole."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    given = dict(steps=4, save_every=2, optimizer="muon")
+    succeed("train.py", *flags(shards, one, **given))
+    first = flags(shards, other, **given | dict(steps=2, warmup=2))
+    succeed("train.py", *first, "--dp", "fsdp", nproc=2)
+    result = succeed("train.py", *flags(shards, other, **given), "--resume", "--tp", "2", nproc=2)
+    assert "--steps was 2, is now 4" in result.err
+    for ours, theirs in zip(metrics(other)[2:], metrics(one)[2:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "script, given, says",
+    [
+        ("train.py", ["--offload"], "--offload is for AdamW: give --optimizer adamw, too"),
+        ("train.py", ["--moments", "bfloat16"], "--moments bfloat16 is for AdamW: give --optimi"),
+        ("bench.py", ["compare", "--lora", "--optimizer", "muon"], "leave it out with --lora"),
+    ],
+)
+def test_refused(script, given, says, tmp_path):
+    out = ["--out", tmp_path / "out"] if script != "bench.py" else []
+    refused(launch(script, *given, *out), says)
