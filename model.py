@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from plumbing.passes import RMSNorm, Rotation, has_few_passes
+
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths E of their heads
@@ -118,6 +120,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of neighbouring features (Meta's layout), computing in float32 or float64.
 
     x [B, T, heads, E] -> same shape and dtype."""
+    if not has_few_passes(x):
+        return Rotation.apply(x, cos, sin)  # the same in one pass over memory
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, heads, E/2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)
 
@@ -253,9 +257,9 @@ class SwiGLU(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, layer)
-        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
@@ -278,7 +282,7 @@ class Llama(nn.Module):
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -401,11 +405,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, vocab_start, log_partition_offset, wants_grad):
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)  # float32 or float64
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-        hidden_grad = weight_grad = None
-        if wants_grad and ctx.needs_input_grad[0]:
-            hidden_grad = torch.empty_like(hidden)
-        if wants_grad and ctx.needs_input_grad[1]:
-            weight_grad = torch.zeros_like(weight, dtype=sum_dtype)
+        wants_hidden, wants_weight = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
+        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
         for start in range(0, len(targets), LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
             h, t = hidden[chunk], targets[chunk, None]  # [n, D], [n, 1]
@@ -420,8 +422,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss -= torch.where(in_shard, log_p.gather(1, local_id), 0).sum()
             if hidden_grad is None and weight_grad is None:
                 continue
-            minus_onehot = -in_shard.to(sum_dtype)
-            grad = log_p.exp_().scatter_add_(1, local_id, minus_onehot).to(h.dtype)  # [n, V]
+            grad = log_p.exp_().scatter_add_(1, local_id, -in_shard.to(sum_dtype)).to(h.dtype)
             if hidden_grad is not None:
                 hidden_grad[chunk] = (grad @ weight) * valid
             if weight_grad is not None:
@@ -483,8 +484,7 @@ def stream(
     positions = torch.tensor(rows, device=device)  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, cache=cache)[:, -1]  # [B, V]
-        logits = logits.to(device)  # with CPU offload, parameters are on the CPU
+        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()

@@ -448,7 +448,7 @@ def recompute(forward: Callable, selective: bool) -> Callable:
     (labs/recompute.py writes it by hand).
 
                    elements saved per token and block                        attention forwards
-        none       8 D + 2 KV E + 3 F (6 D with fused norms: on a GPU)       1
+        none       6 D + 2 KV E + 3 F                                        1
         selective  3 D + KV E + F: the block's input, the outputs of         1
                    attention, wk, wo and w3
         full       D: the block's input                                      2

@@ -385,10 +385,10 @@ def terms_of_peak(run: Run) -> dict[str, list[Term]]:
     text = f"saved for backward: {plural(L, 'block')} x {tokens} tokens x {words} x 4 bytes"
     terms.append(Term(L * tokens * saved * 4, text))
 
-    norm = f"last norm and its gradient: {tokens} tokens x 4 x {D} x 4 bytes"
+    norm = f"last norm and its gradient: {tokens} tokens x 3 x {D} x 4 bytes"
     logits = f"logits and their softmax: {tokens} tokens x {V} x 2 x 4 bytes"
     matrix = f"gradient of the output matrix, and its sum: {V} x {D} x 2 x 4 bytes"
-    in_loss = [Term(tokens * D * 16, norm), Term(tokens * V * 8, logits), Term(V * D * 8, matrix)]
+    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * 8, logits), Term(V * D * 8, matrix)]
     again = saved_in_block(config, "none")[0] - saved
     text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
     in_block = [Term(tokens * (D + 2 * F) * 4, text)]
@@ -403,7 +403,7 @@ def terms_of_peak(run: Run) -> dict[str, list[Term]]:
 def saved_in_block(config: LlamaConfig, checkpointing: str) -> tuple[int, str]:
     """Return the elements a token that a block saves for backward, as a number and as a sum: D
     wide, KV E wide, F wide, and a logsumexp for each head."""
-    times = {"none": (8, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}[checkpointing]
+    times = {"none": (6, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}[checkpointing]
     widths = config.dim, config.n_kv_heads * config.head_dim, config.ffn_dim, config.n_heads
     pairs = [(n, width) for n, width in zip(times, widths) if n]
     words = " + ".join(f"{n} x {width}" for n, width in pairs)

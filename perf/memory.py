@@ -40,8 +40,9 @@ def predict_memory(
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
     four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
-    are in CPU memory, but count here. `fused`: norms run as one kernel, on a GPU or compiled.
-    `masked` is what mask_width returns. labs/memory.py asks for a formula of DDP and FSDP."""
+    are in CPU memory, but count here. `fused`: on a GPU or compiled, where kernels need
+    fewer intermediate results. `masked` is what mask_width returns. labs/memory.py asks for a
+    formula of DDP and FSDP."""
     parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
@@ -84,7 +85,7 @@ def _memory_of_rank(
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    elements = saved_elements(config, parallel, fused, masked, frozen)
+    elements = saved_elements(config, parallel, masked, frozen)
     saved, recomputed = (n * tokens * w for n in elements)
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, fused)
     if parallel.checkpointing == "none":
@@ -102,7 +103,7 @@ def _memory_of_rank(
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
         block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
-    last_norm = (norm_saves(parallel, fused, frozen) + 2) * stream
+    last_norm = (stream_width(parallel, frozen) + 2) * stream
     logits = loss_bytes(config, parallel, tokens, fused, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
@@ -253,15 +254,6 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
     return 2 if is_autocast and not frozen else 1
 
 
-def norm_saves(parallel: ParallelConfig, fused: bool, frozen: bool) -> int:
-    """Return what a norm saves beside its output, in the same units: its input. Unless it is one
-    kernel, in float32 (float64 in a float64 model), and also the normalized input, which only a
-    frozen weight does not need."""
-    if fused:
-        return stream_width(parallel, frozen)
-    return max(1, 4 // parallel.weight_bytes) * (1 if frozen else 2)
-
-
 def mask_width(
     config: LlamaConfig,
     parallel: ParallelConfig,
@@ -283,7 +275,6 @@ def mask_width(
 def saved_elements(
     config: LlamaConfig,
     parallel: ParallelConfig,
-    fused: bool,
     masked: int = 0,
     frozen: bool = False,
 ) -> tuple[float, float]:
@@ -291,7 +282,7 @@ def saved_elements(
     `frozen`: embedding and norms are not trained, as with adapters.
 
     Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
-    what norm_saves says and its output (under tensor parallelism after the all-gather); KV E wide:
+    its input and its output (under tensor parallelism after the all-gather); KV E wide:
     k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
     row, which attention turns into numbers in each block, and k and v for each query head."""
     D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
@@ -299,8 +290,7 @@ def saved_elements(
     stream = stream_width(parallel, frozen) * D
     # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
     norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
-    norm_inputs = 2 * norm_saves(parallel, fused, frozen) * D
-    everything = norm_outputs + (norm_inputs + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    everything = norm_outputs + (2 * stream + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
     if parallel.cp > 1:
         # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
         # of two chunks. And attention's output of each chunk beside that of both.
@@ -396,7 +386,7 @@ def prediction_caveat(model: Llama) -> str:
     if any(other != shapes[0] for other in shapes):
         return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
     counted = _counted_saved_elements(model.config)
-    known, _ = saved_elements(model.config, ParallelConfig(), fused=False)
+    known, _ = saved_elements(model.config, ParallelConfig())
     if abs(counted / known - 1) < 0.01:
         return ""
     return (

@@ -320,7 +320,7 @@ def step_time(
     # Backward is two thirds of products and passes; beside a frozen base, half.
     forward = (parts["products"] + parts["passes"]) / (2 if lora else 3)
     backward = parts["products"] + parts["passes"] - forward + parts["recompute"]
-    saved, _ = saved_elements(model.config, parallel, fused=True)
+    saved, _ = saved_elements(model.config, parallel)
     saved += of_adapters(model, parallel, fused=True)[0] * (parallel.checkpointing == "none")
     moved = saved * tokens * parallel.weight_bytes * model.config.n_layers * microbatches / CPU_LINK
     parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)

@@ -135,6 +135,7 @@ def compare_args(**given) -> SimpleNamespace:
         microbatch=1,
         seq_len=16,
         lora=False,
+        optimizer="adamw",
         rank=8,
         dora=False,
         base_bits=16,

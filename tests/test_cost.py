@@ -351,10 +351,10 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     model = meta_model(CHUNKY)
     model.layers["1"].feed_forward.w4 = nn.Linear(64, 64, device="meta")
     assert "assume equal blocks" in prediction_caveat(model)
-    # silu(gate) is saved too: 160 elements more than 8 D + 2 KV E + 3 F and a number for each head
+    # silu(gate) is saved too: 160 elements more than 6 D + 2 KV E + 3 F and a number for each head
     # and norm.
     monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)))
-    llama = 8 * 64 + 2 * 32 + 3 * 160 + 4
+    llama = 6 * 64 + 2 * 32 + 3 * 160 + 4
     note = prediction_caveat(meta_model(CHUNKY))
     assert (
         f"saves {llama + 160 + 2:,} elements a token" in note

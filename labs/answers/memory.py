@@ -43,9 +43,9 @@ def memory(
         computing    what the loss needs, or the last block's backward if that needs more
 
     Elements a token, with D, F and V as in model.py and K = n_kv_heads head_dim:
-        a block saves             8 D + 2 K + 3 F; under full checkpointing its input alone, D
+        a block saves             6 D + 2 K + 3 F; under full checkpointing its input alone, D
         backward of a block needs D + 2 F, and what it has to compute again
-        the loss needs            4 D + 2 V, for the last norm, logits and their softmax;
+        the loss needs            3 D + 2 V, for the last norm, logits and their softmax;
                                   and once 2 V D, for the gradient of the output matrix
 
     Example: LlamaConfig(16, 3, 2, 1, 32, 32), root=1040, block=2336, dp="ddp", ranks=4, no
@@ -61,10 +61,10 @@ def memory(
         sums = P
     elif microbatches > 1:
         sums = P // shards
-    saved = everything = 8 * D + 2 * config.n_kv_heads * config.head_dim + 3 * F
+    saved = everything = 6 * D + 2 * config.n_kv_heads * config.head_dim + 3 * F
     if checkpointing == "full":
         saved = D
-    loss = tokens * (4 * D + 2 * V) + 2 * V * D
+    loss = tokens * (3 * D + 2 * V) + 2 * V * D
     backward = tokens * (everything - saved + D + 2 * F)
     return {
         "parameters": 4 * P // shards,
@@ -134,7 +134,7 @@ WRONG = [
         name="logits forgotten",
         says="Logits and softmax are forgotten",
         numbers="right",
-        change={"tokens * (4 * D + 2 * V)": "tokens * 4 * D"},
+        change={"tokens * (3 * D + 2 * V)": "tokens * 3 * D"},
     ),
     dict(
         name="activations divided by the ranks, as was expected in fairscale #1050",
