@@ -13,6 +13,8 @@ torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetun
                             the same for fine-tuning
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
+python bench.py race entry.patch
+                            who trains the best model in four minutes (docs/speedrun.md)
 python bench.py gpu --out gpu.json
                             all that one GPU can tell, for nine minutes at a time
 """
@@ -34,6 +36,7 @@ from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.plans import PLANNED
+from perf.race import measure_race, split_flags
 from perf.step import measure_lora_step, measure_step
 from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from plumbing.parser import Parser, nonnegative_int, positive_int
@@ -146,6 +149,20 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
                         help="run in small, on a CPU; nothing that is measured means anything")
 
 
+def add_race_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("patch", nargs="?", type=Path, help="the entry, as a patch")
+    parser.add_argument("--flags", type=split_flags, default=[], metavar="'--FLAG ...'",
+                        help="flags of train.py that the entry has")
+    parser.add_argument("--base", type=split_flags, default=[], metavar="'--FLAG ...'",
+                        help="flags of train.py that both have")
+    parser.add_argument("--rounds", type=positive_int, default=3,
+                        help="runs of each, with different seeds (default: %(default)s)")
+    parser.add_argument("--seconds", type=positive_int, default=240,
+                        help="that a run may take, all in all (default: %(default)s)")
+    parser.add_argument("--processes", type=positive_int, default=1,
+                        help="of each run, on two cores (default: %(default)s)")
+
+
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     parser.add_argument("--gpus", type=positive_int, default=8,
@@ -212,6 +229,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
     "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
     "plan": (add_plan_flags, plan_cluster),
+    "race": (add_race_flags, measure_race),
     "gpu": (add_gpu_flags, measure_gpu),
 }
 
