@@ -93,12 +93,11 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of step 1..args.steps: linear warmup to args.lr, then cosine decay,
+    """Return the learning rate of step 1..args.steps: linear warmup to args.lr, then linear decay,
     which reaches 0 one step after the last."""
     if step <= args.warmup:
         return args.lr * step / args.warmup
-    progress = (step - args.warmup) / (args.steps - args.warmup + 1)  # 0 to 1
-    return args.lr * (1 + math.cos(math.pi * progress)) / 2
+    return args.lr * (args.steps + 1 - step) / (args.steps + 1 - args.warmup)
 
 
 @dataclass(frozen=True)
