@@ -35,7 +35,7 @@ from functools import partial
 from grading import seed_of
 from training import run_in_forks
 
-from plumbing.parser import Parser
+from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 from plumbing.records import write_atomically
 
@@ -432,7 +432,9 @@ def main() -> None:
     parser.add_argument("command", nargs="?", default="show",
                         choices=["show", "admit", "step", "answer"])  # fmt: skip
     parser.add_argument("run", nargs="?", type=int, help="1, 2 or 3")
-    parser.add_argument("--seed", type=int, help="admit: which faults (default: drawn at random)")
+    parser.add_argument(
+        "--seed", type=nonnegative_int, help="admit: which faults (default: drawn at random)"
+    )
     parser.add_argument("--class", dest="key", metavar="KEY", help="admit: a teacher's word")
     parser.add_argument("--student", metavar="NAME", help="admit: whose faults, with --class")
     parser.add_argument("--again", action="store_true", help="admit: in place of those there are")

@@ -43,7 +43,7 @@ from grading import grade, release, write_lab
 from predict import predict
 from training import check_module, train_twice
 
-from plumbing.parser import Parser, positive_int
+from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.
@@ -250,7 +250,9 @@ def main() -> None:
         "--ranks", type=int, help="number of ranks (default: several, one after the other)"
     )
     parser.add_argument(
-        "--seed", type=int, help="other weights and data (default: 0; grade, predict: any)"
+        "--seed",
+        type=nonnegative_int,
+        help="other weights and data (default: 0; grade, predict: any)",
     )
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument(
