@@ -25,9 +25,7 @@ from perf.memory import predict_memory
 from train import accumulate
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
-EXACT = (
-    "Type bytes exactly, or rounded: then they may be off by half of the last digit, and by 0.5%."
-)
+EXACT = "Type bytes exactly, or rounded: the rounding may put them off by 0.5%, and not more."
 # What a block saves for backward, in elements a token: so many times D, KV E, F and the heads.
 SAVED = {"none": (6, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}
 
@@ -333,9 +331,12 @@ def draw_memory(random: Random) -> Question:
         moment, other = sorted(totals, key=totals.get, reverse=True)
         left_out = held["peak"] - totals[moment]
         rest = Term(left_out, "not in these terms: tensors that live for a moment")
-        note = f"The peak is {moment}. At the other candidate, {other.removeprefix('in ')}, "
-        note += f"the terms add up to {totals[other]:,}."
-        return [*found, explained(held["peak"], [*moments[moment], rest], note)]
+        notes = (
+            f"The peak is {moment}.",
+            f"At the other candidate, {other.removeprefix('in ')}, the terms add up to "
+            f"{totals[other]:,}.",
+        )
+        return [*found, explained(held["peak"], [*moments[moment], rest], *notes)]
 
     text = [
         *run.describe(),

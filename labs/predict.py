@@ -117,7 +117,7 @@ def predict(args: argparse.Namespace) -> Iterator[str]:
     if args.key:
         flags = f"--class {shlex.quote(args.key)} --student {shlex.quote(args.student)} "
         flags, left_out = f"{flags}--attempt {args.attempt}", "--attempt"
-    yield f"\nscore {score:.0%}."
+    yield f"\nscore {score:.0%}"
     yield f"Ask this again with {flags}; leave {left_out} out for a new question."
 
 
@@ -187,7 +187,8 @@ def ask(questions: list[Asked], next_line: Callable[[str], str]) -> dict[str, st
                 print(f"  {error}", flush=True)
                 continue
             answers[asked.name] = line
-            if understood != line:
+            is_clear = asked.unit != "%" and re.fullmatch(r"[\d.]+", line)
+            if understood != line and not is_clear:
                 unit = " bytes" * (asked.unit == "bytes")
                 print(f"  understood as {understood}{unit}", flush=True)
     return answers
