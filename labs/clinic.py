@@ -35,7 +35,7 @@ from functools import partial
 from grading import seed_of
 from training import run_in_forks
 
-from plumbing.parser import Parser
+from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 from plumbing.records import write_atomically
 
@@ -89,10 +89,21 @@ class Fault:
     measure: Callable[[str], float]
     quantity: str  # what `measure` returns
     changes: tuple[tuple[str, str, str], ...] = ()  # file, lines, sick lines
-    place: str = ""  # the function where it is, which is then the cure
+    places: tuple[str, ...] = ()  # functions of parallel.py: to mend one of them is the cure
     nodes: int = 1
     ranks: int = 2
     tunes: bool = False  # a run of finetune_lora.py
+
+    @property
+    def unit(self) -> str:
+        return " MB" if self.quantity.startswith("bytes") else ""
+
+    def measure_in(self, report: str) -> float:
+        """Return the quantity. Raises UserError if the report does not have it."""
+        try:
+            return self.measure(report)
+        except (TypeError, KeyError, ValueError):
+            raise UserError(f"this report does not say the {self.quantity}: try another cure")
 
 
 RECOMPUTE = "            block.forward = recompute(block.forward, "
@@ -107,12 +118,12 @@ TRANSPOSED = """\
 """
 FAULTS = {
     "a checkpoint in a checkpoint": Fault(
-        "We recompute activations, for a third more time. It was two thirds.",
+        "Recomputing should cost a third more time. It costs two thirds more.",
         f"{TINY} --batch 8 --microbatch 4 --checkpointing full",
         attentions,
         "forward runs of attention",
         (("parallel.py", RECOMPUTE, ATTENTION + RECOMPUTE),),
-        "recompute_and_compile",
+        ("recompute_and_compile", "recompute"),
     ),
     "a transposed mesh": Fault(
         "Hybrid sharding was fine on a node. On two it is slower than FSDP over all.",
@@ -120,7 +131,7 @@ FAULTS = {
         crossing,
         "bytes over links between nodes",
         (("parallel.py", MESH, TRANSPOSED), ("train.py", CHECK, "")),
-        "with_mesh",
+        ("with_mesh",),
         nodes=2,
         ranks=4,
     ),
@@ -131,7 +142,7 @@ FAULTS = {
         "bytes that a rank sends",
         (("parallel.py", "    no_sync = isinstance(runner, DistributedDataParallel) and not last\n",
           "    no_sync = False\n"),),
-        "gradient_sync",
+        ("gradient_sync",),
     ),
     "a frozen base is gathered": Fault(
         "LoRA trains 1 % of the weights. On two machines it is slower than on one.",
@@ -148,7 +159,7 @@ FAULTS = {
         "bytes that a rank sends",
     ),
     "float32 over a slow link": Fault(
-        "We copied the flags from our laptops to two nodes, and wait for the network.",
+        "The model needs both nodes. We copied our laptops' flags, and wait for the network.",
         f"{TINY} --batch 4 --microbatch 2 --dp fsdp --dtype float32",
         sent,
         "bytes that a rank sends",
@@ -184,7 +195,7 @@ FAULTS = {
 def read_ward() -> dict:
     path = WARD / "ward.json"
     if not path.exists():
-        raise UserError("nobody is here yet: python labs/clinic.py admit")
+        raise UserError("no patients yet: python labs/clinic.py admit")
     return json.loads(path.read_text())
 
 
@@ -196,17 +207,23 @@ def admit(args: argparse.Namespace) -> None:
     """Draw three faults and write a copy of the project for each."""
     if WARD.exists() and not args.again:
         raise UserError(f"{WARD} exists: --again replaces it and forgets the answers")
-    seed = args.seed
-    if args.key:
-        seed = seed_of(args.key, args.student or "", "clinic")
-    elif seed is None:
-        seed = random.randrange(10**6)
+    seed = seed_for(args)
     drawn = random.Random(seed).sample(list(FAULTS), 3)
     shutil.rmtree(WARD, ignore_errors=True)
     for number, name in enumerate(drawn, 1):
         copy_project(WARD / str(number), FAULTS[name])
     write_ward(dict(seed=seed, faults=drawn, answers={}))
     show(args)
+
+
+def seed_for(args: argparse.Namespace) -> int:
+    if not args.key:
+        if args.student:
+            raise UserError("--student is for --class KEY: give it, too")
+        return random.randrange(10**6) if args.seed is None else args.seed
+    if args.seed is not None or not args.student:
+        raise UserError("--class KEY needs --student NAME, and no --seed")
+    return seed_of(args.key, " ".join(args.student.casefold().split()), "clinic")
 
 
 def copy_project(directory: Path, fault: Fault) -> None:
@@ -304,11 +321,60 @@ def step(args: argparse.Namespace) -> None:
     print(measured(directory, fault, args.flags, repeats=5), end="")
 
 
-def ask(question: str, given: str | None) -> str:
+def ask(question: str, given: str | None, understood: Callable) -> int | str | float:
+    """Return what `understood` makes of an answer. At a terminal it asks again, if that raises
+    UserError."""
+    while True:
+        try:
+            text = given if given is not None else input(f"{question}: ")
+        except EOFError:
+            raise UserError("no answer: nothing was written down") from None
+        try:
+            return understood(text.strip())
+        except UserError as error:
+            if given is not None or not sys.stdin.isatty():
+                raise
+            print(f"  {error}")
+
+
+def fault_of(text: str) -> str:
+    """Return the name of the fault with this number."""
+    if text not in map(str, range(1, len(FAULTS) + 1)):
+        raise UserError(f"'{text}' is no fault: give a number from 1 to {len(FAULTS)}")
+    return list(FAULTS)[int(text) - 1]
+
+
+def gain_of(text: str) -> float:
+    if not re.fullmatch(r"\d{0,9}\.?\d{1,9}", text) or float(text) == 0:
+        raise UserError(f"'{text}' is no factor: give a positive number such as 1.5")
+    return float(text)
+
+
+def cure_of(text: str) -> str:
+    """Return flags as they are, or the bare name of a function of parallel.py."""
+    if text.startswith("--"):
+        check_flags(text)
+        return text
+    name = text.removeprefix("parallel.").removesuffix("()")
+    defined = re.findall(r"^ *def (\w+)\(", (ROOT / "parallel.py").read_text(), re.MULTILINE)
+    if name not in defined:
+        raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp, or a function of "
+                        "parallel.py")  # fmt: skip
+    return name
+
+
+def check_flags(text: str) -> None:
+    """Raise UserError for flags that ask for no run, or for other work."""
     try:
-        return given if given is not None else input(f"{question}: ").strip()
-    except EOFError:
-        raise UserError("no answer: nothing was written down") from None
+        flags = [word.split("=")[0] for word in shlex.split(text) if word.startswith("-")]
+    except ValueError:
+        raise UserError(f"'{text}' has a quote without its other half")
+    for flag in flags:
+        if flag == "--" or flag.startswith("-h") or "--help".startswith(flag):
+            raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp")
+        for fixed in ("--batch", "--seq-len", "--model"):  # argparse takes their beginnings, too
+            if fixed.startswith(flag):
+                raise UserError(f"'{text}': the cure may not change the work, which {fixed} does")
 
 
 def answer(args: argparse.Namespace) -> None:
@@ -317,39 +383,38 @@ def answer(args: argparse.Namespace) -> None:
     name, number = ward["faults"][args.run - 1], str(args.run)
     if number in ward["answers"]:
         raise UserError(f"run {number} has been answered")
-    said = ask(f"fault, 1 to {len(FAULTS)}", args.fault)
-    if said not in map(str, range(1, len(FAULTS) + 1)):
-        raise UserError(f"'{said}' is no fault: give a number from 1 to {len(FAULTS)}")
-    named = list(FAULTS)[int(said) - 1]
-    cure = ask("cure: the flag with its value, or the function of parallel.py to mend", args.cure)
+    named = ask(f"fault, 1 to {len(FAULTS)}", args.fault, fault_of)
+    question = "cure: the flag with its value, or the function of parallel.py to mend"
+    cure = ask(question, args.cure, cure_of)
     quantity = FAULTS[named].quantity
-    text = ask(f"by which factor will the cure reduce the {quantity}", args.gain)
-    if not re.fullmatch(r"\d*\.?\d+", text):
-        raise UserError(f"'{text}' is no factor: give a number such as 1.5")
-    gain = float(text)
+    gain = ask(f"by which factor will the cure reduce the {quantity}", args.gain, gain_of)
     given = ward["answers"][number] = dict(fault=named, cure=cure, gain=gain, points=0)
     write_ward(ward)  # before anything is shown
 
     print("measuring the run with and without your cure ...")
     try:
-        cured = fault.measure(cured_report(directory, fault, cure))
-    except UserError:  # flags that are refused are no answer
+        cured = fault.measure_in(cured_report(directory, fault, cure))
+        sick = fault.measure_in(measured(directory, fault, []))
+    except BaseException:  # flags that are refused are no answer; nor is Ctrl-C
         del ward["answers"][number]
         write_ward(ward)
         raise
-    sick = fault.measure(measured(directory, fault, []))
     helps, factor = cured < 0.95 * sick, sick / max(cured, 1e-9)
+    gains = f"you said {gain:.3g}, it is {factor:.3g}"
+    if not helps:
+        gains = "nothing to compare, since the cure did not help"
+    both = f"{sick:.3g}{fault.unit}, and {cured:.3g}{fault.unit} with yours"
     points = [
         (named == name, f"fault: {name}"),
-        (helps, f"cure: {fault.quantity}: {sick:.3g}, and {cured:.3g} with yours"),
-        (helps and 0.9 < gain / factor < 1.1, f"gain: you said {gain:.3g}, it is {factor:.3g}"),
+        (helps, f"cure: {fault.quantity}: {both}"),
+        (helps and 0.9 < gain / factor < 1.1, f"gain: {gains}"),
     ]
     given["points"] = sum(ok for ok, _ in points)
     write_ward(ward)
     for ok, line in points:
         print(f"  {line:<84} {'ok' if ok else 'no'}")
-    if fault.place:
-        print(f"  it was in the function {fault.place} of parallel.py")
+    if fault.places:
+        print(f"  it was in the function {fault.places[0]} of parallel.py")
     print(f"{given['points']} of 3 points")
 
 
@@ -357,9 +422,8 @@ def cured_report(directory: Path, fault: Fault, cure: str) -> str:
     """Return the report of a run with the cure: with flags in the copy, or by the project's own
     code. Raises UserError for flags that bench.py refuses."""
     if cure.startswith("--"):
-        return measured(directory, fault, cure.split())
-    is_mended = fault.place and cure.removeprefix("parallel.") == fault.place
-    return measured(ROOT if is_mended else directory, fault, [])
+        return measured(directory, fault, shlex.split(cure))
+    return measured(ROOT if cure in fault.places else directory, fault, [])
 
 
 def main() -> None:
@@ -368,7 +432,9 @@ def main() -> None:
     parser.add_argument("command", nargs="?", default="show",
                         choices=["show", "admit", "step", "answer"])  # fmt: skip
     parser.add_argument("run", nargs="?", type=int, help="1, 2 or 3")
-    parser.add_argument("--seed", type=int, help="admit: which faults (default: any)")
+    parser.add_argument(
+        "--seed", type=nonnegative_int, help="admit: which faults (default: drawn at random)"
+    )
     parser.add_argument("--class", dest="key", metavar="KEY", help="admit: a teacher's word")
     parser.add_argument("--student", metavar="NAME", help="admit: whose faults, with --class")
     parser.add_argument("--again", action="store_true", help="admit: in place of those there are")

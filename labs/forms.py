@@ -10,7 +10,7 @@ Letters as in parallel.py; m microbatches of a rank in a step.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -25,6 +25,9 @@ from perf.memory import predict_memory
 from train import accumulate
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+EXACT = "Type bytes exactly, or rounded: the rounding may put them off by 0.5%, and not more."
+# What a block saves for backward, in elements a token: so many times D, KV E, F and the heads.
+SAVED = {"none": (6, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}
 
 
 class Term(NamedTuple):
@@ -52,6 +55,7 @@ class Found(NamedTuple):
     terms: tuple[Term, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] | None = None  # of each letter, where an order is asked for
+    head: str = ""  # what the numbers left of the terms are, if it needs saying
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,8 @@ def draw_bytes(random: Random) -> Question:
         return found
 
     text = [*run.describe(), "In which collectives does a rank take part, in one step?",
-            "Bytes are payload: the output of an all-gather, the input of the others."]  # fmt: skip
+            "Bytes are payload: the output of an all-gather, the input of the others.",
+            EXACT]  # fmt: skip
     return Question(text, "docstrings of ddp, ZeRO1 and fsdp in parallel.py", asked, count, (run,))
 
 
@@ -326,13 +331,19 @@ def draw_memory(random: Random) -> Question:
         moment, other = sorted(totals, key=totals.get, reverse=True)
         left_out = held["peak"] - totals[moment]
         rest = Term(left_out, "not in these terms: tensors that live for a moment")
-        note = f"The peak is {moment}. {other.capitalize()} the terms are {totals[other]:,}."
-        return [*found, explained(held["peak"], [*moments[moment], rest], note)]
+        notes = (
+            f"The peak is {moment}.",
+            f"At the other candidate, {other.removeprefix('in ')}, the terms add up to "
+            f"{totals[other]:,}.",
+        )
+        return [*found, explained(held["peak"], [*moments[moment], rest], *notes)]
 
     text = [
         *run.describe(),
-        "How many bytes does a rank hold? Gradients are those of AdamW's update, where they may be "
-        "sharded. The peak is that of all tensors together, at the fullest moment of a step.",
+        "How many bytes does a rank hold? Count gradients as the optimizer sees them: of its own "
+        "slice, where they are sharded. The peak is that of all tensors together, at the fullest "
+        "moment of a step, and may be off by 10%.",
+        EXACT,
     ]
     asked = [Asked(kind, "bytes") for kind in ("parameters", "gradients", "optimizer")]
     asked.append(Asked("peak", "bytes", 0.1))
@@ -381,7 +392,8 @@ def terms_of_peak(run: Run) -> dict[str, list[Term]]:
         weights = root + root_pad + n * (block + block_pad)
         text = f"gathered weights, the root's and {which}: {weights:,} x 4 bytes"
         terms.append(Term(weights * 4, text))
-    saved, words = saved_in_block(config, parallel.checkpointing)
+    times = SAVED[parallel.checkpointing]
+    saved, words = saved_in_block(config, times)
     text = f"saved for backward: {plural(L, 'block')} x {tokens} tokens x {words} x 4 bytes"
     terms.append(Term(L * tokens * saved * 4, text))
 
@@ -389,21 +401,20 @@ def terms_of_peak(run: Run) -> dict[str, list[Term]]:
     logits = f"logits and their softmax: {tokens} tokens x {V} x 2 x 4 bytes"
     matrix = f"gradient of the output matrix, and its sum: {V} x {D} x 2 x 4 bytes"
     in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * 8, logits), Term(V * D * 8, matrix)]
-    again = saved_in_block(config, "none")[0] - saved
+    again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
     text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
     in_block = [Term(tokens * (D + 2 * F) * 4, text)]
     if again:
-        text = f"the last block, computed again: {tokens} tokens x {again} x 4 bytes"
+        text = f"the last block, computed again: {tokens} tokens x {sum_again} x 4 bytes"
         in_block.append(Term(tokens * again * 4, text))
     if not sums:
         in_block.append(Term(V * D * 4, f"gradient of the output matrix: {V} x {D} x 4 bytes"))
     return {"in the loss": terms + in_loss, "in backward of the last block": terms + in_block}
 
 
-def saved_in_block(config: LlamaConfig, checkpointing: str) -> tuple[int, str]:
-    """Return the elements a token that a block saves for backward, as a number and as a sum: D
-    wide, KV E wide, F wide, and a logsumexp for each head."""
-    times = {"none": (6, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}[checkpointing]
+def saved_in_block(config: LlamaConfig, times: Iterable[int]) -> tuple[int, str]:
+    """Return the elements a token that a block saves for backward, as a number and as a sum: so
+    many times D, KV E, F, and a logsumexp for each head."""
     widths = config.dim, config.n_kv_heads * config.head_dim, config.ffn_dim, config.n_heads
     pairs = [(n, width) for n, width in zip(times, widths) if n]
     words = " + ".join(f"{n} x {width}" for n, width in pairs)

@@ -5,6 +5,7 @@ a rate, bytes over a link, and what of them overlaps (perf/roofline.py).
 """
 
 import math
+import textwrap
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
 from perf.cost import DIMS, predict_traffic, sent_bytes
 from perf.plans import Plan, predict
-from perf.roofline import Machine, assumed_machine, collective_time
+from perf.roofline import Machine, assumed_machine, collective_time, group_shape
 from perf.timeline import bubble, check_schedule, draw_text, held
 from pipeline import make_schedule
 
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     seconds: float  # without what passes beside computing
     whole: float = 0.0  # with it
     sent: int = 0  # bytes
+    speed: str = ""  # of the links that carry them, in words
 
 
 def parts_of(run: Run, machine: Machine) -> list[Part]:
@@ -61,22 +63,35 @@ def parts_of(run: Run, machine: Machine) -> list[Part]:
             for (dim, collective), (calls, nbytes) in traffic.items()
             if dim == name
         )
-        parts.append(Part(name, plan.parts[name], whole, sent))
+        speed = speed_in_words(name, run.parallel, machine)
+        parts.append(Part(name, plan.parts[name], whole, sent, speed))
     if not math.isclose(sum(part.seconds for part in parts), plan.seconds):
         raise ArithmeticError(f"{plan.seconds} s are more than {parts}")
     return parts
 
 
-SECONDS = "In seconds. 0.1 of 0.3 shard: sending over shard takes 0.3, of which 0.1 is not hidden."
+def speed_in_words(dim: str, parallel: ParallelConfig, machine: Machine) -> str:
+    """Return the speed at which a group along a mesh dimension sends, as collective_time has it."""
+    n, in_node = group_shape(dim, parallel, machine)
+    in_a_node = n == in_node or (in_node > 1 and in_node * machine.link > machine.node_link)
+    speed = f"{(machine.node_link if in_a_node else machine.link) / 1e9:.4g} GB/s"
+    return speed if in_a_node or in_node == 1 else f"({in_node} x {speed})"
 
 
-def in_words(letter: str, parts: list[Part]) -> str:
-    """Return the seconds of a step and their parts in a line, as SECONDS says."""
+SECONDS = (
+    "In seconds. 0.1 of 0.3 shard: sending over shard takes 0.3, of which 0.1 is not hidden.",
+    "6 GB / (4 x 5 GB/s): a rank sends 6 GB; 4 GPUs of a node share their links for a group.",
+)
+
+
+def in_words(letter: str, parts: list[Part]) -> list[str]:
+    """Return the seconds of a step and their parts, as SECONDS says."""
     computing, *others = parts
-    waits = (f" + {part.seconds:.3f} of {part.whole:.3f} {part.name} ({part.sent / 1e9:,.2f} GB)"
-             for part in others)  # fmt: skip
+    waits = (f" + {part.seconds:.3f} of {part.whole:.3f} {part.name} "
+             f"({part.sent / 1e9:,.2f} GB / {part.speed})" for part in others)  # fmt: skip
     total = sum(part.seconds for part in parts)
-    return f"{letter}  {total:.3f} = {computing.seconds:.3f} computing{''.join(waits)}"
+    text = f"{letter}  {total:.3f} = {computing.seconds:.3f} computing{''.join(waits)}"
+    return textwrap.wrap(text, 96, subsequent_indent=" " * 11)
 
 
 # ---------------------------------------------------------------------------- ranking and crossing
@@ -128,7 +143,7 @@ def draw_ranking(random: Random) -> Question:
 
     def count() -> list[Found]:
         order = sorted(letters, key=seconds.get)
-        notes = (SECONDS, *(in_words(letter, parts[letter]) for letter in order))
+        notes = (*SECONDS, *(line for letter in order for line in in_words(letter, parts[letter])))
         return [Found(" ".join(order), notes=notes, seconds=seconds)]
 
     text = [
@@ -159,18 +174,20 @@ def draw_crossing(random: Random) -> Question:
             break
 
     def count() -> list[Found]:
-        notes = [SECONDS]
+        notes = [*SECONDS]
         for gbit in (speed, speed / 2):
             machine = cluster(gbit, per_node)
             notes.append(f"at {gbit:.3g} Gbit/s:")
-            notes += [in_words(letter, parts_of(run, machine)) for letter, run in zip("ab", (a, b))]
+            for letter, run in zip("ab", (a, b)):
+                notes += in_words(letter, parts_of(run, machine))
         return [Found(speed, notes=tuple(notes))]
 
     text = [
         *describe_cluster(nodes, per_node, sequences),
         *(f"  {letter}  {name}" for letter, name in flags.items()),
         f"From which speed on, of each GPU's link to other nodes, is a at most {AS_FAST - 1:.0%} "
-        f"slower than b, by bench.py plan?",
+        "slower than b, by bench.py plan?",
+        "All points up to a factor of 1.25 from it, none from a factor of 4 on.",
     ]
     return Question(text, READ, [Asked("link speed", "Gbit/s", "logarithm")], count)
 
@@ -228,7 +245,11 @@ def draw_bubble(random: Random) -> Question:
         ]
 
     stages = f" with {v} stages each" * (v > 1)
-    takes = "forward, B and W take equally long" if splits else "a backward takes twice a forward"
+    takes = "a backward takes twice a forward"
+    if splits:
+        takes = (
+            "forward, B (gradient of the input) and W (gradient of the weights) take equally long"
+        )
     text = [
         f"A pipeline of {p} ranks{stages}, {m} microbatches, --schedule {name}.",
         f"Stages are equal, {takes}, messages take no time.",
@@ -274,7 +295,8 @@ def draw_twice(random: Random) -> Question:
             memory.append(state | {"gradients, gathered weights, activations": rest})
             compiled = replace(one, parallel=replace(one.parallel, compile=True))
             time.append({part.name: part.seconds for part in parts_of(compiled, machine)})
-        return [factor(*sent, 1e6, "MB"), factor(*memory, 1e6, "MB"), factor(*time, 1e-3, "ms")]
+        ms = "ms that are not hidden"
+        return [factor(*sent, 1e6, "MB"), factor(*memory, 1e6, "MB"), factor(*time, 1e-3, ms)]
 
     text = [
         *run.describe(),
@@ -293,7 +315,8 @@ def draw_twice(random: Random) -> Question:
 def factor(before: dict[str, float], after: dict[str, float], unit: float, name: str) -> Found:
     """Return by which factor a sum grows, and what each part contributes to it."""
     total = sum(before.values())
-    terms = [Term(after[part] / total, f"{part}: {before.get(part, 0) / unit:,.2f} {name} "
+    terms = [Term(after[part] / total, f"{part}: {before.get(part, 0) / unit:,.2f} "
                   f"-> {after[part] / unit:,.2f}") for part in after]  # fmt: skip
-    note = f"together: {total / unit:,.2f} {name} -> {sum(after.values()) / unit:,.2f}"
-    return explained(sum(after.values()) / total, terms, note)
+    note = f"together: {total / unit:,.2f} -> {sum(after.values()) / unit:,.2f}"
+    found = explained(sum(after.values()) / total, terms, note)
+    return found._replace(head=f"the part's share of the factor; then {name}, before -> after")

@@ -12,7 +12,10 @@ first that does not hold: right numbers earn points even if too many bytes were 
 import argparse
 import csv
 import hashlib
+import importlib.util
 import json
+import keyword
+import os
 import re
 import runpy
 import secrets
@@ -20,7 +23,6 @@ import shutil
 import subprocess
 import tempfile
 import textwrap
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -58,6 +60,9 @@ def seed_of(key: str, *parts: str) -> int:
 def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
     """Check every submission in a directory; yield a table or a summary, and write files."""
     key = args.key if args.key else secrets.token_hex(8) if args.seed is None else None
+    files = ((args.csv, write_csv), (args.junit, write_junit), (args.gradescope, write_gradescope))
+    for path, _ in files:
+        check_writable(path)
     submissions = list(find_submissions(Path(args.lab), labs))
     if args.gradescope and len({student for student, *_ in submissions}) > 1:
         raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
@@ -66,16 +71,22 @@ def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
         seed = args.seed if key is None else seed_of(key, student, lab)
         grades.append(grade_file(student, lab, file, seed))
     yield from summarize(grades) if args.summary else table(grades)
+    yield from without_submissions(Path(args.lab), submissions)
     if not args.key and key:
         yield f"\nseeds are drawn: --class {key} repeats them"
-    for path, write in (
-        (args.csv, write_csv),
-        (args.junit, write_junit),
-        (args.gradescope, write_gradescope),
-    ):
+    for path, write in files:
         if path:
             write(grades, path)
             yield str(path)
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise UserError if a file cannot be written: grading before takes minutes."""
+    if path is None:
+        return
+    place = path if path.exists() else path.resolve().parent
+    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise UserError(f"{path} cannot be written: give a file in a directory of yours")
 
 
 def find_submissions(directory: Path, labs: list[str]) -> Iterator[tuple[str, str, Path]]:
@@ -94,6 +105,15 @@ def find_submissions(directory: Path, labs: list[str]) -> Iterator[tuple[str, st
     if not found:
         raise UserError(f"no submissions in {directory}: name them STUDENT/LAB.py, as ada/mean.py")
     yield from found
+
+
+def without_submissions(directory: Path, submissions: list[tuple[str, str, Path]]) -> Iterator[str]:
+    """Yield a line for each student's directory without a submission."""
+    found = {file.parent for *_, file in submissions}
+    if directory not in found:  # else it is that of one student
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and path not in found and not path.name.startswith((".", "__")):
+                yield f"{path.name}: no LAB.py found"
 
 
 def grade_file(student: str, lab: str, file: Path, seed: int) -> Grade:
@@ -128,8 +148,7 @@ def name_of(lab: str, mistake: str) -> str:
     for wrong in runpy.run_path(str(LABS / "answers" / f"{lab}.py"))["WRONG"]:
         if wrong["says"] in " ".join(mistake.split()):
             return wrong["name"]
-    # Numbers differ from student to student, mistakes do not.
-    return re.sub(r"\d[\d,.]*", "N", " ".join(mistake.split())) or "another mistake"
+    return " ".join(mistake.split()) or "another mistake"
 
 
 # ------------------------------------------------------------------------------------- reports
@@ -149,9 +168,12 @@ def summarize(grades: list[Grade]) -> Iterator[str]:
     for lab in dict.fromkeys(one.lab for one in grades):
         of_lab = [one for one in grades if one.lab == lab]
         yield f"{lab}: {sum(one.passed for one in of_lab)} of {len(of_lab)} passed"
-        mistakes = Counter(g.mistake for g in of_lab if not g.passed)
-        for mistake, times in mistakes.most_common():
-            yield f"{times:>4}  {textwrap.shorten(mistake, 110, placeholder=' ...')}"
+        alike = {}  # numbers differ from student to student, mistakes do not
+        for one in of_lab:
+            if not one.passed:
+                alike.setdefault(re.sub(r"\d[\d,.]*", "N", one.mistake), []).append(one.mistake)
+        for mistakes in sorted(alike.values(), key=len, reverse=True):
+            yield f"{len(mistakes):>4}  {textwrap.shorten(mistakes[0], 110, placeholder=' ...')}"
 
 
 def write_csv(grades: list[Grade], path: Path) -> None:
@@ -191,6 +213,8 @@ def write_gradescope(grades: list[Grade], path: Path) -> None:
 
 def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
     """Copy what git tracks to a new directory, with starters in place of the solutions."""
+    if LABS.parent in target.resolve().parents:
+        raise UserError(f"{target} is within the project: name a directory beside it")
     if target.exists():
         raise UserError(f"{target} exists: name a new directory")
     listed = subprocess.run(["git", "ls-files"], cwd=LABS.parent, capture_output=True, text=True)
@@ -286,17 +310,26 @@ The idea, with one picture, ![what it shows](NAME.svg); what the check counts; w
 """
 
 
+def shown(path: Path) -> Path:
+    """Return a path as seen from the project."""
+    return path.resolve().relative_to(LABS.parent)
+
+
 def write_lab(name: str, labs: list[str]) -> Iterator[str]:
     """Write the files of a new lab: a small one that works."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"'{name}' cannot be a file of Python: use small letters, as in mean")
     files = {"answers/NAME.py": ANSWER, "checks/NAME.py": CHECK, "../docs/labs/NAME.md": PAGE}
     paths = {LABS / file.replace("NAME", name): text for file, text in files.items()}
-    if existing := [path for path in paths if path.exists()] or name in labs:
-        raise UserError(f"there is a lab {name}: {existing}")
+    if name in labs:
+        raise UserError(f"there is a lab {name}: choose another name")
+    if existing := ", ".join(str(shown(path)) for path in paths if path.exists()):
+        raise UserError(f"there are files of {name}: {existing}")
+    if keyword.iskeyword(name) or importlib.util.find_spec(name):  # labs/NAME.py would hide it
+        raise UserError(f"'{name}' is a word or a module of Python already: choose another name")
     for path, text in paths.items():
         path.write_text(text.replace("NAME", name))
-        yield str(path.resolve().relative_to(LABS.parent))
+        yield str(shown(path))
     yield f"""
 Change them, then write the starter with `python labs/run.py reset {name}`. The lab is listed after
 the others, until ORDER in run.py says where it belongs. `pytest tests/test_labs.py -k {name}` says

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import sys
 import textwrap
 import time
@@ -88,11 +89,14 @@ def predict(args: argparse.Namespace) -> Iterator[str]:
     yield "\n" + "\n".join(map(wrapped, question.text))
     yield f"Read: {question.read}."
     yield "Type an answer to each line. Ctrl-D ends, and nothing is recorded.\n"
+    given = len(args.answer or ())
     try:
         answers = ask(question.asked, lines_of(args))
         if args.answer:
             raise UserError(f"{len(args.answer)} of --answer are left over: nothing is recorded")
-    except EOFError:
+    except EOFError as end:
+        if args.answer is not None:
+            raise UserError(f"{end}, {given} given: nothing is recorded")
         yield "\nend of input: nothing is recorded"
         args.failed = True
         return
@@ -109,7 +113,12 @@ def predict(args: argparse.Namespace) -> Iterator[str]:
     counted = {asked.name: one.value for asked, one in zip(question.asked, found)}
     write_entry({"scored": guess, "score": round(score, 4), "counted": counted})
     yield from show(rows)
-    yield f"\nscore {score:.0%}. The same question again: --seed {seed}; others without it."
+    flags, left_out = f"--seed {seed}", "it"
+    if args.key:
+        flags = f"--class {shlex.quote(args.key)} --student {shlex.quote(args.student)} "
+        flags, left_out = f"{flags}--attempt {args.attempt}", "--attempt"
+    yield f"\nscore {score:.0%}"
+    yield f"Ask this again with {flags}; leave {left_out} out for a new question."
 
 
 def question_of(args: argparse.Namespace) -> tuple[int, str]:
@@ -160,23 +169,35 @@ def lines_of(args: argparse.Namespace) -> Callable[[str], str]:
 
 
 def ask(questions: list[Asked], next_line: Callable[[str], str]) -> dict[str, str]:
-    """Return what was typed for each quantity. What is not understood is asked again."""
-    answers = {}
+    """Return what was typed for each quantity. What is not understood is asked again. Raises
+    EOFError, with how many answers are wanted, at the end of the lines."""
+    answers, wanted = {}, len(questions)
     for asked in questions:
         if asked.unless and parse(answers[asked.unless], asked).value == 0:
             answers[asked.name] = "0"
+            wanted -= 1
         while asked.name not in answers:
-            line = next_line(prompt(asked)).strip()
             try:
-                parse(line, asked)
-                answers[asked.name] = line
+                line = next_line(prompt(asked)).strip()
+            except EOFError:
+                raise EOFError(f"{wanted} answers are wanted")
+            try:
+                understood = in_unit(parse(line, asked).value, asked.unit)
             except ValueError as error:
                 print(f"  {error}", flush=True)
+                continue
+            answers[asked.name] = line
+            is_clear = asked.unit != "%" and re.fullmatch(r"[\d.]+", line)
+            if understood != line and not is_clear:
+                unit = " bytes" * (asked.unit == "bytes")
+                print(f"  understood as {understood}{unit}", flush=True)
     return answers
 
 
 def prompt(asked: Asked) -> str:
     within = f"within {asked.rule:.0%}" if isinstance(asked.rule, float) else ""
+    if within and asked.unit == "%":
+        within = f"to {asked.rule:.0%} of the number itself"
     unit = "" if asked.unit in ("calls", "order") or asked.unit in asked.name else asked.unit
     details = ", ".join(filter(None, (unit, within)))
     return f"{asked.name} ({details}): " if details else f"{asked.name}: "
@@ -244,17 +265,20 @@ class Row(NamedTuple):
         return f"{guess / counted:.4g}" if counted else "-"
 
     @property
-    def left_out(self) -> list[int]:
-        """Numbers of the terms, one or two, without which the others give the guess."""
+    def left_out(self) -> str:
+        """The terms, one or two, without which the others give the guess; "" if there are none."""
         terms = self.found.terms
         total = sum(term.value for term in terms)
-        for n in (1, 2):
-            for chosen in combinations(range(len(terms)), n):
-                without = total - sum(terms[i].value for i in chosen)
-                slack = min(self.guess.slack, 0.005 * without) + 1e-6 * total
-                if n < len(terms) and abs(without - self.guess.value) <= slack:
-                    return [i + 1 for i in chosen]
-        return []
+
+        def explains(*chosen: int) -> bool:
+            without = total - sum(terms[i].value for i in chosen)
+            slack = min(self.guess.slack, 0.005 * without) + 1e-6 * total
+            return len(chosen) < len(terms) and abs(without - self.guess.value) <= slack
+
+        if lines := [f"line {i + 1}" for i in range(len(terms)) if explains(i)]:
+            return " or ".join(lines)
+        pairs = combinations(range(len(terms)), 2)
+        return next((f"lines {i + 1} and {j + 1}" for i, j in pairs if explains(i, j)), "")
 
 
 def show(rows: list[Row]) -> Iterator[str]:
@@ -273,6 +297,8 @@ def show(rows: list[Row]) -> Iterator[str]:
         asked, found = row.asked, row.found
         if found.terms or found.notes:
             yield f"\n{asked.name}: {in_unit(found.value, asked.unit)}"
+        if found.head:
+            yield f"  ({found.head})"
         values = [in_unit(term.value, asked.unit) for term in found.terms]
         for value, term in zip(values, found.terms):
             calls = f"{term.calls} call{'s' * (term.calls > 1)}: " if term.calls else ""
@@ -281,10 +307,10 @@ def show(rows: list[Row]) -> Iterator[str]:
                                 subsequent_indent=" " * len(head))  # fmt: skip
         yield from (f"  {note}" for note in found.notes)
         if asked.rule == "pairs" and row.points < 1:
-            yield "  In the other order: " + ", ".join(" ".join(pair) for pair in row.pairs[1])
-        elif row.points < 1 and (numbers := row.left_out):
-            lines = " and ".join(map(str, numbers))
-            yield f"  Yours is the sum without line{'s' * (len(numbers) > 1)} {lines}."
+            right = ", ".join(f"{a} before {b}" for a, b in row.pairs[1])
+            yield wrapped(f"  You had these pairs the wrong way round: it is {right}")
+        elif row.points < 1 and row.left_out:
+            yield f"  Yours is the sum without {row.left_out}."
 
 
 def in_unit(value: float | str, unit: str) -> str:
@@ -313,7 +339,8 @@ def list_forms() -> Iterator[str]:
         parts = [f"{len(own)} {name}, {sum(own) / len(own):.0%}"
                  for name, own in (("first", first), ("later", later)) if own]  # fmt: skip
         yield f"{form:<9} {asks:<{width}} {'; '.join(parts)}".rstrip()
-    yield "\nthe average score of first and of later guesses; try: python labs/run.py predict bytes"
+    scored = "the average score of first and of later guesses; " if scores else ""
+    yield f"\n{scored}try: python labs/run.py predict bytes"
 
 
 # ------------------------------------------------------------------------------------ the record

@@ -43,7 +43,7 @@ from grading import grade, release, write_lab
 from predict import predict
 from training import check_module, train_twice
 
-from plumbing.parser import Parser, positive_int
+from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.
@@ -106,6 +106,8 @@ def file_of(args: argparse.Namespace) -> Path:
     if not path.exists():
         remedy = "give another --file" if args.file else f"python labs/run.py reset {args.lab}"
         raise UserError(f"{path} does not exist: {remedy}")
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: give a file")
     return path.resolve()
 
 
@@ -171,6 +173,8 @@ def hint(args: argparse.Namespace) -> Iterator[str]:
     state["hints"][args.lab] = number + 1
     write_state(state)
     yield f"hint {number + 1} of {len(hints)}: {hints[number]}"
+    if number + 1 == len(hints):
+        yield "This was the last hint."
 
 
 def why(args: argparse.Namespace) -> Iterator[str]:
@@ -236,6 +240,26 @@ COMMANDS = {
 }
 
 
+# What each command takes besides its name and the lab's.
+FLAGS = {
+    "check": "ranks seed file plot",
+    "watch": "ranks seed file plot",
+    "why": "give_up",
+    "train": "file",
+    "predict": "seed answer student attempt key",
+    "grade": "seed key summary csv junit gradescope",
+}
+
+
+def check_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """Raise UserError for a flag that the command would ignore."""
+    for name, value in vars(args).items():
+        own = ["command", "lab", *FLAGS.get(args.command, "").split()]
+        if name not in own and value != parser.get_default(name):
+            flag = {"key": "class"}.get(name, name).replace("_", "-")
+            parser.error(f"{args.command} takes no --{flag}")
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=raw)
@@ -250,7 +274,9 @@ def main() -> None:
         "--ranks", type=int, help="number of ranks (default: several, one after the other)"
     )
     parser.add_argument(
-        "--seed", type=int, help="other weights and data (default: 0; grade, predict: any)"
+        "--seed",
+        type=nonnegative_int,
+        help="other weights and data (default: 0; grade, predict: any)",
     )
     parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
     parser.add_argument(
@@ -275,8 +301,11 @@ def main() -> None:
     ):
         teacher.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
     args = parser.parse_args()
+    check_flags(parser, args)
     if args.command in ("release", "grade") and not args.lab:
         raise UserError(f"{args.command} which directory?")
+    if args.command == "new" and not args.lab:
+        raise UserError("new needs a name: python labs/run.py new NAME")
     if args.command not in ("list", "predict") and not args.lab:
         raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False

@@ -5,10 +5,12 @@ module checks/LAB.py says with which flags, RUN, and its function `install` puts
 function in the place of what it replaces in train.py or parallel.py.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from lab import load_function
 from torch import Tensor, nn
 
@@ -105,28 +108,42 @@ def _launch(lab: str, file: str, processes: int, flags: list[str]) -> None:
 
 def run_in_forks(main: Callable[[], None], ranks: int, nodes: int = 1) -> str | None:
     """Run `main` on ranks that are forks of this process, so that they have torch at once. Returns
-    what rank 0 prints, or None if a rank fails."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    per_node, processes = ranks // nodes, []
+    what rank 0 prints, or None if a rank fails.
+
+    The ranks' store is here: it must outlive the first rank to fail, which leaves its reason there.
+    The store has threads, so it starts after the forks."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, per_node, processes = listener.getsockname(), ranks // nodes, []
     with tempfile.TemporaryFile("w+") as printed:
         for rank in range(ranks):
             if (process := os.fork()) == 0:
+                listener.close()
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process
                 os.environ.update(
                     RANK=str(rank),
                     WORLD_SIZE=str(ranks),
                     LOCAL_RANK=str(rank % per_node),
                     LOCAL_WORLD_SIZE=str(per_node),
                     GROUP_RANK=str(rank // per_node),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
+                    MASTER_ADDR=address[0],
+                    MASTER_PORT=str(address[1]),
+                    TORCHELASTIC_USE_AGENT_STORE="True",
                     OMP_NUM_THREADS="1",
                 )
                 os.dup2(os.open(os.devnull, os.O_WRONLY) if rank else printed.fileno(), 1)
                 sys.stdout = os.fdopen(1, "w")
                 _be_rank(main)
             processes.append(process)
-        failed = any([os.waitpid(process, 0)[1] for process in processes])  # all end, or none
+        try:
+            options = dict(wait_for_workers=False, master_listen_fd=listener.detach())
+            store = dist.TCPStore(*address, is_master=True, **options)
+            failed = any([os.waitpid(process, 0)[1] for process in processes])  # all end, or none
+        except BaseException:  # Ctrl-C
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(process, signal.SIGKILL)
+            raise
+        del store  # and its threads, before there are forks again
         printed.seek(0)
         return None if failed else printed.read()
 

@@ -36,9 +36,8 @@ def test_changes_fit_the_code(name, tmp_path):
     changed = [path.name for path in ROOT.glob("*.py")
                if path.read_text() != (tmp_path / "copy" / path.name).read_text()]  # fmt: skip
     assert sorted(changed) == sorted(file for file, *_ in fault.changes)
-    assert bool(fault.place) == bool(fault.changes)
-    if fault.place:
-        assert f"def {fault.place}(" in (ROOT / "parallel.py").read_text()
+    assert bool(fault.places) == bool(fault.changes)
+    assert all(clinic.cure_of(f"parallel.{place}()") == place for place in fault.places)
 
 
 @pytest.mark.slow
@@ -76,7 +75,7 @@ def test_flags_replace_those_of_the_run(copy):
     assert "--dp: invalid choice: 'x'" in out and out.count("error: ") == 2
 
 
-def test_answers_are_graded(copy, monkeypatch):
+def test_answers_are_graded(copy, monkeypatch, capsys):
     """All three right, all three wrong; written down once, and before anything is shown."""
     monkeypatch.setattr(clinic, "WARD", copy / "out/clinic")
     in_copy(copy, "admit", "--seed", 1, script="clinic.py")
@@ -89,6 +88,10 @@ def test_answers_are_graded(copy, monkeypatch):
         assert json.loads(ward.read_text())["answers"]
         if "--no-flag" in flags:
             raise UserError("it was refused")
+        if "--ctrl-c" in flags:
+            raise KeyboardInterrupt
+        if "--pp" in flags:
+            return "a report without that line"
         cured = directory == ROOT or flags == ["--microbatch", "4"]
         return f"counted: per step, each rank sends {2.5 if cured else 10} MB; payload 1 MB by"
 
@@ -102,28 +105,69 @@ def test_answers_are_graded(copy, monkeypatch):
     assert answered(1, 3, "gradient_sync", "4")["points"] == 3
     with pytest.raises(UserError, match="run 1 has been answered"):
         answered(1, 3, "gradient_sync", "4")
-    for wrong in ("no number", ""):
+    for wrong in ("no number", "", "0", "0.0", "1e9"):
         with pytest.raises(UserError, match="is no factor"):
             answered(2, 5, "--microbatch 4", wrong)
     with pytest.raises(UserError, match="is no fault"):
         answered(2, 10, "--microbatch 4", "4")
-    with pytest.raises(UserError, match="it was refused"):
-        answered(2, 3, "--no-flag", "4")
+    for flag, says in (("--no-flag", "it was refused"), ("--pp 1", "does not say the bytes")):
+        with pytest.raises(UserError, match=says):
+            answered(2, 3, flag, "4")
+        assert "2" not in json.loads(ward.read_text())["answers"]
+    with pytest.raises(KeyboardInterrupt):
+        answered(2, 3, "--ctrl-c", "4")
+    assert "2" not in json.loads(ward.read_text())["answers"]
     assert answered(2, 3, "--dtype float32", "4") == {
         "fault": names[2], "cure": "--dtype float32", "gain": 4, "points": 0
     }  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "10 MB, and 2.5 MB with yours" in shown and "you said 4, it is 4 " in shown
+    assert "gain: nothing to compare, since the cure did not help" in shown
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["step"], "nobody is here yet"),
-        (["answer", "1", "--fault", "1"], "nobody is here yet"),
+        (["step"], "no patients yet"),
+        (["answer", "1", "--fault", "1"], "no patients yet"),
         (["show", "--no"], "unrecognized arguments: --no"),
+        (["admit", "--student", "ada"], "--student is for --class KEY"),
+        (["admit", "--class", "key"], "--class KEY needs --student NAME"),
+        (["admit", "--class", "key", "--student", "ada", "--seed", 1], "and no --seed"),
     ],
 )
 def test_wrong_commands_are_refused(arguments, says, copy):
     refused(launch(copy / "labs/clinic.py", *arguments), says)
+
+
+@pytest.mark.parametrize(
+    "cure, says",
+    [
+        ("", "is no cure"),
+        ("reshard", "'reshard' is no cure: give flags"),
+        ("dp hsdp", "is no cure"),
+        ("-h", "is no cure"),
+        ("--help", "is no cure"),
+        ("--dp ddp -h", "is no cure"),
+        ("--dp 'ddp", "a quote without its other half"),
+        ("--batch 2", "may not change the work, which --batch does"),
+        ("--dp ddp --seq=2", "may not change the work, which --seq-len does"),
+        ("--model=tiny", "may not change the work, which --model does"),
+    ],
+)
+def test_what_is_no_cure(cure, says):
+    with pytest.raises(UserError, match=says):
+        clinic.cure_of(cure)
+
+
+def test_a_malformed_answer_is_asked_for_again_at_a_terminal(monkeypatch, capsys):
+    typed = iter(["ten", "0", " 2 "])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    monkeypatch.setattr("sys.stdin", argparse.Namespace(isatty=lambda: True))
+    assert clinic.ask("which factor", None, clinic.gain_of) == 2
+    assert capsys.readouterr().out.count("is no factor") == 2
+    with pytest.raises(UserError, match="is no factor"):
+        clinic.ask("which factor", "ten", clinic.gain_of)
 
 
 def test_what_is_read_from_reports():

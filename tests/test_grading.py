@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+import grading
 import pytest
 from conftest import ROOT, launch, refused, succeed
 from grading import seed_of
@@ -43,6 +44,7 @@ def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
     submit(directory / "class", "bob", "mean", PUBLISHED["change"])
     shutil.copy(LABS / "ddp.py", directory / "class/bob/ddp.py")
     (directory / "class/notes.txt").write_text("not a submission")
+    (directory / "class/frank").mkdir()
     files = dict(csv=directory / "g.csv", junit=directory / "g.xml")
     arguments = [text for name, path in files.items() for text in (f"--{name}", path)]
     out = lab("grade", directory / "class", "--class", "key", *arguments, timeout=200)
@@ -60,6 +62,7 @@ def test_grades(graded):
     assert (bob_ddp["points"], bob_ddp["mistake"]) == ("0", "not written yet")
     for row in rows:
         assert re.search(rf"{row['student']} +{row['lab']} +{row['points']} of {row['of']}", out)
+    assert re.findall(r".*no LAB.py found", out) == ["frank: no LAB.py found"]
 
 
 def test_seeds_are_the_students_own(graded):
@@ -103,6 +106,13 @@ def test_summary_counts_mistakes(tmp_path):
     assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED['name']}" in out
 
 
+def test_mistakes_are_alike_but_for_their_numbers():
+    says = ("12 bytes too many", "1,234 bytes too many", "not written yet")
+    grades = [grading.Grade("ada", "mean", 0, False, 1, 5, text, text) for text in says]
+    expected = ["mean: 0 of 3 passed", "   2  12 bytes too many", "   1  not written yet"]
+    assert list(grading.summarize(grades)) == expected
+
+
 def guarded(name: str, directory: Path, change: dict | None = None, longest: float = 60) -> dict:
     """Return what guard.py finds about a submission."""
     path = student_file(name, directory, change)
@@ -133,6 +143,14 @@ def test_long_submissions_are_ended(tmp_path):
     [
         (["grade"], "grade which directory?"),
         (["grade", "/no/such"], "is no directory"),
+        (["grade", str(ROOT), "--csv", "/no/such/a.csv"], "/no/such/a.csv cannot be written"),
+        (["grade", str(ROOT), "--junit", str(ROOT)], "cannot be written"),
+        (["new"], "new needs a name"),
+        (["new", "class"], "'class' is a word or a module of Python already"),
+        (["new", "json"], "'json' is a word or a module"),
+        (["new", "checking"], "'checking' is a word or a module"),
+        (["reset", "checking"], "no lab 'checking'"),
+        (["release", str(ROOT / "out/class")], "is within the project"),
         (["grade", str(ROOT / "docs")], "no submissions in"),
         (["new", "Mean"], "'Mean' cannot be a file of Python"),
         (["new", "mean"], "there is a lab mean"),

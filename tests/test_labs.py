@@ -106,6 +106,7 @@ def test_commands(copy):
     in_copy(copy, "check", name, code=1)
     hints = [in_copy(copy, "hint", name) for _ in range(4)]
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
+    assert ["This was the last hint" in hint for hint in hints] == [False, False, True, True]
     in_copy(copy, "why", name, code=2)
     assert "# >>>" in in_copy(copy, "why", name, "--give-up")
     starter = (LABS / f"{name}.py").read_text()
@@ -135,6 +136,10 @@ def test_commands(copy):
         (["check", "mean", "--rank", "x"], "invalid int value"),
         (["check", "mean", "--ranks", "5"], "mean is checked on 2, 3, 4"),
         (["check", "mean", "--file", "no.py"], "no.py does not exist"),
+        (["check", "mean", "--file", str(LABS)], "is a directory: give a file"),
+        (["check", "mean", "--answer", "7"], "check takes no --answer"),
+        (["predict", "bubble", "--ranks", "7"], "predict takes no --ranks"),
+        (["hint", "mean", "--class", "key"], "hint takes no --class"),
         (["check", "mean", "--plot", "a.svg"], "mean has no time line; buckets and pipeline have"),
         (["train", "mean"], "mean.py is not written yet"),
         (["train", "mean", "--file", "no.py"], "no.py does not exist"),
