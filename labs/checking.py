@@ -43,6 +43,10 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
         properties = list(until_wrong(module.properties(ended.results, size, seed)))
+        if properties[-1].ok and ended.unfinished:
+            several = len(ended.unfinished)
+            text = f"{several} call{'s' * (several > 1)}, on all ranks together, not at all"
+            properties.append(Property("waited for", text, False))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
         picture, drawing = (getattr(module, name, lambda *_: "")(ended.results, size, seed)
@@ -50,7 +54,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
             return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
-        mistake = properties[-1].mistake
+        mistake = not_waited_for(ended.unfinished) or properties[-1].mistake
         lines += wrapped(mistake) + show_calls(ended.calls[0], source)
     hint = f"  hint: python labs/run.py hint {lab}"
     text = "\n".join([head, *lines, *shown, hint])
@@ -105,6 +109,18 @@ def explain_hang(ended: Ended) -> list[str]:
         else:
             lines.append(f"  rank {rank}  has called nothing")
     return [*lines, *wrapped(where_they_parted(ended))]
+
+
+def not_waited_for(unfinished: list[Call]) -> str:
+    """Return the sentence for an asynchronous call that nothing waits for; "" if there is none.
+    What went wrong besides may come from it, and differ from one run to the next."""
+    if not unfinished:
+        return ""
+    call = unfinished[0]
+    return (
+        f"In line {call.line} nothing waits for the {call.name}: it may still be under way when "
+        f"its tensors are used. Call wait() of what it returned."
+    )
 
 
 PAIRS = {"send", "recv", "isend", "irecv"}  # may differ between ranks

@@ -226,4 +226,14 @@ return SumInForward.apply(hidden @ w2.T) / size"""
     rank, size = dist"""
         },
     ),
+    dict(
+        name="an all-reduce that nothing waits for",
+        says="nothing waits for the all_reduce",
+        change={
+            "    dist.all_reduce(total)\n    return total\n": """\
+    work = dist.all_reduce(total, async_op=True)
+    return total
+"""
+        },
+    ),
 ]

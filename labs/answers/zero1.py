@@ -238,4 +238,13 @@ WRONG = [
     rank, size = dist"""
         },
     ),
+    dict(
+        name="a reduce-scatter that nothing waits for",
+        says="nothing waits for the reduce_scatter_tensor",
+        change={
+            "dist.reduce_scatter_tensor(grad, padded(parameter.grad))": (
+                "dist.reduce_scatter_tensor(grad, padded(parameter.grad), async_op=True)"
+            )
+        },
+    ),
 ]
