@@ -1,5 +1,7 @@
 """Check a student's file on several ranks, and say in words what is wrong with it."""
 
+import math
+import re
 import textwrap
 import time
 from collections import Counter
@@ -89,11 +91,30 @@ def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tup
     if parted and "gloo" in error.message:
         return parted, wrapped(parted)
     where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
-    raised = f"{error.kind}: {error.message}"
-    sentence = next((text for part, text in known.items() if part in error.message), "")
+    message = re.sub(r"\[rank\d+\]:\[F.*?\.cpp:\d+\] ", "", error.message)
+    raised = f"{error.kind}: {message}"
+    sentence = swapped_tensors(ended.calls[error.rank], error.line) or next(
+        (text for part, text in known.items() if part in error.message), ""
+    )
     failed = f"  rank {error.rank} failed{where}"
     lines = [*wrapped(parted), failed, *wrapped(raised), *wrapped(sentence)]
     return parted or sentence or raised, lines
+
+
+def swapped_tensors(calls: list[Call], line: int | None) -> str:
+    """Return that a rank's last call, in the line that failed, has its input in place of its
+    output; "" if the shapes do not show that."""
+    if not calls or calls[-1].line != line or calls[-1].second is None:
+        return ""
+    name, first, second = calls[-1].name, calls[-1].shape, calls[-1].second
+    sizes = math.prod(first), math.prod(second)
+    larger = {"reduce_scatter_tensor": "input", "all_gather_into_tensor": "output"}.get(name)
+    if larger is None or (sizes[0] <= sizes[1]) == (larger == "input"):
+        return ""
+    return (
+        f"{name} takes the output first, then the input, and its {larger} is the larger one. Here "
+        f"{first} comes first, then {second}."
+    )
 
 
 def explain_hang(ended: Ended) -> list[str]:

@@ -34,7 +34,9 @@ all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object 
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
 new_group
 """.split()
-ENDS = "wait result synchronize get_future get_future_result is_completed is_success".split()
+ENDS = """
+wait result synchronize get_future get_future_result is_completed is_success block_current_stream
+""".split()
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Call:
     name: str
     shape: list[int] | None  # of the first tensor; of new_group, its ranks
     line: int | None  # of the student's file
+    second: list[int] | None = None  # shape of the second argument, if it is a tensor
 
 
 class NotedWork:
@@ -104,7 +107,9 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
                 return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
         results = [torch.load(path, weights_only=False) for path in paths]
         unfinished = [_read_calls(directory / f"unfinished-{rank}") for rank in range(size)]
-        return Ended(results, calls=calls, unfinished=sum(unfinished, []))
+        return Ended(
+            results, calls=calls, unfinished=[c for of_rank in unfinished for c in of_rank]
+        )
 
 
 def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
@@ -142,12 +147,13 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
 
 
 def _show_output(directory: Path) -> None:
-    """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts."""
+    """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts, or
+    before it raises the same as an error."""
     lines = {}
     for path in sorted(directory.glob("output-*")):
         lines |= dict.fromkeys(path.read_text(errors="replace").splitlines())
     for line in lines:
-        if not re.match(r"terminate called|  what\(\):|$", line):
+        if not re.match(r"terminate called|  what\(\):|\[rank\d+\]:\[F.*Gloo|$", line):
             print(line, file=sys.stderr, flush=True)
 
 
@@ -213,7 +219,8 @@ def noted_calls(notes, student: Path) -> Iterator[dict[int, str]]:
             shape = next((list(t.shape) for t in tensors if isinstance(t, torch.Tensor)), None)
             if name == "new_group":
                 shape = sorted(kwargs.get("ranks", args[0] if args else None) or [])
-            line = json.dumps([name, shape, frame and frame.f_lineno]) + "\n"
+            second = next((list(a.shape) for a in args[1:2] if isinstance(a, torch.Tensor)), None)
+            line = json.dumps([name, shape, frame and frame.f_lineno, second]) + "\n"
             notes.write(line)
             returned = originals[name](*args, **kwargs)
             if not isinstance(returned, dist.Work) or frame is not caller:
