@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lab import Property
+from lab import Property, plural
 from ranks import Call, Ended, run_ranks
 from training import check_module
 
@@ -46,8 +46,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     else:
         properties = list(until_wrong(module.properties(ended.results, size, seed)))
         if properties[-1].ok and ended.unfinished:
-            several = len(ended.unfinished)
-            text = f"{several} call{'s' * (several > 1)}, on all ranks together, not at all"
+            text = f"{plural(len(ended.unfinished), 'call')} of all ranks, not at all"
             properties.append(Property("waited for", text, False))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
@@ -78,8 +77,8 @@ def wrapped(text: str) -> list[str]:
 def show_calls(calls: list[Call], source: list[str]) -> list[str]:
     """Return the lines of a student's file in which a rank called torch.distributed."""
     by_line = Counter((call.line, call.name) for call in calls if call.line)
-    return [f"  line {line:<4} {name}, on rank 0 {times} times: {source[line - 1].strip()}"
-            for (line, name), times in sorted(by_line.items())]  # fmt: skip
+    return [f"  line {line:<4} {name}, on rank 0 {plural(n, 'time')}: {source[line - 1].strip()}"
+            for (line, name), n in sorted(by_line.items())]  # fmt: skip
 
 
 def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tuple[str, list[str]]:
@@ -122,7 +121,7 @@ def explain_hang(ended: Ended) -> list[str]:
     lines = ["  stopped: ranks wait for each other, or compute without end"]
     for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
         if returned:
-            lines.append(f"  rank {rank}  has returned, after {len(calls)} calls")
+            lines.append(f"  rank {rank}  has returned, after {plural(len(calls), 'call')}")
         elif calls:
             shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
             place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
@@ -196,6 +195,7 @@ def where_they_parted(ended: Ended) -> str:
     shortest = min(map(len, ended.calls))
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     if len(behind) == len(ended.calls):
-        return f"All ranks made the same {shortest} calls: do their groups have the same ranks?"
+        made = plural(shortest, "call")
+        return f"All ranks made the same {made}: do their groups have the same ranks?"
     ranks = ", ".join(map(str, behind))
     return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."

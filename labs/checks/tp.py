@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lab import Property, barred, check_returned, compare_tensors, load_function, unexpected
+from lab import Property, barred, check_returned, compare_tensors, load_function, plural, unexpected
 from torch import Tensor, nn
 from training import Run
 
@@ -117,13 +117,13 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
     for name in SHAPES:
         ranks = sum(own[name].int() for own in owned)
         if missing := int((ranks == 0).sum()):
-            return f"{missing} elements of {name} are on no rank: F is no multiple of {len(owned)}."
+            are = "element is" if missing == 1 else "elements are"
+            return f"Of {name} {missing} {are} on no rank: F is no multiple of {len(owned)}."
         if (ranks > 1).all():
             return f"{name} is on several ranks: each element belongs on exactly one."
         if several := int((ranks > 1).sum()):
-            return (
-                f"{several} elements of {name} are on several ranks: each belongs on exactly one."
-            )
+            are = "element is" if several == 1 else "elements are"
+            return f"{several} {are} on several ranks, in {name}: each belongs on exactly one."
     features = [(o["w1"].any(1), o["w3"].any(1), o["w2"].any(0)) for o in owned]
     for rank, (gate, up, down) in enumerate(features):
         if not (gate.any() and up.any()):
@@ -178,7 +178,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "Collectives of torch.distributed are not recorded by autograd: the sum needs a "
             "Function, whose backward you write."
         )
-        yield Property("gradients", f"{without} kept tensors have none", False, sentence)
+        yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, sentence)
         return
     through = [torch.autograd.grad(share, x, out, retain_graph=True)[0] for share in shares]
     of_weights = dict(zip(SHAPES, torch.autograd.grad(right, weights, out, retain_graph=True)))
@@ -242,7 +242,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         )
     for direction, mistake in mistakes.items():
         sent = unexpected([r[direction] for r in results], ONE_SUM)
-        text = ", ".join(f"{n} {name}{'s' * (n > 1)} of {b:,} bytes"
+        text = ", ".join(f"{plural(n, name)} of {b:,} bytes"
                          for name, (n, b) in sent.items())  # fmt: skip
         if set(sent) in AS_ONE:
             mistake = (

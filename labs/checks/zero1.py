@@ -12,6 +12,7 @@ from lab import (
     check_returned,
     compare_tensors,
     load_function,
+    plural,
     unexpected,
 )
 from torch import Tensor, nn
@@ -248,7 +249,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         calls, nbytes = sent.get(name, (0, 0))
         yield Property(
             name,
-            f"{nbytes:,} bytes a step by {calls} calls; the weights have {P * 8:,}",
+            f"{nbytes:,} bytes a step by {plural(calls, 'call')}; the weights have {P * 8:,}",
             P * 8 <= nbytes <= PADDED * P * 8,
             [*instead, otherwise][0],
         )
