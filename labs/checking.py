@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab import Property, plural
-from ranks import Call, Ended, run_ranks
+from ranks import LONGEST, Call, Ended, run_ranks
 from training import check_module
 
 
@@ -106,9 +106,12 @@ def swapped_tensors(calls: list[Call], line: int | None) -> str:
     if not calls or calls[-1].line != line or calls[-1].second is None:
         return ""
     name, first, second = calls[-1].name, calls[-1].shape, calls[-1].second
-    sizes = math.prod(first), math.prod(second)
-    larger = {"reduce_scatter_tensor": "input", "all_gather_into_tensor": "output"}.get(name)
-    if larger is None or (sizes[0] <= sizes[1]) == (larger == "input"):
+    has_more = math.prod(first) - math.prod(second)  # the first has so many elements more
+    if name == "reduce_scatter_tensor" and has_more > 0:
+        larger = "input"
+    elif name == "all_gather_into_tensor" and has_more < 0:
+        larger = "output"
+    else:
         return ""
     return (
         f"{name} takes the output first, then the input, and its {larger} is the larger one. Here "
@@ -119,6 +122,7 @@ def swapped_tensors(calls: list[Call], line: int | None) -> str:
 def explain_hang(ended: Ended) -> list[str]:
     """Return where each rank waits, and the first call in which the ranks differ."""
     lines = ["  stopped: ranks wait for each other, or compute without end"]
+    silent = f"has called nothing; ranks that compute are ended after {LONGEST:.0f} seconds"
     for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
         if returned:
             lines.append(f"  rank {rank}  has returned, after {plural(len(calls), 'call')}")
@@ -127,7 +131,7 @@ def explain_hang(ended: Ended) -> list[str]:
             place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
             lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
         else:
-            lines.append(f"  rank {rank}  has called nothing")
+            lines.append(f"  rank {rank}  {silent}")
     return [*lines, *wrapped(where_they_parted(ended))]
 
 
