@@ -46,7 +46,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     else:
         properties = list(until_wrong(module.properties(ended.results, size, seed)))
         if properties[-1].ok and ended.unfinished:
-            text = f"{plural(len(ended.unfinished), 'call')} of all ranks, not at all"
+            text = f"nothing waits for {plural(len(ended.unfinished), 'call')} of all ranks"
             properties.append(Property("waited for", text, False))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
