@@ -1,5 +1,7 @@
 """Check a student's file on several ranks, and say in words what is wrong with it."""
 
+import math
+import re
 import textwrap
 import time
 from collections import Counter
@@ -8,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lab import Property
-from ranks import Call, Ended, run_ranks
+from lab import Property, plural
+from ranks import LONGEST, Call, Ended, run_ranks
 from training import check_module
 
 
@@ -43,6 +45,9 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
         properties = list(until_wrong(module.properties(ended.results, size, seed)))
+        if properties[-1].ok and ended.unfinished:
+            text = f"nothing waits for {plural(len(ended.unfinished), 'call')} of all ranks"
+            properties.append(Property("waited for", text, False))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
         picture, drawing = (getattr(module, name, lambda *_: "")(ended.results, size, seed)
@@ -50,7 +55,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
         shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
             return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
-        mistake = properties[-1].mistake
+        mistake = not_waited_for(ended.unfinished) or properties[-1].mistake
         lines += wrapped(mistake) + show_calls(ended.calls[0], source)
     hint = f"  hint: python labs/run.py hint {lab}"
     text = "\n".join([head, *lines, *shown, hint])
@@ -72,8 +77,8 @@ def wrapped(text: str) -> list[str]:
 def show_calls(calls: list[Call], source: list[str]) -> list[str]:
     """Return the lines of a student's file in which a rank called torch.distributed."""
     by_line = Counter((call.line, call.name) for call in calls if call.line)
-    return [f"  line {line:<4} {name}, on rank 0 {times} times: {source[line - 1].strip()}"
-            for (line, name), times in sorted(by_line.items())]  # fmt: skip
+    return [f"  line {line:<4} {name}, on rank 0 {plural(n, 'time')}: {source[line - 1].strip()}"
+            for (line, name), n in sorted(by_line.items())]  # fmt: skip
 
 
 def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tuple[str, list[str]]:
@@ -85,26 +90,61 @@ def explain_error(ended: Ended, source: list[str], known: dict[str, str]) -> tup
     if parted and "gloo" in error.message:
         return parted, wrapped(parted)
     where = f" in line {error.line}: {source[error.line - 1].strip()}" if error.line else ""
-    raised = f"{error.kind}: {error.message}"
-    sentence = next((text for part, text in known.items() if part in error.message), "")
+    message = re.sub(r"\[rank\d+\]:\[F.*?\.cpp:\d+\] ", "", error.message)
+    raised = f"{error.kind}: {message}"
+    sentence = swapped_tensors(ended.calls[error.rank], error.line) or next(
+        (text for part, text in known.items() if part in error.message), ""
+    )
     failed = f"  rank {error.rank} failed{where}"
     lines = [*wrapped(parted), failed, *wrapped(raised), *wrapped(sentence)]
     return parted or sentence or raised, lines
 
 
+def swapped_tensors(calls: list[Call], line: int | None) -> str:
+    """Return that a rank's last call, in the line that failed, has its input in place of its
+    output; "" if the shapes do not show that."""
+    if not calls or calls[-1].line != line or calls[-1].second is None:
+        return ""
+    name, first, second = calls[-1].name, calls[-1].shape, calls[-1].second
+    has_more = math.prod(first) - math.prod(second)  # the first has so many elements more
+    if name == "reduce_scatter_tensor" and has_more > 0:
+        larger = "input"
+    elif name == "all_gather_into_tensor" and has_more < 0:
+        larger = "output"
+    else:
+        return ""
+    return (
+        f"{name} takes the output first, then the input, and its {larger} is the larger one. Here "
+        f"{first} comes first, then {second}."
+    )
+
+
 def explain_hang(ended: Ended) -> list[str]:
     """Return where each rank waits, and the first call in which the ranks differ."""
     lines = ["  stopped: ranks wait for each other, or compute without end"]
+    silent = f"has called nothing; ranks that compute are ended after {LONGEST:.0f} seconds"
     for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
         if returned:
-            lines.append(f"  rank {rank}  has returned, after {len(calls)} calls")
+            lines.append(f"  rank {rank}  has returned, after {plural(len(calls), 'call')}")
         elif calls:
             shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
             place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
             lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
         else:
-            lines.append(f"  rank {rank}  has called nothing")
+            lines.append(f"  rank {rank}  {silent}")
     return [*lines, *wrapped(where_they_parted(ended))]
+
+
+def not_waited_for(unfinished: list[Call]) -> str:
+    """Return the sentence for an asynchronous call that nothing waits for; "" if there is none.
+    What went wrong besides may come from it, and differ from one run to the next."""
+    if not unfinished:
+        return ""
+    call = unfinished[0]
+    return (
+        f"In line {call.line} nothing waits for the {call.name}: it may still be under way when "
+        f"its tensors are used. Call wait() of what it returned."
+    )
 
 
 PAIRS = {"send", "recv", "isend", "irecv"}  # may differ between ranks
@@ -159,6 +199,7 @@ def where_they_parted(ended: Ended) -> str:
     shortest = min(map(len, ended.calls))
     behind = [rank for rank, calls in enumerate(ended.calls) if len(calls) == shortest]
     if len(behind) == len(ended.calls):
-        return f"All ranks made the same {shortest} calls: do their groups have the same ranks?"
+        made = plural(shortest, "call")
+        return f"All ranks made the same {made}: do their groups have the same ranks?"
     ranks = ", ".join(map(str, behind))
     return f"They parted after call {shortest}: rank {ranks} made no more, and the others wait."

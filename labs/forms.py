@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from lab import first_rank
+from lab import first_rank, plural
 
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
@@ -117,12 +117,6 @@ class Run:
             f"A step, on each rank: {plural(self.microbatches, 'microbatch')} of "
             f"{self.microbatch} x {self.seq_len} tokens.",
         ]
-
-
-def plural(n: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 block" or "2 microbatches"."""
-    ending = "" if n == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{n} {noun}{ending}"
 
 
 def flags_of(parallel: ParallelConfig) -> str:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from forms import Asked, Found, Question, Run, Term, explained, flags_of, model_of, plural
+from forms import Asked, Found, Question, Run, Term, explained, flags_of, model_of
+from lab import plural
 
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig

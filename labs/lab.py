@@ -163,6 +163,12 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()
 
 
+def plural(n: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 block" or "2 microbatches"."""
+    ending = "" if n == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{n} {noun}{ending}"
+
+
 def same(found: object, expected: Tensor | float) -> bool:
     """Return whether a tensor or number is the expected one, up to rounding in float64."""
     if not isinstance(found, Tensor | float | int):
@@ -199,7 +205,8 @@ def compare_tensors(
         return Property(name, f"{reference}, on all ranks", True)
     rank, key = wrong[0]
     keys, ranks = len({key for _, key in wrong}), len({rank for rank, _ in wrong})
-    text = f"{keys} of {len(expected[0])} differ, on {ranks} of {len(expected)} ranks"
+    differ = "differs" if keys == 1 else "differ"
+    text = f"{keys} of {len(expected[0])} {differ}, on {ranks} of {len(expected)} ranks"
     for sentence, of_ranks in mistakes.items():
         if all(same(ours[k], theirs[k]) for ours, theirs in zip(found, of_ranks) for k in theirs):
             return Property(name, text, False, sentence)
@@ -214,7 +221,7 @@ def compare_tensors(
     if same(one, ratio * other):
         text += f"; {where} is {ratio:.10g} times as large"
     else:
-        text += f"; {where} has another direction, too"
+        text += f"; {where} is no multiple of the right one"
     return Property(name, text, False, otherwise)
 
 

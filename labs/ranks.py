@@ -7,6 +7,7 @@ and these notes tell where each of them waits.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +34,9 @@ all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object 
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
 new_group
 """.split()
+ENDS = """
+wait result synchronize get_future get_future_result is_completed is_success block_current_stream
+""".split()
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Ended:
     hangs: bool = False
     returned: list[bool] = field(default_factory=list)  # whether each rank's function did
     calls: list[list["Call"]] = field(default_factory=list)  # of each rank
+    unfinished: list["Call"] = field(default_factory=list)  # asynchronous, and never waited for
 
 
 @dataclass
@@ -61,6 +66,21 @@ class Call:
     name: str
     shape: list[int] | None  # of the first tensor; of new_group, its ranks
     line: int | None  # of the student's file
+    second: list[int] | None = None  # shape of the second argument, if it is a tensor
+
+
+class NotedWork:
+    """What an asynchronous call returned. `on_wait` is called when somebody asks for its end.
+
+    It is not a dist.Work: who tests for that has to be given what the call returned."""
+
+    def __init__(self, work: dist.Work, on_wait: Callable[[], object]):
+        self.work, self.on_wait = work, on_wait
+
+    def __getattr__(self, name: str):
+        if name in ENDS:
+            self.on_wait()
+        return getattr(self.work, name)
 
 
 def run_ranks(function: Callable[[int], object], size: int, student: Path) -> Ended:
@@ -85,7 +105,11 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         for rank, path in enumerate(paths):
             if not path.exists():
                 return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
-        return Ended([torch.load(path, weights_only=False) for path in paths], calls=calls)
+        results = [torch.load(path, weights_only=False) for path in paths]
+        unfinished = [_read_calls(directory / f"unfinished-{rank}") for rank in range(size)]
+        return Ended(
+            results, calls=calls, unfinished=[c for of_rank in unfinished for c in of_rank]
+        )
 
 
 def _be_rank(function: Callable, rank: int, size: int, directory: Path, student: Path) -> None:
@@ -104,8 +128,9 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
         store = dist.FileStore(str(directory / "store"), size)
         dist.init_process_group("one_thread_gloo", store=store, rank=rank, world_size=size)
         with open(directory / f"calls-{rank}", "w", buffering=1) as notes:
-            with noted_calls(notes, student):
+            with noted_calls(notes, student) as unfinished:
                 result = function(rank)
+        (directory / f"unfinished-{rank}").write_text("".join(unfinished.values()))
         torch.save(result, directory / f"result-{rank}")
         while len(list(directory.glob("result-*"))) < size:
             time.sleep(0.05)
@@ -122,12 +147,13 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
 
 
 def _show_output(directory: Path) -> None:
-    """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts."""
+    """Print what ranks wrote to stderr, each line once; but not what gloo says as it aborts, or
+    before it raises the same as an error."""
     lines = {}
     for path in sorted(directory.glob("output-*")):
         lines |= dict.fromkeys(path.read_text(errors="replace").splitlines())
     for line in lines:
-        if not re.match(r"terminate called|  what\(\):|$", line):
+        if not re.match(r"terminate called|  what\(\):|\[rank\d+\]:\[F.*Gloo|$", line):
             print(line, file=sys.stderr, flush=True)
 
 
@@ -175,13 +201,17 @@ def _wait(processes: set[int], directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def noted_calls(notes, student: Path) -> Iterator[None]:
-    """Within this context, write a line for each call of torch.distributed before it is made."""
+def noted_calls(notes, student: Path) -> Iterator[dict[int, str]]:
+    """Within this context, write a line for each call of torch.distributed before it is made.
+
+    Yields the lines of asynchronous calls that were not waited for yet. Of these it knows those
+    that the student's file makes itself: a library may test if what it gets is a dist.Work."""
     originals = {name: getattr(dist, name) for name in CALLS}
+    unfinished, numbers = {}, itertools.count()
 
     def noting(name: str) -> Callable:
         def call(*args, **kwargs):
-            frame = sys._getframe(1)
+            frame = caller = sys._getframe(1)
             while frame and frame.f_code.co_filename != str(student):
                 frame = frame.f_back
             tensors = (a for value in (*args, *kwargs.values())
@@ -189,15 +219,22 @@ def noted_calls(notes, student: Path) -> Iterator[None]:
             shape = next((list(t.shape) for t in tensors if isinstance(t, torch.Tensor)), None)
             if name == "new_group":
                 shape = sorted(kwargs.get("ranks", args[0] if args else None) or [])
-            print(json.dumps([name, shape, frame and frame.f_lineno]), file=notes)
-            return originals[name](*args, **kwargs)
+            second = next((list(a.shape) for a in args[1:2] if isinstance(a, torch.Tensor)), None)
+            line = json.dumps([name, shape, frame and frame.f_lineno, second]) + "\n"
+            notes.write(line)
+            returned = originals[name](*args, **kwargs)
+            if not isinstance(returned, dist.Work) or frame is not caller:
+                return returned
+            number = next(numbers)
+            unfinished[number] = line
+            return NotedWork(returned, lambda: unfinished.pop(number, None))
 
         return call
 
     for name in CALLS:
         setattr(dist, name, noting(name))
     try:
-        yield
+        yield unfinished
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)

@@ -28,10 +28,12 @@ def feed_forward() -> tuple[Callable, Callable]:
     """Return two functions, shard and forward. Each rank calls this once.
 
     shard(w1 [F, D], w2 [D, F], w3 [F, D]) -> a list of the tensors that this rank keeps, with at
-        most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on one rank. The
-        number of ranks need not divide F.
+        most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on exactly one
+        rank. The number of ranks need not divide F.
     forward(x [N, D], *kept) -> (silu(x @ w1.T) * (x @ w3.T)) @ w2.T [N, D], on every rank
-    x is the same on all ranks, and so is the gradient that backward starts with. Backward gives x
-    its whole gradient on every rank, and each kept tensor its own.
+    x is the same on all ranks, and so is the gradient of the output. x is also used after the
+    block, by the residual connection: the check compares gradients of x + forward(x, *kept).
+    Backward gives x its whole gradient on every rank, and each kept tensor the gradient of its
+    elements.
     """
     raise NotImplementedError("about 29 lines")

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -152,6 +153,8 @@ def _be_rank(main: Callable[[], None]) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
+        # As in ranks.py: 2.11 has these functions, and has no others.
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
         main()
         code = 0
     except SystemExit as end:

@@ -29,7 +29,7 @@ def adamw(
 ) -> None:
     """Update weights and both moments, in place, in AdamW's step `count` = 1, 2, ...
 
-    All tensors have the same shape, which may be any. The moments are zeros before step 1.
+    All tensors have the same shape, of any kind. The moments are zeros before step 1.
     """
     first.lerp_(grad, 1 - BETA1)  # the running mean of gradients
     second.lerp_(grad**2, 1 - BETA2)  # and of their squares
@@ -42,10 +42,10 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
     """Return step(lr), which updates all parameters by AdamW, alike on all ranks. Each rank calls
     this once, and then all ranks call step together.
 
-    groups: as of torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
+    groups: as in torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
     Before each step, parameter.grad is the gradient of this rank's own sequences. The update is by
     the average over all ranks. Parameters have any shapes; some have fewer numbers than there are
-    ranks. Between two steps, a rank keeps both moments of its share of the weights, 1 / ranks of
-    them and a little padding.
+    ranks. Between two steps, a rank keeps the two moments of 1 / ranks of the weights, a little
+    padding, and at most a copy of those weights.
     """
     raise NotImplementedError("about 25 lines")

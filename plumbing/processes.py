@@ -11,6 +11,7 @@ What can go wrong, and what the user sees:
     a rank dies or freezes   the rank before it misses its heartbeat and names it; all exit
     a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
     Ctrl-C, torchrun dies    one line, within seconds (plumbing/startup.py)
+    `| head` has read all it wants    nothing; exit code 141, as of other programs
 
 A rank that waits in a collective cannot notice that another has failed. So a thread in each rank
 watches the store once a second, and ends its own process when some other rank has failed. Every
@@ -267,6 +268,8 @@ def run(main: Callable[[], None]) -> None:
         if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE_ERRNOS:
             error = UserError(f"{error}: free some space, or give a path that can be written")
         store = _store() if dist.is_initialized() else None
+        if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
+            startup.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)
         if isinstance(error, UserError):
             _fail(store, 2, str(error))
         rank, reason = os.environ.get("RANK", 0), str(error).split("\n")[0]

@@ -151,6 +151,18 @@ def test_wrong_commands_are_refused(arguments, says):
     refused(launch("labs/run.py", *arguments), says)
 
 
+@pytest.mark.parametrize("arguments", ["labs/run.py", "labs/run.py check mean", "bench.py plan"])
+def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
+    """As in `python labs/run.py | head -1`."""
+    script, *others = arguments.split()
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, ROOT / script, *others]
+    ended = subprocess.run(command, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_watch_checks_again_after_a_change(copy):
     command = [sys.executable, copy / "labs/run.py", "watch", "mean"]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)

@@ -20,14 +20,17 @@ from torch import Tensor
 def context_attention(T: int) -> tuple[Tensor, Callable]:
     """Return this rank's positions in a sequence of T tokens, and its attention.
 
-    positions [T / ranks] of int64: which tokens this rank has, in the order of its rows. Each token
-        is on one rank. RoPE has rotated queries and keys by these positions. 2 x ranks divides T.
+    positions [T / ranks] of int64: which tokens this rank has, in the order of the rows of q, k and
+        v. Each token is on one rank. q and k are already rotated by RoPE for these positions.
+        2 x ranks divides T.
     attention(q [B, H, T / ranks, E], k, v [B, KV, T / ranks, E]) -> as q: causal attention of this
-        rank's queries to the keys and values of the whole sequence. A key and a value serve
-        H / KV neighbouring queries: enable_gqa=True.
+        rank's queries to the keys and values of the whole sequence. B is the number of sequences,
+        E the width of a head, H the number of heads of queries, and KV that of keys and values.
+        Each head of keys and values serves H / KV neighbouring heads of queries: enable_gqa=True.
     Gradients are those of the sum of all ranks' losses. Keys and values are sent once, and their
-    gradients once. All ranks compute about equally many pairs of a query and a key, and few that
-    causal attention does not need.
+    gradients once. All ranks compute about equally many pairs of a query and a key. Of pairs that
+    causal attention does not need, there are at most those of the squares on the diagonal: a chunk,
+    one of 2 x ranks, may meet all of its own keys.
     """
     # >>>
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -141,7 +144,7 @@ grad = grad.contiguous()
     ),
     dict(
         name="is_causal (pytorch #103082)",
-        says="is_causal=True lets query i see keys 0 to i",
+        says="A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i",
         change={"*seen, mask, enable_gqa=True": "*seen, is_causal=True, enable_gqa=True"},
     ),
     dict(
@@ -196,5 +199,38 @@ grad = grad.contiguous()
     context_parallel.whole_sequences(torch.zeros(2, 2, 2, 2))
     rank, ranks = dist"""
         },
+    ),
+    dict(
+        name="one call of attention for both chunks",
+        says="Each chunk needs keys only up to its own end",
+        numbers="right",
+        change={
+            "        outs = []\n": """\
+        end = int(parts[rank].max()) + 1
+        mask = parts[rank][:, None] >= torch.arange(end)
+        k, v = k[:, :, :end], v[:, :, :end]
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        outs = []
+"""
+        },
+    ),
+    dict(
+        name="a mask of places in the chunk",
+        says="A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i",
+        change={
+            "mask = chunk[:, None] >= torch.arange(end)": (
+                "mask = torch.ones(len(chunk), end, dtype=torch.bool).tril()"
+            )
+        },
+    ),
+    dict(
+        name="an output of another shape",
+        says="the output of attention has shape",
+        change={"return torch.cat(outs, 2)": "return torch.cat(outs, 2).flatten(2)"},
+    ),
+    dict(
+        name="positions of another shape",
+        says="positions have shape [1, 10]",
+        change={"return parts[rank], attention": "return parts[rank][None], attention"},
     ),
 ]

@@ -28,11 +28,13 @@ def feed_forward() -> tuple[Callable, Callable]:
     """Return two functions, shard and forward. Each rank calls this once.
 
     shard(w1 [F, D], w2 [D, F], w3 [F, D]) -> a list of the tensors that this rank keeps, with at
-        most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on one rank. The
-        number of ranks need not divide F.
+        most 3 * D * ceil(F / ranks) elements. Each element of the matrices is on exactly one
+        rank. The number of ranks need not divide F.
     forward(x [N, D], *kept) -> (silu(x @ w1.T) * (x @ w3.T)) @ w2.T [N, D], on every rank
-    x is the same on all ranks, and so is the gradient that backward starts with. Backward gives x
-    its whole gradient on every rank, and each kept tensor its own.
+    x is the same on all ranks, and so is the gradient of the output. x is also used after the
+    block, by the residual connection: the check compares gradients of x + forward(x, *kept).
+    Backward gives x its whole gradient on every rank, and each kept tensor the gradient of its
+    elements.
     """
     # >>>
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -224,6 +226,57 @@ return SumInForward.apply(hidden @ w2.T) / size"""
 
     parallelize_module(torch.nn.Linear(2, 2))
     rank, size = dist"""
+        },
+    ),
+    dict(
+        name="an all-reduce that nothing waits for",
+        says="nothing waits for the all_reduce",
+        change={
+            "    dist.all_reduce(total)\n    return total\n": """\
+    work = dist.all_reduce(total, async_op=True)
+    return total
+"""
+        },
+    ),
+    dict(
+        name="whole matrices are kept beside the parts",
+        says="A rank keeps tensors beside those that shard returns",
+        numbers="right",
+        change={
+            "        return [w.chunk(size": """\
+        whole.extend([w1, w2, w3])
+        return [w.chunk(size""",
+            "    rank, size = dist": "    whole = []\n    rank, size = dist",
+        },
+    ),
+    dict(
+        name="w2 whole on every rank, and cut in forward",
+        says="w2 is on several ranks",
+        change={
+            "return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
+                "return [w1.chunk(size)[rank].clone(), w2.clone(), w3.chunk(size)[rank].clone()]"
+            ),
+            "hidden @ w2.T": "hidden @ w2.chunk(size, 1)[rank].T",
+        },
+    ),
+    dict(
+        name="the parts in another order than shard returns them",
+        says="in the order in which shard returns them",
+        change={
+            "def forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)": (
+                "def forward(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor)"
+            )
+        },
+    ),
+    dict(
+        name="a reduce and a broadcast",
+        says="A reduce and a broadcast do what one all-reduce does",
+        numbers="right",
+        change={
+            "    dist.all_reduce(total)\n": """\
+    dist.reduce(total, 0)
+    dist.broadcast(total, 0)
+"""
         },
     ),
 ]

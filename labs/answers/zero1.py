@@ -29,7 +29,7 @@ def adamw(
 ) -> None:
     """Update weights and both moments, in place, in AdamW's step `count` = 1, 2, ...
 
-    All tensors have the same shape, which may be any. The moments are zeros before step 1.
+    All tensors have the same shape, of any kind. The moments are zeros before step 1.
     """
     first.lerp_(grad, 1 - BETA1)  # the running mean of gradients
     second.lerp_(grad**2, 1 - BETA2)  # and of their squares
@@ -42,11 +42,11 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
     """Return step(lr), which updates all parameters by AdamW, alike on all ranks. Each rank calls
     this once, and then all ranks call step together.
 
-    groups: as of torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
+    groups: as in torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
     Before each step, parameter.grad is the gradient of this rank's own sequences. The update is by
     the average over all ranks. Parameters have any shapes; some have fewer numbers than there are
-    ranks. Between two steps, a rank keeps both moments of its share of the weights, 1 / ranks of
-    them and a little padding.
+    ranks. Between two steps, a rank keeps the two moments of 1 / ranks of the weights, a little
+    padding, and at most a copy of those weights.
     """
     # >>>
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -236,6 +236,37 @@ WRONG = [
 
     ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
     rank, size = dist"""
+        },
+    ),
+    dict(
+        name="a reduce-scatter that nothing waits for",
+        says="nothing waits for the reduce_scatter_tensor",
+        change={
+            "dist.reduce_scatter_tensor(grad, padded(parameter.grad))": (
+                "dist.reduce_scatter_tensor(grad, padded(parameter.grad), async_op=True)"
+            )
+        },
+    ),
+    dict(
+        name="the whole weights are kept as well",
+        says="it may keep a copy of that share of the weights",
+        numbers="right",
+        ranks=2,  # where these are as many bytes as both moments of all weights
+        change={
+            "count = [], [], 0": "kept, count = [], [], {}, 0",
+            "whole = own.new_empty(": "whole = kept[parameter] = own.new_empty(",
+        },
+    ),
+    dict(
+        name="input and output in each other's place",
+        says="reduce_scatter_tensor takes the output first, then the input",
+        change={"(grad, padded(parameter.grad))": "(padded(parameter.grad), grad)"},
+    ),
+    dict(
+        name="input and output of the all-gather in each other's place",
+        says="all_gather_into_tensor takes the output first, then the input",
+        change={
+            "dist.all_gather_into_tensor(whole, own)": "dist.all_gather_into_tensor(own, whole)"
         },
     ),
 ]

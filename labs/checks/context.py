@@ -77,6 +77,11 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         given = load_function(path, FUNCTION)(T)
         check_returned(given, (Tensor, Callable), "a tensor of positions and a function")
         positions, attention = given
+        if positions.dim() != 1 or positions.dtype != torch.int64:
+            raise TypeError(
+                f"positions have shape {list(positions.shape)} and dtype {positions.dtype}, and "
+                f"not [{T // size}] and torch.int64"
+            )
         of_ranks = [None] * size
         dist.all_gather_object(of_ranks, positions.tolist())
         if problem(of_ranks, T):
@@ -85,6 +90,11 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         with Counted(None) as forward, Pairs() as computed:
             out = attention(*own)
         check_returned(out, Tensor, "the output of attention, a tensor")
+        if out.shape != own[0].shape:
+            raise TypeError(
+                f"the output of attention has shape {list(out.shape)}, and q "
+                f"{list(own[0].shape)}: they should be the same"
+            )
         with Counted(None) as backward:
             out.backward(grad[:, :, positions])
     return {
@@ -124,11 +134,14 @@ def known_mistakes(own: Tensor, positions: list[Tensor]) -> dict[str, tuple[Tens
     every, place = torch.arange(len(by_rank)), by_rank.argsort() % len(own)  # within its rank
     row = torch.arange(len(own))[:, None]
     ends = torch.cat([half.max().expand(len(half)) for half in own.chunk(2)])[:, None]
-    upper_left = "is_causal=True lets query i see keys 0 to i. But before query i of a"
+    upper_left = (
+        "A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i. But before query "
+        "i of a"
+    )
     by_place = place[own][:, None] >= place
     return {
-        "Gathered keys stand rank after rank. Put them in order of position: else the mask hides "
-        "other keys than the later ones.": (by_rank, own[:, None] >= every),
+        "Gathered keys stand rank after rank. Put them in order of position: otherwise the mask "
+        "hides the wrong keys.": (by_rank, own[:, None] >= every),
         f"{upper_left} chunk there are many tokens.": (every, row % (len(own) // 2) >= every),
         f"{upper_left} rank there are many tokens.": (every, row >= every),
         "The mask compares places within a rank, and not positions.": (every, by_place),
@@ -174,7 +187,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     whole = k.nbytes + v.nbytes
     for name in ("forward", "backward"):
         yield check_bytes(name, [r[name] for r in results], whole, q.nbytes)
-    yield check_pairs([r["pairs"] for r in results], T)
+    yield check_pairs([r["pairs"] for r in results], T, positions)
 
 
 def check_gradients(
@@ -237,9 +250,11 @@ def check_bytes(name: str, sent: list[dict], whole: int, queries: int) -> Proper
     return Property(name, text, total <= whole and "all-reduce" not in kinds, mistake)
 
 
-def check_pairs(pairs: list[int], T: int) -> Property:
+def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
     """Return whether all ranks compute about as much, and little for nothing."""
     size, needed = len(pairs), T * (T + 1) // 2
+    is_mixed = all(own.min() < T // 2 <= own.max() for own in positions)
+    up_to_last = [len(own) * (int(own.max()) + 1) for own in positions]
     limit = (2 * size + 1) * CHUNK**2  # one of a rank's chunks sees r + 1, the other 2 size - r
     if sum(pairs) < needed:
         mistake = "Pairs are counted in scaled_dot_product_attention and matrix products: use them."
@@ -247,6 +262,11 @@ def check_pairs(pairs: list[int], T: int) -> Property:
         mistake = (
             "Each query meets all keys, and a mask hides the later ones: so nearly half of the "
             "pairs are computed for nothing. Give a chunk the keys up to its end."
+        )
+    elif is_mixed and pairs == up_to_last:
+        mistake = (
+            "A rank's early tokens meet as many keys as its late ones. Each chunk needs keys only "
+            "up to its own end."
         )
     elif max(pairs) > min(pairs):
         mistake = (
@@ -256,7 +276,7 @@ def check_pairs(pairs: list[int], T: int) -> Property:
         )
     else:
         mistake = "A rank computes pairs that none of its own queries needs."
-    text = f"{pairs} of query and key; at most {limit}"
+    text = f"{pairs} of query and key; at most {limit} on each rank"
     return Property("pairs", text, sum(pairs) >= needed and max(pairs) <= limit, mistake)
 
 

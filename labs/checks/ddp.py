@@ -13,6 +13,7 @@ from lab import (
     check_returned,
     compare_tensors,
     load_function,
+    plural,
     share_of,
     small_model,
     summed_gradients,
@@ -108,7 +109,8 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "waited for",
         f"{waited} of {sent} all-reduces",
         waited == sent,
-        f"{sent - waited} were not waited for: the optimizer would use gradients that are still "
+        f"{plural(sent - waited, 'all-reduce')} {'was' if sent - waited == 1 else 'were'} not "
+        f"waited for: the optimizer would use gradients that are still "
         f"under way.",
     )
     model, batch = small_model(seed), batch_of(seed)

@@ -13,6 +13,7 @@ from lab import (
     compare_tensors,
     load_function,
     norm_of,
+    plural,
     share_of,
     small_model,
     summed_gradients,
@@ -133,7 +134,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     most = max(totals(r["sent"]) for r in results)
     yield Property(
         "bytes a step",
-        f"{most[0]:,} by {most[1]} collectives; gradients have {expected:,}",
+        f"{most[0]:,} by {plural(most[1], 'collective')}; gradients have {expected:,}",
         expected <= most[0] <= expected + 64,
         "Here every rank receives the gradients of all others, to add them up itself. An "
         "all-reduce puts out one sum." * (most[0] >= size * expected),

@@ -15,6 +15,7 @@ from lab import (
     check_returned,
     compare_tensors,
     load_function,
+    plural,
     same,
     share_of,
 )
@@ -138,7 +139,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         1: "Attention runs once a layer, so nothing is recomputed, and everything is saved.",
         3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
     }
-    text = f"{times} times a layer"
+    text = f"{plural(times, 'time')} a layer"
     yield Property("attention runs", text, times == 2, sentences.get(times, ""))
     gathers, wanted = yours[0]["gathers"], plain[0]["gathers"]
     yield Property(

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lab import Property, barred, check_returned, compare_tensors, load_function, same
+from lab import Property, barred, check_returned, compare_tensors, load_function, plural, same
 from torch import Tensor
 from training import Run, after_backward, replace_ddp
 
@@ -175,12 +175,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "waited for",
         f"{waited} of {messages} asynchronous sends and receives",
         waited == messages,
-        f"{messages - waited} were not waited for: they may still be under way when the function "
-        "returns, and the caller may change the tensor.",
+        f"{plural(messages - waited, 'message')} {'was' if messages - waited == 1 else 'were'} not "
+        "waited for: the function may return before that, and the caller may change the tensor.",
     )
     yield Property(
         "untouched",
-        f"{changed} tensors changed while they were sent",
+        f"{plural(changed, 'tensor')} changed while being sent",
         not changed,
         "A tensor was changed while it was being sent, so the neighbour gets the old content or "
         "the new. Receive into a tensor of its own, and wait before you write to what was sent.",

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lab import Property, barred, check_returned, compare_tensors, load_function, unexpected
+from lab import Property, barred, check_returned, compare_tensors, load_function, plural, unexpected
 from torch import Tensor, nn
 from training import Run
 
 import train
 from model import Llama
 from parallel import World
-from perf.measure import Counted
+from perf.measure import Counted, Live
 from plumbing.allocate import allocate
 
 FUNCTION = "feed_forward"
@@ -35,11 +35,17 @@ HINTS = (
     "Two Functions: one does nothing in forward and sums in backward, the other does the opposite. "
     "The first is applied to x, once, and the second to the product with w2.",
 )
-ALIKE = "Of w1, w2 and w3 a rank needs the same features: here it has different numbers of them."
+ALIKE = (
+    "Shapes do not fit. Of w1 and w3 a rank needs rows, of w2 columns, of the same features; "
+    "forward gets them in the order in which shard returns them, and multiplies by their "
+    "transposes."
+)
 ERRORS = {"cannot be multiplied": ALIKE, "must match the size of tensor": ALIKE}
 TOKENS, WIDTH, FEATURES = 5, 12, 26  # N, D and F; neither 3 nor 4 ranks divide F
 SHAPES = {"w1": (FEATURES, WIDTH), "w2": (WIDTH, FEATURES), "w3": (FEATURES, WIDTH)}
 ONE_SUM = {"all-reduce": (1, TOKENS * WIDTH * 8)}
+AS_ONE = {"reduce", "broadcast"}, {"reduce-scatter", "all-gather"}  # what an all-reduce does, too
+INDICES = 3 * FEATURES * 8  # bytes that a rank may keep beside the parts, to find its features
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
@@ -57,8 +63,12 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         two = load_function(path, FUNCTION)()
         check_returned(two, (Callable,) * 2, "two functions: shard and forward")
         shard, forward = two
-        parts = shard(*weights)
+        live = Live(weights)
+        with live:
+            parts = shard(*weights)
         check_returned(parts, list | tuple, "a list of tensors from shard")
+        del weights  # from here on they live only if the student keeps them
+        kept_in_all = live.now
         kept = [part.detach().requires_grad_() for part in parts]
         x.requires_grad_()
         with Counted(None) as in_forward:
@@ -79,14 +89,16 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         if part.grad is not None:
             gradients[place] = part.grad.flatten()
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in kept}
+    nbytes = sum(storage.nbytes() for storage in storages.values())
     return {
         "out": out.detach(),
         "gradients": {"x": x.grad} | split(gradients),
         "without": sum(part.grad is None for part in kept),
         "owned": split(owned),
-        "bytes": sum(storage.nbytes() for storage in storages.values()),
-        "forward": {name: total for (_, name), total in in_forward.sent.items()},
-        "backward": {name: total for (_, name), total in in_backward.sent.items()},
+        "bytes": nbytes,
+        "beside": kept_in_all - nbytes if kept_in_all - nbytes > INDICES else 0,
+        "forward": {name.rstrip("_"): n for (_, name), n in in_forward.sent.items()},
+        "backward": {name.rstrip("_"): n for (_, name), n in in_backward.sent.items()},
     }
 
 
@@ -105,9 +117,13 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
     for name in SHAPES:
         ranks = sum(own[name].int() for own in owned)
         if missing := int((ranks == 0).sum()):
-            return f"{missing} elements of {name} are on no rank: F is no multiple of {len(owned)}."
+            are = "element is" if missing == 1 else "elements are"
+            return f"Of {name} {missing} {are} on no rank: F is no multiple of {len(owned)}."
+        if (ranks > 1).all():
+            return f"{name} is on several ranks: each element belongs on exactly one."
         if several := int((ranks > 1).sum()):
-            return f"{several} elements of {name} are on several ranks: each belongs on one."
+            are = "element is" if several == 1 else "elements are"
+            return f"{several} {are} on several ranks, in {name}: each belongs on exactly one."
     features = [(o["w1"].any(1), o["w3"].any(1), o["w2"].any(0)) for o in owned]
     for rank, (gate, up, down) in enumerate(features):
         if not (gate.any() and up.any()):
@@ -162,7 +178,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "Collectives of torch.distributed are not recorded by autograd: the sum needs a "
             "Function, whose backward you write."
         )
-        yield Property("gradients", f"{without} kept tensors have none", False, sentence)
+        yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, sentence)
         return
     through = [torch.autograd.grad(share, x, out, retain_graph=True)[0] for share in shares]
     of_weights = dict(zip(SHAPES, torch.autograd.grad(right, weights, out, retain_graph=True)))
@@ -175,7 +191,9 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "gradients",
         [r["gradients"] for r in results],
         [{"x": out + through_all} | of_rank for of_rank in on_ranks(1)],
-        {
+        {}
+        if problem
+        else {
             "Each rank has the gradient of x through its own features: backward has to add them "
             "up. The layers before would learn something else on each rank.": [
                 {"x": out + one} for one in through
@@ -190,13 +208,19 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         },
         otherwise=problem,
     )
-    most, limit = max(r["bytes"] for r in results), 3 * WIDTH * -(-FEATURES // size) * 8
+    most = max(r["bytes"] + r["beside"] for r in results)
+    limit = 3 * WIDTH * -(-FEATURES // size) * 8
     elements = max(sum(int(m.sum()) for m in own.values()) for own in owned)
     mistake = "Every rank keeps whole matrices: what ranks share are the matrices."
     if elements * 8 <= limit:
         mistake = (
             "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the "
             "part."
+        )
+    if most > limit and any(r["beside"] for r in results):
+        mistake = (
+            "A rank keeps tensors beside those that shard returns, in a variable that outlives the "
+            "call: it may keep its parts alone."
         )
     yield Property(
         "kept", f"{most:,} bytes on a rank, and may be {limit:,}", most <= limit, mistake
@@ -218,7 +242,13 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         )
     for direction, mistake in mistakes.items():
         sent = unexpected([r[direction] for r in results], ONE_SUM)
-        text = ", ".join(f"{n} {name} of {b:,} bytes" for name, (n, b) in sent.items())
+        text = ", ".join(f"{plural(n, name)} of {b:,} bytes"
+                         for name, (n, b) in sent.items())  # fmt: skip
+        if set(sent) in AS_ONE:
+            mistake = (
+                f"A {' and a '.join(sorted(sent, reverse=True))} do what one all-reduce does: it "
+                f"adds up, and gives every rank the sum."
+            )
         yield Property(
             f"sent {direction}",
             f"{text or 'nothing'}; 1 all-reduce of {ONE_SUM['all-reduce'][1]:,} is wanted",
