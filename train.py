@@ -267,6 +267,7 @@ def setup(args: argparse.Namespace) -> Process:
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
     args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
+    args.lr = {"muon": 0.02}.get(args.optimizer, 5e-3) if args.lr is None else args.lr
     return process
 
 

@@ -40,6 +40,7 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--prompt", default="def",
                       help="prompt of the text samples at evaluations (default: %(default)s)")
     add_training_flags(parser)
+    parser.set_defaults(lr=None)  # it depends on the optimizer
 
 
 def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,8 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
                         help="muon: for the matrices of the blocks, and adamw for the rest "
                              "(default: muon to train from scratch, else adamw)")
     parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
-                        help="peak learning rate (default: %(default)s); larger models need less")
+                        help="peak learning rate (default in training: 0.02 with muon, 0.005 with "
+                             "adamw); larger models need less")
     parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
                         help="weight decay of matrices; norms have none (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
@@ -105,7 +107,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="sequences per step, over all processes (default: %(default)s)")
     step.add_argument("--microbatch", type=positive_int,
                       help="sequences that a process computes at a time (default: all of its own)")
-    step.add_argument("--steps", type=positive_int, default=1700,
+    step.add_argument("--steps", type=positive_int, default=1250,
                       help="number of optimizer steps (default: %(default)s)")
     add_optimizer_flags(step)
     step.add_argument("--warmup", type=given_int, default=50,

@@ -45,5 +45,5 @@ def plain_muon(config: dict, packed: bool = False) -> dict[str, Tensor]:
             for name, p in matrices.items():
                 buffers[name] = 0.95 * buffers[name] + p.grad
                 direction = orthogonalized(p.grad + 0.95 * buffers[name])
-                p.copy_(p - 1e-2 * (0.1 * p + 0.2 * max(p.shape) ** 0.5 * direction))
+                p.copy_(p - 1e-2 * (0.1 * p + 0.1 * max(p.shape) ** 0.5 * direction))
     return {name: p.detach() for name, p in named.items()}
