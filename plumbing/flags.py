@@ -107,7 +107,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="sequences per step, over all processes (default: %(default)s)")
     step.add_argument("--microbatch", type=positive_int,
                       help="sequences that a process computes at a time (default: all of its own)")
-    step.add_argument("--steps", type=positive_int, default=1250,
+    step.add_argument("--steps", type=positive_int, default=1150,
                       help="number of optimizer steps (default: %(default)s)")
     add_optimizer_flags(step)
     step.add_argument("--warmup", type=given_int, default=50,
