@@ -1,19 +1,20 @@
 """Muon, an optimizer for matrices (Jordan 2024, kellerjordan.github.io/posts/muon).
 
-AdamW treats a matrix as a list of numbers. But the gradient of a matrix is a sum over tokens of few
-directions that all tokens share, so that its update, too, moves the matrix mostly along a few. Muon
-makes all directions of the update equally long: of its singular value decomposition U S Vᵀ it takes
-U Vᵀ. What is rare in the text then is learnt as fast as what is frequent.
+AdamW treats a matrix as a list of numbers. But in the gradient of a matrix a few directions, which
+most tokens share, are far larger than all others. Muon makes all directions of an update equally
+long: of its singular value decomposition U S Vᵀ it takes U Vᵀ. So what is rare in the text is
+learnt, too.
 
-    momentum of the gradient ── orthogonalize: U S Vᵀ -> U Vᵀ ── scaled as AdamW's ── weight
+    momentum of the gradient ── orthogonalize: U S Vᵀ -> U Vᵀ ── scaled ── weight
 
-That is for the matrices of the blocks. Embedding, output and norms, whose rows stand for tokens or
-are no matrices at all, keep AdamW.
+That is for the matrices of the blocks. AdamW updates all others: rows of embedding and output
+belong to single tokens, and norms are no matrices.
 
 A rank that has a shard of a matrix cannot orthogonalize it: it all-gathers the momentum over the
 ranks that share the matrix, computes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
-parallelism send the matrices' bytes once more a step, and DDP nothing. Beside the weight there is
-one number a parameter in place of AdamW's two.
+parallelism send the matrices' bytes once more a step, and DDP sends no more than before. All ranks
+compute the same; on many ranks it would pay to share the matrices out. The state of a matrix is one
+number a parameter, where AdamW has two.
 """
 
 import math
@@ -44,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             others = []
             for name, parameter in zip(group["param_names"], group["params"]):
-                if not is_turned(name, parameter):
+                if not is_block_matrix(name, parameter):
                     others.append(parameter)
                     continue
                 update = self.direction(parameter)
@@ -83,8 +84,8 @@ class Muon(torch.optim.Optimizer):
         adamw(parameters, gradients, means, squares, [], steps, **settings)
 
 
-def is_turned(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon orthogonalizes the updates of the parameter of this name."""
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon takes the parameter of this name, or AdamW."""
     return name.startswith("layers.") and parameter.ndim == 2
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from float8 import layers_in_8_bits
 from model import LOSS_CHUNK, Llama
-from muon import is_turned
+from muon import STEPS, is_block_matrix
 from nf4 import count
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from plumbing.stages import part_of
@@ -82,7 +82,7 @@ def predict_traffic(
     if parallel.cp > 1:
         collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
     if parallel.optimizer == "muon":
-        collectives += _muon(part, parallel)
+        collectives += muon_traffic(part, parallel)
     if parallel.pp > 1:
         collectives += _pipeline(part, parallel, microbatches, batch, own, pp_rank)
     for dim, collective, n, nbytes in collectives:
@@ -227,7 +227,7 @@ def _pipeline(
         yield "pp", "send", int(tied.requires_grad), rows * tied.shape[1] * parallel.grad_bytes
 
 
-def _muon(model: Llama, parallel: ParallelConfig) -> Iterator[tuple]:
+def muon_traffic(model: Llama, parallel: ParallelConfig) -> Iterator[tuple]:
     """The momentum of each matrix, from the ranks that share its update. Of a matrix whose columns
     are sharded over tp, ranks first gather these, for their own rows."""
     over = parallel.strategy.sharded.get("optimizer", "shard")  # of size 1 with DDP
@@ -245,12 +245,21 @@ def matrices_of(model: Llama, parallel: ParallelConfig) -> list[tuple[list[int],
     shapes, block = [], first_block(model)
     dims = _sharded_dims("block", block) if parallel.tp > 1 else {}
     for name, parameter in block.named_parameters():
-        if is_turned(f"layers.0.{name}", parameter) and parameter.requires_grad:
+        if is_block_matrix(f"layers.0.{name}", parameter) and parameter.requires_grad:
             own = list(parameter.shape)
             if (dim := dims.get(name)) is not None:
                 own[dim] = math.ceil(own[dim] / parallel.tp)
             shapes.append((list(parameter.shape), own))
     return shapes
+
+
+def muon_flops(model: Llama, parallel: ParallelConfig) -> int:
+    """Return the operations by which a rank orthogonalizes the matrices of its blocks, whole."""
+    flops = 0
+    for shape, _ in matrices_of(model, parallel):
+        m, n = sorted(shape)
+        flops += STEPS * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)  # gram, its square, the update
+    return len(model.layers) * flops
 
 
 def parts_of(model: Llama, parallel: ParallelConfig) -> list[Llama]:

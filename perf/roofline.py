@@ -10,7 +10,8 @@ The estimate is a sum of parts:
                  FSDP's copies and rounding to 8 bits read and write, recomputation included /
                  memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
-    optimizer    bytes that clipping and AdamW read and write / memory bandwidth
+    optimizer    bytes that clipping and AdamW read and write / memory bandwidth; with Muon also the
+                 products that orthogonalize, of whole matrices on each rank
     to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
                  forward, and copies back longer than backward
     tp, cp, shard, replicate
@@ -26,7 +27,8 @@ A collective takes a latency, and then its bytes over each link at the speed of 
                  and the last all-gather are exposed, and the first and the last reduce-scatter
     replicate    as much as the last microbatch's backward takes, beside which the gradients are
                  all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
-                 all-gather of updated weights, which comes after the optimizer
+                 all-gather of updated weights, which comes after the optimizer; and whatever Muon
+                 sends, over all dimensions
     tp, cp       nothing: the next operation always needs the result. With --async-tp, a message as
                  much as the product beside it takes: a rank's share of wq, wo, w1 or w2
 
@@ -41,7 +43,6 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ import torch
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import first_block, predict_traffic
+from perf.cost import first_block, muon_flops, muon_traffic, parts_of, predict_traffic
 from perf.devices import GPU, GPUS, LINKS
 from perf.memory import of_adapters, predict_memory, saved_elements
 from perf.timeline import simulate
@@ -309,9 +310,12 @@ def step_time(
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
     moment = parallel.moments.itemsize if parallel.moments else 4
     parts["optimizer"] = update_bytes(moment) * updated / machine.bandwidth
+    rate = machine.peak * machine.matmul_fraction
+    has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
+    parts["optimizer"] += has_muon * muon_flops(of_rank, parallel) / rate
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
-    predicted = partial(predict_traffic, model, parallel, microbatches, microbatch, seq_len)
-    traffic = predicted(pp_rank=busiest)
+    others = replace(parallel, optimizer="adamw")  # nothing hides what Muon sends
+    traffic = predict_traffic(model, others, microbatches, microbatch, seq_len, pp_rank=busiest)
     messages = traffic.pop(("pp", "send"), (0, 0))
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
@@ -342,6 +346,9 @@ def step_time(
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
+    for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel) if has_muon else ():
+        if getattr(parallel, dim) > 1:
+            parts[dim] += calls * collective_time(collective, nbytes, dim, parallel, machine)
     if parallel.pp > 1:
         waits = parts["tp"] + parts["cp"]
         parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)

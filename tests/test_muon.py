@@ -1,13 +1,21 @@
 """muon.py: the weights of a reference that takes singular values apart, however it is split."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import launch, metrics, refused, slow, succeed
 from test_parallel import GROUPED, case, sends_as_predicted, train
 from test_train import flags
+from torch.utils.flop_counter import FlopCounterMode
 from workers.muon_reference import orthogonalized, plain_muon
 
-from muon import is_turned, orthogonalize
+from model import Llama, LlamaConfig
+from muon import is_block_matrix, orthogonalize
+from parallel import ParallelConfig
+from perf.cost import muon_flops
+from perf.measure import build_on_meta
+from perf.roofline import assumed_machine, step_time
 
 TIED = dict(tie_embeddings=True)
 CASES = {
@@ -37,21 +45,48 @@ CASES = {
 def test_singular_values_become_alike(shape):
     torch.manual_seed(0)
     matrix = torch.randn(shape, dtype=torch.float64)
-    turned = orthogonalize(matrix)
-    torch.testing.assert_close(turned, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
-    values = torch.linalg.svdvals(turned)
+    found = orthogonalize(matrix)
+    torch.testing.assert_close(found, orthogonalized(matrix), rtol=1e-12, atol=1e-12)
+    values = torch.linalg.svdvals(found)
     assert 0.6 < values.min() and values.max() < 1.25
     scaled = orthogonalize(1e-20 * matrix)
-    torch.testing.assert_close(scaled, turned, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scaled, found, rtol=1e-12, atol=1e-12)
     assert not orthogonalize(torch.zeros(shape)).any()
 
 
-def test_matrices_of_blocks_are_turned_and_nothing_else():
+def test_matrices_of_blocks_are_chosen_and_nothing_else():
     matrix, norm = torch.zeros(3, 4), torch.zeros(4)
-    assert is_turned("layers.0.attention.wq.weight", matrix)
-    assert not is_turned("layers.0.ffn_norm.weight", norm)
-    assert not is_turned("tok_embeddings.weight", matrix)
-    assert not is_turned("output.weight", matrix)
+    assert is_block_matrix("layers.0.attention.wq.weight", matrix)
+    assert not is_block_matrix("layers.0.ffn_norm.weight", norm)
+    assert not is_block_matrix("tok_embeddings.weight", matrix)
+    assert not is_block_matrix("output.weight", matrix)
+
+
+def test_operations_are_counted():
+    config = LlamaConfig(16, 3, 4, 2, 40)
+    model = Llama(config)
+    with FlopCounterMode(display=False) as counter:
+        for name, parameter in model.named_parameters():
+            if is_block_matrix(name, parameter):
+                orthogonalize(parameter.detach())
+    assert muon_flops(model, ParallelConfig()) == counter.get_total_flops()
+
+
+def test_a_plan_has_the_time_of_muon():
+    """What Muon computes, and what it sends, which nothing hides."""
+    given = build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)), ParallelConfig("fsdp", shard=8)
+    args = 1, 1, 1024, assumed_machine("h100", "400gbit", 8)
+    model, parallel = given
+    adamw = step_time(model, parallel, *args)
+    muon = step_time(model, replace(parallel, optimizer="muon"), *args)
+    matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
+    rate = 989e12 * 0.7
+    assert muon["optimizer"] - adamw["optimizer"] == pytest.approx(
+        muon_flops(model, parallel) / rate, rel=0.01
+    )
+    assert muon["shard"] - adamw["shard"] > 7 / 8 * 4 * matrices / 450e9
+    same = {name: seconds for name, seconds in muon.items() if name not in ("optimizer", "shard")}
+    assert same == {name: adamw[name] for name in same}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, slow(4)])
