@@ -20,7 +20,7 @@ from perf.devices import peak_flops
 from perf.timeline import bubble, check_schedule
 from pipeline import make_schedule
 from plumbing.checkpoint_files import lock_directory
-from plumbing.processes import print_rank_zero
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.scaled_mm import has_kernel
 from plumbing.tokenizer import Tokenizer
 
@@ -179,7 +179,11 @@ def describe_mesh(world: World, microbatches: int = 0) -> str:
 
 def warn_about_changed_flags(before: dict, now: dict) -> None:
     """Print a warning for each flag that differs from those of the checkpoint and so makes this
-    another experiment, and if the training data differ. Old checkpoints lack some flags."""
+    another experiment, and if the training data differ. Old checkpoints lack some flags. Raises
+    UserError for another optimizer, whose state the checkpoint does not have."""
+    had = before.get("optimizer", "adamw")  # before there was a choice
+    if had != now["optimizer"]:
+        raise UserError(f"the run began with another optimizer: give --optimizer {had}")
     for name in sorted(now.keys() - set(RESUMABLE_FLAGS)):
         if name in before and str(before[name]) != str(now[name]):
             flag = name.replace("_", "-")

@@ -207,7 +207,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, 
 
 
 def test_a_checkpoint_that_does_not_know_its_data_gives_no_warning(capsys):
-    now = {"data": ["x"], "data_checksum": 5}
+    now = {"optimizer": "adamw", "data": ["x"], "data_checksum": 5}
     warn_about_changed_flags({"data": ["x"]}, now)
     assert capsys.readouterr().err == ""
     warn_about_changed_flags({"data": ["x"], "data_checksum": 4}, now)

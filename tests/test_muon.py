@@ -119,6 +119,13 @@ def test_a_run_is_resumed_on_another_mesh(shards, tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
 
 
+def test_a_run_keeps_its_optimizer(shards, tmp_path):
+    given = flags(shards, tmp_path / "run", steps=2, optimizer="adamw")
+    succeed("train.py", *given)
+    resumed = [flag for flag in given if not flag.startswith("--optimizer")]
+    refused(launch("train.py", *resumed, "--resume"), "another optimizer: give --optimizer adamw")
+
+
 @pytest.mark.parametrize(
     "script, given, says",
     [
