@@ -210,7 +210,7 @@ def train_lab(args: argparse.Namespace) -> Iterator[str]:
     path = file_of(args)
     if re.search(r"^ +raise NotImplementedError", path.read_text(), re.MULTILINE):
         raise UserError(f"{path.name} is not written yet: try python labs/run.py check {args.lab}")
-    yield from train_twice(args.lab, path)
+    yield from train_twice(args.lab, path, args.steps)
 
 
 def release_labs(args: argparse.Namespace) -> Iterator[str]:
@@ -245,7 +245,7 @@ FLAGS = {
     "check": "ranks seed file plot",
     "watch": "ranks seed file plot",
     "why": "give_up",
-    "train": "file",
+    "train": "file steps",
     "predict": "seed answer student attempt key",
     "grade": "seed key summary csv junit gradescope",
 }
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.svg", help="draw the time line of buckets or pipeline"
     )
+    parser.add_argument("--steps", type=positive_int, default=30, help="train: of each run")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
     guess = parser.add_argument_group("predict")
     guess.add_argument("--answer", action="append", help="a line in place of one that is typed")

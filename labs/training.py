@@ -1,7 +1,6 @@
 """Train with a student's function in place of the project's: `python labs/run.py train LAB`.
 
-train.py runs twice for 30 steps, as it is and with the function, and both losses are shown. The
-module checks/LAB.py says with which flags, RUN, and its function `install` puts the student's
+train.py runs twice, as it is and with the function, and both losses are shown. The module checks/LAB.py says with which flags, RUN, and its function `install` puts the student's
 function in the place of what it replaces in train.py or parallel.py.
 """
 
@@ -38,7 +37,6 @@ from plumbing.processes import UserError, run
 
 LABS = Path(__file__).resolve().parent
 ROOT = LABS.parent
-STEPS = 30
 TEXT = (
     "--model tiny --tokenizer bytes --seq-len 32 --batch 12 --microbatch 3 --dtype float64 "
     "--optimizer adamw"
@@ -59,7 +57,7 @@ def check_module(lab: str) -> ModuleType:
     return importlib.import_module(f"checks.{lab}")
 
 
-def train_twice(lab: str, path: Path) -> Iterator[str]:
+def train_twice(lab: str, path: Path, steps: int) -> Iterator[str]:
     """Yield lines that compare the losses of both runs. Raises UserError if one fails."""
     if not hasattr(check_module(lab), "RUN"):
         raise UserError(f"no step of training calls the function of {lab}")
@@ -68,11 +66,11 @@ def train_twice(lab: str, path: Path) -> Iterator[str]:
         losses = {}
         shutil.copytree(ROOT / "docs", directory / "docs")  # the text, as it is now
         for who, file in (("train.py", ""), (path.name, str(path))):
-            yield f"{STEPS} steps with {'the function in ' * bool(file)}{who}"
-            losses[who] = _train(lab, file, directory)
+            yield f"{steps} steps with {'the function in ' * bool(file)}{who}"
+            losses[who] = _train(lab, file, directory, steps)
         yield f"\n{'step':>6}{'train.py':>14}{path.name:>18}"
         (_, project), (_, student) = losses.items()
-        for step in (1, 2, 5, *range(10, STEPS + 1, 5)):
+        for step in sorted({1, 2, *range(5, steps + 1, 5), steps} & {*range(steps + 1)}):
             yield f"{step:>6}{project[step - 1]:>14.6f}{student[step - 1]:>18.6f}"
         apart = max(abs(a - b) / a for a, b in zip(project, student))
         yield f"largest difference: {apart:.1e} of the loss, in float64"
@@ -80,7 +78,7 @@ def train_twice(lab: str, path: Path) -> Iterator[str]:
             raise UserError(f"the losses differ: see python labs/run.py check {lab}")
 
 
-def _train(lab: str, file: str, directory: Path) -> list[float]:
+def _train(lab: str, file: str, directory: Path, steps: int) -> list[float]:
     """Return the loss of each step of a run, with the function in `file` unless that is ''."""
     how = check_module(lab).RUN
     out = directory / ("student" if file else "project")
@@ -95,7 +93,7 @@ def _train(lab: str, file: str, directory: Path) -> list[float]:
             _launch("", "", 1, [*text, *how.base.split(), *ends])
         flags = ["--init", str(base), "--data", str(chats), "--seq-len", "32", "--batch", "12"]
         flags += ["--dtype", "float64", *how.flags.split()]
-    flags += ["--steps", str(STEPS), "--eval-every", "0", "--out", str(out)]
+    flags += ["--steps", str(steps), "--eval-every", "0", "--out", str(out)]
     _launch(lab, file, how.processes, flags)
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
