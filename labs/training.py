@@ -1,7 +1,8 @@
 """Train with a student's function in place of the project's: `python labs/run.py train LAB`.
 
-train.py runs twice, as it is and with the function, and both losses are shown. The module checks/LAB.py says with which flags, RUN, and its function `install` puts the student's
-function in the place of what it replaces in train.py or parallel.py.
+train.py runs twice, as it is and with the function, and both losses are shown. The module
+checks/LAB.py says with which flags, RUN, and its function `install` puts the student's function in
+the place of what it replaces in train.py or parallel.py.
 """
 
 import contextlib
