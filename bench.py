@@ -21,6 +21,7 @@ python bench.py gpu --out gpu.json
 
 import plumbing.startup  # first, for Ctrl-C during the imports
 import argparse
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.plans import PLANNED
-from perf.race import measure_race, split_flags
+from perf.race import measure_race
 from perf.step import measure_lora_step, measure_step
 from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from plumbing.parser import Parser, nonnegative_int, positive_int
@@ -151,9 +152,9 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_race_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patch", nargs="?", type=Path, help="the entry, as a patch")
-    parser.add_argument("--flags", type=split_flags, default=[], metavar="'--FLAG ...'",
+    parser.add_argument("--flags", type=shlex.split, default=[], metavar="'--FLAG ...'",
                         help="flags of train.py that the entry has")
-    parser.add_argument("--base", type=split_flags, default=[], metavar="'--FLAG ...'",
+    parser.add_argument("--base", type=shlex.split, default=[], metavar="'--FLAG ...'",
                         help="flags of train.py that both have")
     parser.add_argument("--rounds", type=positive_int, default=3,
                         help="runs of each, with different seeds (default: %(default)s)")

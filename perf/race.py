@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -125,8 +124,3 @@ def verdict(project: list[Result], entry: list[Result], seconds: float) -> str:
     noise = 2 * statistics.stdev(gains) / math.sqrt(len(gains))
     says = "better" if mean > noise else "worse" if mean < -noise else "no difference beyond noise"
     return "\n".join([*lines, f"gain {mean:.4f} +- {noise:.4f} bits/byte: {says}"])
-
-
-def split_flags(text: str) -> list[str]:
-    """Argument type: flags of train.py in one string."""
-    return shlex.split(text)

@@ -186,6 +186,8 @@ def optimizer_levers(facts: Facts) -> list[str]:
     if facts.parallel.offload and facts.fits("this"):
         return [f"without --offload it runs on the GPU, and a step {facts.fit_note('this')}"]
     levers = ["a larger --batch updates less often"]
+    if facts.parallel.optimizer == "muon":
+        levers.append("--optimizer adamw multiplies and all-gathers nothing, but takes other steps")
     shards_over_replicate = "replicate" in facts.parallel.strategy.sharded.values()  # as ZeRO-1
     if shards_over_replicate and facts.fits("ddp"):
         note = facts.fit_note("ddp")

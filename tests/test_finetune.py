@@ -286,6 +286,7 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
         (dict(seq_len=8), ["--seq-len 8", "longest"]),
         (dict(tokenizer="python-300"), ["another tokenizer"]),
         (dict(float8="rowwise"), ["--float8 is for train.py"]),
+        (dict(optimizer="muon"), ["--optimizer muon is for whole matrices", "leave it out"]),
     ],
 )
 def test_wrong_flags_are_refused(base, sums, tmp_path, options, parts):

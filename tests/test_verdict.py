@@ -107,6 +107,11 @@ def test_updating():
     assert zero1 == f"{ddp}; or {note}"
     (needed,) = verdict(facts(replace(DDP, dp="zero1"), shares=shares))
     assert needed == ddp
+    (muon,) = verdict(facts(replace(DDP, optimizer="muon"), shares=shares))
+    assert (
+        muon == f"{ddp}; or --optimizer adamw multiplies and all-gathers nothing, but takes "
+        "other steps"
+    )
 
 
 def test_other_sentences():
