@@ -1,4 +1,4 @@
-"""Training with the functions of labs: losses are those of train.py, unless one is wrong."""
+"""Training with the functions of labs: losses and norms are train.py's, unless one is wrong."""
 
 import re
 
@@ -12,9 +12,9 @@ from test_labs import ANSWERS, check_module, lab, student_file
 def test_solutions_train_as_the_project(name, tmp_path):
     steps = 30 if name == "ddp" else 8
     out = lab("train", name, "--file", student_file(name, tmp_path), "--steps", steps, timeout=400)
-    (difference,) = re.findall(r"largest difference: (\S+) of the loss", out)
+    differences = re.findall(r"largest difference .*: (\S+) of the", out)
     # mean clips by clip / norm, where the project divides by norm + 1e-6.
-    assert float(difference) < (1e-4 if name == "mean" else 1e-12)
+    assert max(map(float, differences)) < (1e-7 if name == "mean" else 1e-12)
 
 
 @pytest.mark.slow
@@ -33,4 +33,4 @@ def test_wrong_answers_train_otherwise(name, change, tmp_path):
     """So the student's function is what the run uses."""
     path = student_file(name, tmp_path, change)
     result = launch("labs/run.py", "train", name, "--file", path, timeout=400)
-    refused(result, "the losses differ")
+    refused(result, "the runs differ")
