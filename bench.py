@@ -62,13 +62,19 @@ def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    add_timing_flags(parser)
+    parser.add_argument("--operators", action="store_true",
+                        help="one more table: the time of each operator in a step")
+
+
+def add_timing_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
-    add_limit_flags(parser)
+    add_timing_flags(parser)
     parser.add_argument("--rank", type=positive_int, default=8,
                         help="rank of the adapters (default: %(default)s)")
 

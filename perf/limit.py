@@ -9,6 +9,8 @@ Letters: N tokens of a batch; in, out widths of a weight; r rank of an adapter.
 
 import argparse
 import multiprocessing
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from data import Batch
 from lora import LoRA
@@ -51,7 +54,10 @@ def measure_limit(args: argparse.Namespace) -> str:
         compiled = flatllama_step(config, args, batch, world, compile=True)
         contestants["flatllama, compiled blocks"] = compiled
     seconds = time_interleaved(contestants, args.repeats)
-    return "\n".join(timing_table(seconds, args.batch * args.seq_len))
+    lines = timing_table(seconds, args.batch * args.seq_len)
+    if args.operators:
+        lines += ["", *operator_table(contestants["flatllama"], args.repeats)]
+    return "\n".join(lines)
 
 
 def measure_lora(args: argparse.Namespace) -> str:
@@ -98,6 +104,43 @@ def world_of(args: argparse.Namespace) -> World:
     process = init_distributed()
     options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
     return with_mesh(process, ParallelConfig(replicate=process.size, **options))
+
+
+# ------------------------------------------------------------------------------- operators
+
+
+class OperatorTimes(TorchDispatchMode):
+    """Adds up the calls and the seconds of each operator that runs within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seconds = Counter(), Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        result = operator(*args, **(kwargs or {}))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        name = operator.overloadpacket.__name__
+        self.calls[name] += 1
+        self.seconds[name] += time.perf_counter() - start
+        return result
+
+
+def operator_table(step: Callable[[], object], repeats: int) -> list[str]:
+    """Return the lines of a table with the operators of a step that take most time, each with all
+    its calls in a step."""
+    step()
+    with OperatorTimes() as times:
+        for _ in range(repeats):
+            step()
+    total = times.seconds.total()
+    rows = [
+        [name, times.calls[name] // repeats, f"{1e3 * s / repeats:.1f}", f"{100 * s / total:.1f} %"]
+        for name, s in times.seconds.most_common(20)
+    ]
+    rows.append(["all", times.calls.total() // repeats, f"{1e3 * total / repeats:.1f}", "100 %"])
+    return markdown_table(["flatllama's operators", "calls", "milliseconds", "share"], rows)
 
 
 # ------------------------------------------------------------------------------- contestants
