@@ -157,7 +157,9 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_race_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("patch", nargs="?", type=Path, help="the entry, as a patch")
+    parser.add_argument("patch", nargs="?", type=Path,
+                        help="the entry, as a patch of the last commit (default: the files as they "
+                             "are now)")
     parser.add_argument("--flags", type=shlex.split, default=[], metavar="'--FLAG ...'",
                         help="flags of train.py that the entry has")
     parser.add_argument("--base", type=shlex.split, default=[], metavar="'--FLAG ...'",
@@ -165,9 +167,9 @@ def add_race_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive_int, default=3,
                         help="runs of each, with different seeds (default: %(default)s)")
     parser.add_argument("--seconds", type=positive_int, default=240,
-                        help="that a run may take, all in all (default: %(default)s)")
+                        help="time that a run may take, all in all (default: %(default)s)")
     parser.add_argument("--processes", type=positive_int, default=1,
-                        help="of each run, on two cores (default: %(default)s)")
+                        help="processes of each run, on its two cores (default: %(default)s)")
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from plumbing.passes import RMSNorm, Rotation, is_fused
+from plumbing.passes import RMSNorm, Rotation, torch_fuses
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
@@ -120,8 +120,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of neighbouring features (Meta's layout), computing in float32 or float64.
 
     x [B, T, heads, E] -> same shape and dtype."""
-    if not is_fused(x):
-        return Rotation.apply(x, cos, sin)  # the same in one pass over memory
+    if not torch_fuses(x):
+        return Rotation.apply(x, cos, sin)  # the same as below, in one pass over memory
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, heads, E/2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)
 

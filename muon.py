@@ -1,20 +1,20 @@
 """Muon, an optimizer for matrices (Jordan 2024, kellerjordan.github.io/posts/muon).
 
 AdamW treats a matrix as a list of numbers. But in the gradient of a matrix a few directions, which
-most tokens share, are far larger than all others. Muon makes all directions of an update equally
-long: of its singular value decomposition U S Vᵀ it takes U Vᵀ. So what is rare in the text is
-learnt, too.
+most tokens share, are far larger than all others. Muon makes all directions of an update nearly
+equally long: of its singular value decomposition U S Vᵀ it takes U Vᵀ. So what is rare in the text
+is learnt too.
 
-    momentum of the gradient ── orthogonalize: U S Vᵀ -> U Vᵀ ── scaled ── weight
+    gradient ── momentum ── orthogonalize: U S Vᵀ -> U Vᵀ ── scale ── weight
 
-That is for the matrices of the blocks. AdamW updates all others: rows of embedding and output
-belong to single tokens, and norms are no matrices.
+That is for the matrices of the blocks. AdamW updates all others, with the same learning rate: rows
+of embedding and output belong to single tokens, and norms are not matrices. The state of a matrix
+is one number for each weight, where AdamW has two.
 
-A rank that has a shard of a matrix cannot orthogonalize it: it all-gathers the momentum over the
-ranks that share the matrix, computes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
-parallelism send the matrices' bytes once more a step, and DDP sends no more than before. All ranks
-compute the same; on many ranks it would pay to share the matrices out. The state of a matrix is one
-number a parameter, where AdamW has two.
+A rank that has a shard of a matrix cannot orthogonalize it: it all-gathers the update over the
+ranks that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and
+tensor parallelism send the matrices' bytes once more a step, and DDP sends no more than before. All
+ranks compute the same; to give each rank some of the matrices would save time on many ranks.
 """
 
 import math
@@ -27,45 +27,46 @@ from torch.optim.adamw import adamw
 from plumbing.shards import assign_shard
 
 MOMENTUM = 0.95
-# Of Newton and Schulz's iteration, as Jordan chose them: five of these steps bring all singular
-# values from 0.003 to 1 between 0.7 and 1.2, which is near enough.
-A, B, C, STEPS = 3.4445, -4.7750, 2.0315, 5
+# The Newton-Schulz iteration with Jordan's coefficients: five of its steps bring all singular
+# values from 0.003 to 1 between 0.68 and 1.2, which is near enough; smaller ones stay smaller.
+A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of the blocks, AdamW for all other parameters. Each group has its own
-    weight_decay."""
+    """Muon for the matrices of the blocks, AdamW for all other parameters.
+
+    groups: as for any optimizer, but of (name, parameter); each has its own weight_decay"""
 
     def __init__(self, groups, lr: float, betas: tuple[float, float], eps: float = 1e-8):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Update all parameters. `closure`, for callers that pass None, is ignored."""
+    def step(self, closure: None = None) -> None:
+        """Update all parameters."""
         for group in self.param_groups:
             others = []
             for name, parameter in zip(group["param_names"], group["params"]):
                 if not is_block_matrix(name, parameter):
                     others.append(parameter)
                     continue
-                update = self.direction(parameter)
+                update = self.next_update(parameter)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"])
             if others:
                 self.adamw(others, group)
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        """Return what is subtracted from a matrix, times the learning rate.
+    def next_update(self, parameter: Tensor) -> Tensor:
+        """Advance the momentum of a matrix, and return what to subtract for a learning rate of 1.
 
         Its numbers have a root mean square of 0.1. Liu et al. 2025 (arXiv:2502.16982) take 0.2, as
-        AdamW's updates have; the small models here learn best if their embedding takes steps twice
-        as large as the matrices."""
+        AdamW's updates have; with the same learning rate for both, 0.1 was better here."""
         gradient, state = parameter.grad, self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(gradient)
         momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        update = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: a step ahead
+        update = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: the momentum one step ahead
         whole = update.full_tensor() if isinstance(update, DTensor) else update
+        # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
         assign_shard(update, 0.1 * math.sqrt(max(whole.shape)) * orthogonalize(whole))
         return update
 
@@ -90,13 +91,15 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ, nearly: its singular values s, divided by the root of the sum
-    of their squares, become A s + B s³ + C s⁵, five times. In bfloat16 on a GPU."""
+    """Return U Vᵀ of a matrix U S Vᵀ, nearly. The matrix is divided by its norm, the root of the
+    sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵. In bfloat16 on
+    a GPU, where that is many times faster."""
     x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
     if len(x) > x.shape[1]:
-        return orthogonalize(x.T).T.type_as(matrix)
+        return orthogonalize(x.T).T.type_as(matrix)  # with the smaller of the two gram matrices
     x = x / x.norm().clamp(min=1e-30)
-    for _ in range(STEPS):
+    for _ in range(ITERATIONS):
         gram = x @ x.T  # U S² Uᵀ
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        polynomial = torch.addmm(gram, gram, gram, beta=B, alpha=C)  # B gram + C gram²
+        x = torch.addmm(x, polynomial, x, beta=A)  # A x + polynomial x
     return x.type_as(matrix)

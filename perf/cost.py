@@ -18,7 +18,7 @@ from torch import nn
 
 from float8 import layers_in_8_bits
 from model import LOSS_CHUNK, Llama
-from muon import STEPS, is_block_matrix
+from muon import ITERATIONS, is_block_matrix
 from nf4 import count
 from parallel import ParallelConfig, ZeRO1, ddp, fsdp
 from plumbing.stages import part_of
@@ -228,20 +228,22 @@ def _pipeline(
 
 
 def muon_traffic(model: Llama, parallel: ParallelConfig) -> Iterator[tuple]:
-    """The momentum of each matrix, from the ranks that share its update. Of a matrix whose columns
-    are sharded over tp, ranks first gather these, for their own rows."""
+    """The update of each matrix is gathered from the ranks that share it, before it is
+    orthogonalized: over tp the rows or columns that other ranks of tp have, and over the dimension
+    that shards the optimizer's state the rest."""
     over = parallel.strategy.sharded.get("optimizer", "shard")  # of size 1 with DDP
     L, g, shards = len(model.layers), parallel.grad_bytes, getattr(parallel, over)
     for (rows, columns), own in matrices_of(model, parallel):
         yield over, "all-gather", L, _padded((own[0], columns), shards) * g
         if own != [rows, columns]:
+            # Rows that tp shards come last, all of them; columns come first, for a shard's rows.
             own_rows = own[0] if own[0] < rows else math.ceil(rows / shards)
             yield "tp", "all-gather", L, own_rows * own[1] * parallel.tp * g
 
 
 def matrices_of(model: Llama, parallel: ParallelConfig) -> list[tuple[list[int], list[int]]]:
-    """Return the shape of each matrix of a block that Muon orthogonalizes, whole and on rank 0 of
-    tp."""
+    """Return two shapes of each matrix of a block that Muon orthogonalizes: the whole, and what
+    rank 0 of tp has."""
     shapes, block = [], first_block(model)
     dims = _sharded_dims("block", block) if parallel.tp > 1 else {}
     for name, parameter in block.named_parameters():
@@ -254,11 +256,13 @@ def matrices_of(model: Llama, parallel: ParallelConfig) -> list[tuple[list[int],
 
 
 def muon_flops(model: Llama, parallel: ParallelConfig) -> int:
-    """Return the operations by which a rank orthogonalizes the matrices of its blocks, whole."""
+    """Return the floating-point operations in which a rank orthogonalizes, each step, the whole
+    matrices of its blocks."""
     flops = 0
     for shape, _ in matrices_of(model, parallel):
         m, n = sorted(shape)
-        flops += STEPS * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)  # gram, its square, the update
+        gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
+        flops += ITERATIONS * (gram + square + update)
     return len(model.layers) * flops
 
 

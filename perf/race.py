@@ -1,9 +1,9 @@
-"""`bench.py race`: which change trains the best small model within four minutes (docs/speedrun.md).
+"""`bench.py race`: which change gives the best small model within four minutes (docs/speedrun.md).
 
-An entry is a patch of this project, flags of train.py, or both. It and the project as it is run in
-turns, each in a copy of its own without a cache, so that the time has everything in it: imports,
-tokenizer, tokens, training, and the evaluation at the end. They differ in nothing but the seed from
-round to round. What counts is the bits per byte of all held-out text.
+The entry is a patch, flags of train.py, or what has changed since the last commit. It runs in turns
+with the last commit, each in a copy of its own, with two cores and no GPU. The time has everything
+in it: imports, tokenizer, tokens, training, and the evaluation at the end. In a round both have the
+same seed. What counts is the bits per byte of all held-out windows.
 """
 
 import argparse
@@ -22,8 +22,11 @@ from typing import NamedTuple
 from plumbing.processes import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-# Only the last step evaluates, all that is held out; and only then is the model saved.
-WHOLE = "--eval-every 1000000000 --eval-windows 1000000000 --save-every 0".split()
+# Evaluate once, after the last step, on all that is held out; save only then.
+EVALUATE_AT_THE_END = "--eval-every 1000000000 --eval-windows 1000000000 --save-every 0".split()
+# How many standard errors make an interval that holds the true mean in 95 % of cases, by the number
+# of rounds: Student's t distribution with one degree of freedom less.
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 class Result(NamedTuple):
@@ -34,33 +37,57 @@ class Result(NamedTuple):
 
 def measure_race(args: argparse.Namespace) -> str:
     """Return the verdict on an entry after --rounds runs of it and of the project."""
-    if not args.patch and not args.flags:
-        raise UserError("race what? Give a patch, or --flags such as --flags='--lr 0.004'")
+    if args.rounds > max(T_95):
+        raise UserError(f"--rounds {args.rounds} are more than it takes: at most {max(T_95)}")
+    if not (args.patch or args.flags or git("status", "--porcelain", ".")):
+        raise UserError("race what? Change the project, or give a patch or --flags='--lr 0.004'")
+    if hasattr(os, "sched_setaffinity"):  # on Linux; the runs inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     with tempfile.TemporaryDirectory() as name:
         # The entry first: if it cannot run, that is known at once.
         directories = {who: Path(name) / who for who in ("the entry", "the project")}
-        for directory in directories.values():
-            copy_project(directory)
+        entry, project = directories.values()
+        copy_commit(project)
         if args.patch:
-            apply_patch(args.patch, directories["the entry"])
+            copy_commit(entry)
+            apply_patch(args.patch, entry)
+        else:
+            copy_working_tree(entry)
         results = {who: [] for who in directories}
         runs = [(seed, who) for seed in range(args.rounds) for who in directories]
         for number, (seed, who) in enumerate(runs, 1):
-            given = [*args.base, "--seed", str(seed), *(args.flags if who == "the entry" else [])]
-            result = train(directories[who], given, args.processes, args.seconds)
+            flags = [*args.base, *(args.flags if who == "the entry" else []), "--seed", str(seed)]
+            result = train(who, directories[who], flags, args.processes, args.seconds)
             results[who].append(result)
             left = (len(runs) - number) * result.seconds
             print(
                 f"run {number} of {len(runs)}: {who}, seed {seed}: {describe(result)}; "
-                f"{left / 60:.0f} minutes left",
+                f"{left / 60:.0f} min left",
                 file=sys.stderr,
                 flush=True,
             )
     return verdict(results["the project"], results["the entry"], args.seconds)
 
 
-def copy_project(directory: Path) -> None:
-    """Copy the scripts, and what they import."""
+def git(*command: str) -> bytes:
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
+    if done.returncode:
+        raise UserError(
+            "the race compares with the last commit, so it needs the project as a git repository: "
+            f"git {command[0]} says: {done.stderr.decode().strip()}"
+        )
+    return done.stdout
+
+
+def copy_commit(directory: Path) -> None:
+    """Copy the project as it was committed last."""
+    directory.mkdir()
+    archive = git("archive", "HEAD")
+    subprocess.run(["tar", "-x", "-C", str(directory)], input=archive, check=True)
+
+
+def copy_working_tree(directory: Path) -> None:
+    """Copy the scripts as they are now, and what they import."""
     directory.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, directory)
@@ -70,22 +97,24 @@ def copy_project(directory: Path) -> None:
 
 def apply_patch(patch: Path, directory: Path) -> None:
     if not patch.is_file():
-        raise UserError(f"{patch} is no file: make a patch by `git diff > {patch}`")
-    command = ["git", "apply", "--exclude=docs/*", "--exclude=tests/*", str(patch.resolve())]
+        raise UserError(f"{patch} does not exist: make a patch by `git diff > {patch}`")
+    command = ["git", "apply", str(patch.resolve())]
     applied = subprocess.run(command, cwd=directory, stderr=subprocess.PIPE, text=True)
     if applied.returncode:
         problem = applied.stderr.strip().splitlines()[0].removeprefix("error: ")
-        raise UserError(f"{patch} does not fit this version of the project: {problem}")
+        raise UserError(f"{patch} does not fit the last commit: {problem}")
 
 
-def train(directory: Path, flags: list[str], processes: int, longest: float) -> Result:
+def train(who: str, directory: Path, flags: list[str], processes: int, longest: float) -> Result:
     """Train in a copy and return what came out. Raises UserError if a run fails or takes more than
     twice the time that it has."""
-    for made in ("cache", "out"):
-        shutil.rmtree(directory / made, ignore_errors=True)
+    for left_by_last_run in ("cache", "out"):
+        shutil.rmtree(directory / left_by_last_run, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--standalone", "train.py", "--out", "out", *WHOLE, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, 2 // processes))}
+    # The last of equal flags counts: an entry cannot change how it is scored.
+    command += ["--standalone", "train.py", *flags, "--out", "out", *EVALUATE_AT_THE_END]
+    threads = str(max(1, 2 // processes))
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     started = time.perf_counter()
     try:
@@ -93,11 +122,11 @@ def train(directory: Path, flags: list[str], processes: int, longest: float) -> 
             command, cwd=directory, env=environment, timeout=2 * longest, **output
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"ended after {2 * longest:.0f} s, twice the time there is: fewer --steps?")
+        raise UserError(f"{who} ran for {2 * longest:.0f} s, twice its time: give fewer --steps")
     seconds = time.perf_counter() - started
     if done.returncode:
         says = [line for line in done.stderr.splitlines() if "error: " in line]
-        raise UserError(f"a run failed: {(says or done.stderr.splitlines()[-1:])[0].strip()}")
+        raise UserError(f"{who} failed: {(says or done.stderr.splitlines()[-1:])[0].strip()}")
     last = json.loads((directory / "out/metrics.jsonl").read_text().splitlines()[-1])
     return Result(last["val_bits_per_byte"], seconds, last["step"])
 
@@ -108,19 +137,20 @@ def describe(result: Result) -> str:
     )
 
 
-def verdict(project: list[Result], entry: list[Result], seconds: float) -> str:
-    """Return all results, and whether the entry is better by more than its noise: twice the
-    standard error of the mean of the rounds' differences."""
+def verdict(project: list[Result], entry: list[Result], limit: float) -> str:
+    """Return all results, and whether the entry is better by more than its noise: a 95 % interval
+    for the mean of the rounds' differences."""
     lines = [f"{'round':>6}{'the project':>14}{'the entry':>12}{'gain':>10}"]
     gains = [a.bits_per_byte - b.bits_per_byte for a, b in zip(project, entry)]
     for i, (a, b, gain) in enumerate(zip(project, entry, gains)):
         lines.append(f"{i:>6}{a.bits_per_byte:>14.4f}{b.bits_per_byte:>12.4f}{gain:>10.4f}")
+    took, entry_took = (max(run.seconds for run in runs) for runs in (project, entry))
+    lines.append(f"longest run: the project {took:.0f} s, the entry {entry_took:.0f} s")
+    if entry_took > limit:
+        return "\n".join([*lines, f"disqualified: a run may take {limit:.0f} s: fewer --steps?"])
     mean = statistics.fmean(gains)
-    if slow := [result for result in entry if result.seconds > seconds]:
-        late = f"took {max(result.seconds for result in slow):.0f} s"
-        return "\n".join([*lines, f"out: a run {late}, and has {seconds:.0f}: fewer --steps"])
     if len(gains) == 1:
         return "\n".join([*lines, f"gain {mean:.4f} bits/byte in one round: noise unknown"])
-    noise = 2 * statistics.stdev(gains) / math.sqrt(len(gains))
+    noise = T_95[len(gains)] * statistics.stdev(gains) / math.sqrt(len(gains))
     says = "better" if mean > noise else "worse" if mean < -noise else "no difference beyond noise"
     return "\n".join([*lines, f"gain {mean:.4f} +- {noise:.4f} bits/byte: {says}"])

@@ -1,34 +1,36 @@
 """RMSNorm and RoPE in few passes over memory, for a CPU that runs them uncompiled.
 
 Between matrix products, time goes into reading and writing: an operator on [B, T, D] is a pass over
-memory, however little it computes. On a CPU, torch's RMSNorm runs 6 operators in forward and 15 in
-backward, and RoPE written with cosines 7 and 9. Here the norm reads or writes x in 3 and 8 of its
-operators, and RoPE is one complex product in each direction.
+memory, however little it computes. On a CPU, torch's RMSNorm makes 4 such passes in forward and 11
+in backward, and RoPE written with cosines 7 and 8, over half of x each. Here the norm makes 3 and
+8, most of them in place, and RoPE one in each direction: a complex product. In bfloat16 both make
+two more, to compute in float32.
 """
 
 import torch
 from torch import Tensor, nn
 
 
-def is_fused(x: Tensor) -> bool:
-    """Return whether torch has few passes by itself: a GPU has a kernel for the norm, and
+def torch_fuses(x: Tensor) -> bool:
+    """Return whether torch needs few passes anyway: a GPU has a kernel for the norm, and
     torch.compile fuses what lies between matrix products."""
     return x.is_cuda or torch.compiler.is_compiling()
 
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
-    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64."""
+    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64. Unlike nn.RMSNorm, it always
+    has a weight and an eps, and normalizes the last dimension."""
 
     def forward(self, x):  # [..., D] -> same shape
-        if is_fused(x):
+        if torch_fuses(x):
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves x itself. With z = x r for r = 1 / sqrt(mean(x²) + eps), and a gradient g of z:
-    the gradient of x is r (g - z mean(g z))."""
+    """Saves x itself. With r = 1 / sqrt(mean(x²) + eps), the result is z w for z = x r. A gradient
+    h of the result is g = h w for z, and r (g - z mean(g z)) for x."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -42,11 +44,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         saved, weight, r = ctx.saved_tensors
         x, grad = in_float(saved), in_float(grad)
-        of_weight = (grad * x).mul_(r)  # for each token
-        weight_grad = None  # as of a frozen weight
-        if ctx.needs_input_grad[1]:
-            weight_grad = of_weight.flatten(0, -2).sum(0).type_as(weight)
-        mean = of_weight.mul_(weight).mean(-1, keepdim=True)  # of g z
+        product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
+        weight_grad = None
+        if ctx.needs_input_grad[1]:  # the weight is not frozen
+            weight_grad = product.flatten(0, -2).sum(0).type_as(weight)
+        mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
         x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
         return x_grad.type_as(saved), weight_grad, None
 

@@ -46,8 +46,8 @@ def test_rotations_are_those_of_the_formula(dtype, monkeypatch):
     cos, sin = rope_angles(LlamaConfig(64, 1, 4, 2), torch.arange(7)[None])
     x, grad = torch.randn(2, 3, 4, 7, 16, dtype=dtype).transpose(2, 3).unbind()  # as attention's
     results = []
-    for is_fused in (passes.is_fused, lambda x: True):
-        monkeypatch.setattr("model.is_fused", is_fused)
+    for torch_fuses in (passes.torch_fuses, lambda x: True):
+        monkeypatch.setattr("model.torch_fuses", torch_fuses)
         given = x.clone().requires_grad_()
         rotated = rotate(given, cos, sin)
         rotated.backward(grad)
