@@ -362,11 +362,12 @@ def sample_answers(
 ) -> str:
     """Return lines that show what a model answers to the first examples, and score all answers:
     how many end by themselves, how long they are, and the share of tokens that they have in common
-    with the true ones (the F1 score of two bags of tokens)."""
+    with the true ones (the F1 score of two bags of tokens). Tokens are drawn as generate.py draws
+    them: a small model that always takes the likeliest one soon repeats itself."""
     if not examples:
         return "no held-out prompt is short enough to show"
     prompts, true_answers = zip(*examples)
-    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.0, stop=tokenizer.stop)
+    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, stop=tokenizer.stop)
     said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
     true = [tokenizer.encode(text) for text in true_answers]
     who, lines = f"after {step} steps" if step else "base model", []

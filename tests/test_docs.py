@@ -98,7 +98,11 @@ def test_a_script_takes_the_flags(command, monkeypatch):
     parse_args = Parser.parse_args
 
     def parse_and_stop(parser, *given):
-        parse_args(parser, *given)
+        args = parse_args(parser, *given)
+        if command.script in ("train.py", "finetune_lora.py"):
+            nodes = dict(zip(command.torchrun[::2], command.torchrun[1::2])).get("--nnodes", 1)
+            ranks = max(1, command.nproc) * int(nodes) // (args.tp * args.cp * args.pp)
+            assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
         raise Taken
 
     monkeypatch.setattr(Parser, "parse_args", parse_and_stop)
