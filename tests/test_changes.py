@@ -36,9 +36,9 @@ NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
 
 CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
-FLAGS = {"lion": {"optimizer": "lion"}, "wsd": {"decay": "wsd"}}
+FLAGS = {"lion": {"optimizer": "lion"}, "cosine": {"decay": "cosine"}}
 UNPREDICTED = ("experts",)  # sends more than perf/cost.py says
-STILL_A_LLAMA = ("z_loss", "lion", "wsd")
+STILL_A_LLAMA = ("z_loss", "lion", "cosine")
 WEIGHTS = {"lion": plain_lion}  # that training should end with
 
 CASES = {
@@ -116,8 +116,8 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
     given = flags(shards, out, steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
     succeed(*changed, "train.py", *given)
     expected = metrics(out)
-    if name == "wsd":  # the last fifth of six steps is one step, and 0 would come after it
-        rates = [0.5, 1, 1, 1, 1, 0.5]
+    if name == "cosine":  # (1 + cos 2x) / 2 is cos² x; the first of two warmup steps is lower
+        rates = [0.5, *(math.cos(math.pi * step / 14) ** 2 for step in range(2, 7))]
         assert [row["lr"] for row in expected] == pytest.approx([0.01 * rate for rate in rates])
     shutil.rmtree(out / "step-00000006")
     succeed(*changed, "train.py", *given, "--resume", "--dp", "fsdp", nproc=2)

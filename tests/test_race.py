@@ -47,7 +47,7 @@ def test_one_round_has_no_noise():
 def test_a_race(tmp_path):
     """The seed is the same for both, so without a change that matters there is no gain."""
     given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
-    result = succeed("bench.py", "race", CHANGES / "wsd.patch", *given)
+    result = succeed("bench.py", "race", CHANGES / "cosine.patch", *given)
     first = result.out.splitlines()[1].split()
     assert first[1] == first[2] and first[3] == "0.0000"
     assert "run 1 of 2: the entry, seed 0:" in result.err and "after 3 steps" in result.err
@@ -77,7 +77,7 @@ def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     assert new != train
     (project / "train.py").write_text(new)
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
-    given["patch"] = CHANGES / "wsd.patch"
+    given["patch"] = CHANGES / "cosine.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
 
