@@ -94,8 +94,8 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimi
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Return the learning rate of step 1..args.steps: linear warmup to args.lr, then constant, and
-    linear decay over the second half of the steps, which reaches 0 one step after the last."""
-    warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 2)
+    linear decay over the last third of the steps, which reaches 0 one step after the last."""
+    warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 3)
     return args.lr * min(warmup, 1, decay)
 
 

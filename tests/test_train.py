@@ -218,9 +218,9 @@ def test_validation_loss_is_that_of_every_window(shards, tmp_path):
 
 
 def test_schedule_and_decay_groups():
-    rates = [learning_rate(step, Namespace(lr=1.0, warmup=4, steps=20)) for step in range(1, 21)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4:11] == [1.0] * 7
-    assert rates[11:] == [pytest.approx(i / 10) for i in range(9, 0, -1)]
+    rates = [learning_rate(step, Namespace(lr=1.0, warmup=4, steps=21)) for step in range(1, 22)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4:15] == [1.0] * 11
+    assert rates[15:] == [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0
     assert learning_rate(1, Namespace(lr=1.0, warmup=50, steps=2)) == 0.02
     args = Parser.defaults(add_optimizer_flags)
