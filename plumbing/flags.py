@@ -82,7 +82,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--merge", action="store_true",
                       help="write OUT/merged at the end: the model with the adapter added")
     add_training_flags(parser)
-    parser.set_defaults(steps=300, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
+    parser.set_defaults(steps=200, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
