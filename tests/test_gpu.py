@@ -27,6 +27,7 @@ from data import Batch
 from float8 import float8_product
 from lora import LoRA, LoRALinear
 from model import Documents, LlamaConfig, attend, document_mask, generate
+from muon import orthogonalize
 from nf4 import dequantized, quantized
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
@@ -193,6 +194,17 @@ def test_moments_in_bfloat16_are_updated_as_on_the_cpu():
     on_gpu = adamw_steps(with_bfloat16_moments, device=DEVICE.type)
     for weight, expected in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(96, 288), (288, 96), (512, 512)])
+def test_muon_orthogonalizes_in_bfloat16(shape):
+    """The directions that are not nearly 0 become about equally long."""
+    matrix = torch.randn(shape, device=DEVICE)
+    update = orthogonalize(matrix)
+    assert update.dtype == torch.float32
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    lengths = torch.diagonal(u.T @ update.double() @ v.T)[s > 0.01 * s.square().sum().sqrt()]
+    assert 0.6 < lengths.min() and lengths.max() < 1.3
 
 
 # --------------------------------------------------------------------- attention by documents
