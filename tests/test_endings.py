@@ -41,7 +41,8 @@ def test_ctrl_c_during_imports():
 
 def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     out = tmp_path / "tokens"
-    run = start("data.py", "tokenize", "python", "--tokenizer", "bytes", "--out", out)
+    text = ["python"] * 8  # once would take a quarter of a second
+    run = start("data.py", "tokenize", *text, "--tokenizer", "bytes", "--out", out)
     wait_until(lambda: list(tmp_path.glob(".tokens-*")), run)
     run.send_signal(signal.SIGINT)
     interrupted(finish(run))
