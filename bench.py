@@ -61,16 +61,16 @@ def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
     parser.set_defaults(**{"lr": 1e-4} | defaults)
 
 
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    add_timing_flags(parser)
-    parser.add_argument("--operators", action="store_true",
-                        help="one more table: the time of each operator in a step")
-
-
 def add_timing_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    add_timing_flags(parser)
+    parser.add_argument("--operators", action="store_true",
+                        help="one more table: the time of each operator in a step")
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:

@@ -146,8 +146,8 @@ def _write_documents(
 ) -> None:
     """Tokenize the documents of a corpus and write each with the writer of its split.
 
-    Every document begins with the beginning-of-text token. Two documents are also separated by the
-    end-of-text token, unless the tokenizer has one token for both."""
+    Every document begins with the tokenizer's `bos`. Before that, the one before ends with `eos`,
+    unless the tokenizer has one token for both."""
     pieces = read_pieces(files, val_fraction)
     total, done, started = sum(path.stat().st_size for path in files), 0, time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
@@ -174,7 +174,7 @@ def _write_documents(
 
 # Part of every key in the cache. Increment it when documents are read or held out differently, so
 # that old shards are not used any more.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:

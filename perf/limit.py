@@ -1,6 +1,7 @@
 """`bench.py limit`, `lora` and `loss`: how far training is from what the machine can do.
 
-limit    a training step beside transformers' step and the bare matrix products of a step
+limit    a training step beside transformers' step and the bare matrix products of a step; where
+         its time goes, operator by operator
 lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
 loss     peak memory of the chunked cross-entropy beside PyTorch's
 

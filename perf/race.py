@@ -70,12 +70,13 @@ def measure_race(args: argparse.Namespace) -> str:
 
 
 def git(*command: str) -> bytes:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
+    needs = "the race compares with the last commit, so it needs the project as a git repository"
+    try:
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True)
+    except FileNotFoundError:
+        raise UserError(f"{needs}: install git")
     if done.returncode:
-        raise UserError(
-            "the race compares with the last commit, so it needs the project as a git repository: "
-            f"git {command[0]} says: {done.stderr.decode().strip()}"
-        )
+        raise UserError(f"{needs}: git {command[0]} says: {done.stderr.decode().strip()}")
     return done.stdout
 
 

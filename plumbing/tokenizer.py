@@ -72,7 +72,10 @@ class Tokenizer:
         # GPT-2 and its relatives have one token that both ends a document and begins the next.
         endoftext = self.special.get("<|endoftext|>")
         self.bos = self.special.get("<|begin_of_text|>", endoftext)
-        self.eos = self.special.get("<|end_of_text|>", endoftext)
+        # With small tokenizers, whose models are pretrained here, a document ends as an answer
+        # does: fine-tuning cannot teach a model to end with a token that it has never seen.
+        small = len(self.special) == N_SMALL_SPECIAL
+        self.eos = self.special.get("<|eot_id|>" if small else "<|end_of_text|>", endoftext)
         stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
         self.stop = tuple(self.special[token] for token in stops if token in self.special)
 

@@ -48,9 +48,8 @@ def test_tokenize_files_and_lines(tmp_path):
     for split in ("train", "val"):
         text = documents(out, split)
         assert text.startswith("<|begin_of_text|>")
-        found[split] = text.removeprefix("<|begin_of_text|>").split(
-            "<|end_of_text|><|begin_of_text|>"
-        )
+        text = text.removeprefix("<|begin_of_text|>")
+        found[split] = text.split("<|eot_id|><|begin_of_text|>")
     expected = ["first\nfile\n", "second", *(line["text"] for line in lines)]
     assert sorted(found["train"] + found["val"]) == sorted(expected)
     assert 20 <= len(found["val"]) <= 60

@@ -95,6 +95,11 @@ def test_chat_format():
     assert chat.count(128_009) == 2  # not three: what a user types cannot end the turn
 
 
+def test_small_tokenizers_end_documents_as_answers():
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
