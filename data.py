@@ -146,8 +146,8 @@ def _write_documents(
 ) -> None:
     """Tokenize the documents of a corpus and write each with the writer of its split.
 
-    Every document begins with the tokenizer's `bos`. Before that, the one before ends with `eos`,
-    unless the tokenizer has one token for both."""
+    Every document begins with `bos`. Between two documents of a split, `eos` precedes it, unless
+    the tokenizer has one token for both."""
     pieces = read_pieces(files, val_fraction)
     total, done, started = sum(path.stat().st_size for path in files), 0, time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
@@ -172,8 +172,8 @@ def _write_documents(
         writer.close()
 
 
-# Part of every key in the cache. Increment it when documents are read or held out differently, so
-# that old shards are not used any more.
+# Part of every key in the cache. Increment it when documents are read, held out or divided
+# differently, so that old shards are not used any more.
 CACHE_VERSION = 2
 
 

@@ -11,10 +11,10 @@ That is for the matrices of the blocks. AdamW updates all others, with the same 
 of embedding and output belong to single tokens, and norms are not matrices. The state of a matrix
 is one number for each weight, where AdamW has two.
 
-A rank that has a shard of a matrix cannot orthogonalize it: it all-gathers the update over the
-ranks that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and
-tensor parallelism send the matrices' bytes once more a step, and DDP sends no more than before. All
-ranks compute the same; to give each rank some of the matrices would save time on many ranks.
+A shard of a matrix cannot be orthogonalized alone: a rank all-gathers the update over the ranks
+that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
+parallelism send the matrices' bytes once more a step, and DDP sends no more than before. Every rank
+orthogonalizes all matrices; on many ranks it would be faster if each did only some of them.
 """
 
 import math
@@ -27,8 +27,8 @@ from torch.optim.adamw import adamw
 from plumbing.shards import assign_shard
 
 MOMENTUM = 0.95
-# The Newton-Schulz iteration with Jordan's coefficients: five of its steps bring all singular
-# values from 0.003 to 1 between 0.68 and 1.2, which is near enough; smaller ones stay smaller.
+# The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
+# and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
@@ -49,13 +49,13 @@ class Muon(torch.optim.Optimizer):
                 if not is_block_matrix(name, parameter):
                     others.append(parameter)
                     continue
-                update = self.next_update(parameter)
+                update = self.advance(parameter)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"])
             if others:
-                self.adamw(others, group)
+                self.update_by_adamw(others, group)
 
-    def next_update(self, parameter: Tensor) -> Tensor:
+    def advance(self, parameter: Tensor) -> Tensor:
         """Advance the momentum of a matrix, and return what to subtract for a learning rate of 1.
 
         Its numbers have a root mean square of 0.1. Liu et al. 2025 (arXiv:2502.16982) take 0.2, as
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
         assign_shard(update, 0.1 * math.sqrt(max(whole.shape)) * orthogonalize(whole))
         return update
 
-    def adamw(self, parameters: list[Tensor], group: dict) -> None:
+    def update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
         for parameter in parameters:
             if not (state := self.state[parameter]):
                 state["step"] = torch.zeros((), device=parameter.device)

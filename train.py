@@ -11,7 +11,7 @@ microbatches of --microbatch sequences. The life of a batch:
 
     local_batch      the rank's sequences of this step, a function of (seed, step)
     accumulate       forward and backward of each microbatch; gradients add up
-    update           sums over ranks, normalized by the global number of target tokens; AdamW
+    update           sums over ranks, normalized by the global number of target tokens; Muon
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
@@ -188,7 +188,7 @@ def update(
     sums[:3] /= world.parallel.tp  # ranks along tp have the same loss and the same targets
     sums[1:3] /= world.parallel.pp  # those along pp the same targets; the last stage has the loss
 
-    # Data parallelism has averaged over these ranks what should be summed.
+    # DDP and FSDP have averaged the gradients over these ranks, and they should be summed.
     scale = world.parallel.replicate * world.parallel.shard / sums[1]
     norm = sums[3].sqrt() * scale
     if clip:
@@ -211,8 +211,8 @@ def update(
 
 
 def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Free the gradients; but set DDP's to zero in place, since they are views of its buckets:
-    freed, the next accumulation would allocate a second copy beside the buckets."""
+    """Free the gradients; but set DDP's to zero in place, since they are views of its buckets: if
+    they were freed, the next backward would allocate a second copy beside the buckets."""
     in_buckets = world.size > 1 and world.parallel.strategy.grads_in_buckets
     optimizer.zero_grad(set_to_none=not in_buckets)
 
@@ -251,7 +251,7 @@ class Job:
     """The model, how its parameters are initialized, its tokenizer and its data."""
 
     model: Llama  # on meta until `build`; then what this rank has of it
-    whole: Llama  # the same, but it stays on meta and whole: what is predicted follows from shapes
+    whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
     train_set: Windows  # or plumbing/chat.py's Packed, which is used alike
@@ -266,7 +266,7 @@ def setup(args: argparse.Namespace) -> Process:
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     args.compile = on_gpu if args.compile is None else args.compile
     args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
-    args.lr = {"muon": 0.02}.get(args.optimizer, 5e-3) if args.lr is None else args.lr
+    args.lr = args.lr if args.lr is not None else 0.02 if args.optimizer == "muon" else 5e-3
     return process
 
 
@@ -400,7 +400,7 @@ def train(
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # Dropout is a function of (seed, step, rank); ranks along tp drop different features.
+            # Dropout is a function of seed, step, rank and their number; along tp, features differ.
             torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop

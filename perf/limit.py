@@ -1,7 +1,7 @@
 """`bench.py limit`, `lora` and `loss`: how far training is from what the machine can do.
 
-limit    a training step beside transformers' step and the bare matrix products of a step; where
-         its time goes, operator by operator
+limit    a training step beside transformers' step and the bare matrix products of a step; with
+         --operators, where its time goes
 lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
 loss     peak memory of the chunked cross-entropy beside PyTorch's
 
@@ -43,7 +43,7 @@ from train import make_optimizer
 
 
 def measure_limit(args: argparse.Namespace) -> str:
-    """Return a table of the times of a full training step."""
+    """Return a table of the times of a full training step; with --operators, one of its parts."""
     world, config = world_of(args), PRESETS[args.model]
     batch = random_batch(config, args.batch, args.seq_len).to(world.device)
     contestants = {

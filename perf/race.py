@@ -24,8 +24,8 @@ from plumbing.processes import UserError
 ROOT = Path(__file__).resolve().parent.parent
 # Evaluate once, after the last step, on all that is held out; save only then.
 EVALUATE_AT_THE_END = "--eval-every 1000000000 --eval-windows 1000000000 --save-every 0".split()
-# How many standard errors make an interval that holds the true mean in 95 % of cases, by the number
-# of rounds: Student's t distribution with one degree of freedom less.
+# The number of rounds, and how many standard errors to each side of the mean make an interval that
+# has the true mean in 95 % of cases: Student's t distribution with rounds - 1 degrees of freedom.
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
@@ -88,17 +88,17 @@ def copy_commit(directory: Path) -> None:
 
 
 def copy_working_tree(directory: Path) -> None:
-    """Copy the scripts as they are now, and what they import."""
-    directory.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, directory)
-    for folder in ("perf", "plumbing"):
-        shutil.copytree(ROOT / folder, directory / folder)
+    """Copy the project as it is now: files that git knows, and new ones that it does not ignore."""
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard").decode()
+    for path in filter(None, listed.split("\0")):
+        if (ROOT / path).is_file():
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, directory / path)
 
 
 def apply_patch(patch: Path, directory: Path) -> None:
     if not patch.is_file():
-        raise UserError(f"{patch} does not exist: make a patch by `git diff > {patch}`")
+        raise UserError(f"{patch} does not exist: make a patch by `git diff HEAD > {patch}`")
     command = ["git", "apply", str(patch.resolve())]
     applied = subprocess.run(command, cwd=directory, stderr=subprocess.PIPE, text=True)
     if applied.returncode:
@@ -106,24 +106,22 @@ def apply_patch(patch: Path, directory: Path) -> None:
         raise UserError(f"{patch} does not fit the last commit: {problem}")
 
 
-def train(who: str, directory: Path, flags: list[str], processes: int, longest: float) -> Result:
+def train(who: str, directory: Path, flags: list[str], processes: int, limit: float) -> Result:
     """Train in a copy and return what came out. Raises UserError if a run fails or takes more than
     twice the time that it has."""
     for left_by_last_run in ("cache", "out"):
         shutil.rmtree(directory / left_by_last_run, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    # The last of equal flags counts: an entry cannot change how it is scored.
+    # The last of equal flags counts, so those of the entry cannot leave out the evaluation.
     command += ["--standalone", "train.py", *flags, "--out", "out", *EVALUATE_AT_THE_END]
     threads = str(max(1, 2 // processes))
     environment = os.environ | {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     output = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     started = time.perf_counter()
     try:
-        done = subprocess.run(
-            command, cwd=directory, env=environment, timeout=2 * longest, **output
-        )
+        done = subprocess.run(command, cwd=directory, env=environment, timeout=2 * limit, **output)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{who} ran for {2 * longest:.0f} s, twice its time: give fewer --steps")
+        raise UserError(f"{who} ran for {2 * limit:.0f} s, twice its time: give fewer --steps")
     seconds = time.perf_counter() - started
     if done.returncode:
         says = [line for line in done.stderr.splitlines() if "error: " in line]
@@ -147,11 +145,15 @@ def verdict(project: list[Result], entry: list[Result], limit: float) -> str:
         lines.append(f"{i:>6}{a.bits_per_byte:>14.4f}{b.bits_per_byte:>12.4f}{gain:>10.4f}")
     took, entry_took = (max(run.seconds for run in runs) for runs in (project, entry))
     lines.append(f"longest run: the project {took:.0f} s, the entry {entry_took:.0f} s")
-    if entry_took > limit:
-        return "\n".join([*lines, f"disqualified: a run may take {limit:.0f} s: fewer --steps?"])
     mean = statistics.fmean(gains)
-    if len(gains) == 1:
-        return "\n".join([*lines, f"gain {mean:.4f} bits/byte in one round: noise unknown"])
-    noise = T_95[len(gains)] * statistics.stdev(gains) / math.sqrt(len(gains))
-    says = "better" if mean > noise else "worse" if mean < -noise else "no difference beyond noise"
-    return "\n".join([*lines, f"gain {mean:.4f} +- {noise:.4f} bits/byte: {says}"])
+    if entry_took > limit:
+        lines.append(f"disqualified: a run may take {limit:.0f} s: fewer --steps?")
+    elif len(gains) == 1:
+        lines.append(f"gain {mean:.4f} bits/byte in one round: noise unknown")
+    else:
+        noise = T_95[len(gains)] * statistics.stdev(gains) / math.sqrt(len(gains))
+        says = "no difference beyond noise"
+        if abs(mean) > noise:
+            says = "better" if mean > 0 else "worse"
+        lines.append(f"gain {mean:.4f} +- {noise:.4f} bits/byte: {says}")
+    return "\n".join(lines)

@@ -89,15 +89,16 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that train.make_optimizer reads."""
     parser.add_argument("--optimizer", choices=["muon", "adamw"],
                         help="muon: for the matrices of the blocks, and adamw for the rest "
-                             "(default: muon to train from scratch, else adamw)")
+                             "(default: muon where train.py or bench.py step train from "
+                             "scratch, else adamw)")
     parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
                         help="peak learning rate (default in training: 0.02 with muon, 0.005 with "
                              "adamw); larger models need less")
     parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
                         help="weight decay of matrices; norms have none (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of AdamW's two moments: with float32, training takes 16 bytes "
-                             "a parameter, with bfloat16 12 (default: %(default)s)")
+                        help="dtype of the moments of --optimizer adamw: training takes 16 bytes a "
+                             "parameter with float32, 12 with bfloat16 (default: %(default)s)")
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:

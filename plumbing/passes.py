@@ -3,8 +3,8 @@
 Between matrix products, time goes into reading and writing: an operator on [B, T, D] is a pass over
 memory, however little it computes. On a CPU, torch's RMSNorm makes 4 such passes in forward and 11
 in backward, and RoPE written with cosines 7 and 8, over half of x each. Here the norm makes 3 and
-8, most of them in place, and RoPE one in each direction: a complex product. In bfloat16 both make
-two more, to compute in float32.
+8, half of them in place, and RoPE one in each direction: a complex product. In bfloat16 each has
+two or three more, to compute in float32.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 def torch_fuses(x: Tensor) -> bool:
-    """Return whether torch needs few passes anyway: a GPU has a kernel for the norm, and
-    torch.compile fuses what lies between matrix products."""
+    """Return whether to use torch's own operators: torch.compile, the default on a GPU, makes one
+    kernel of what lies between matrix products."""
     return x.is_cuda or torch.compiler.is_compiling()
 
 
@@ -29,8 +29,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves x itself. With r = 1 / sqrt(mean(x²) + eps), the result is z w for z = x r. A gradient
-    h of the result is g = h w for z, and r (g - z mean(g z)) for x."""
+    """Saves x itself. With r = 1 / sqrt(mean(x²) + eps) and z = x r, the result is z w. If h is its
+    gradient, that of w is the sum of h z over all tokens, that of z is g = h w, and that of x is
+    r (g - z mean(g z))."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):

@@ -186,13 +186,15 @@ def init_distributed() -> Process:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep the memory of freed tensors for the next ones. glibc returns large
-    blocks to the system, and the first write to a new page takes several times as long as others.
-    Other C libraries have no `mallopt`."""
+    """Let the C library keep the memory of freed tensors for the next ones. glibc gives large
+    blocks back to the system. The next tensor then gets new pages, and the first write to a new
+    page takes several times as long as a later one. Other C libraries have no `mallopt`."""
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt
         set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes at the end of the heap
-        set_option(-3, 2**30)  # M_MMAP_THRESHOLD: from this size, blocks of the system
+        # M_MMAP_THRESHOLD: larger blocks still come from the system. glibc refused more than 32 MiB
+        # before 2.35, and then keeps the smallest threshold.
+        set_option(-3, 2**30) or set_option(-3, 2**25)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -2,7 +2,7 @@
 
 All are byte-pair encodings. Text is first pre-tokenized: a regular expression divides it into
 words. Each word is at first a sequence of bytes, the shortest tokens. Then neighbouring tokens are
-merged into longer ones, in the order in which training added these. Ids follow that order: first
+merged into longer ones, in the order in which training found them. Ids follow that order: first
 the 256 bytes, then the merged tokens, and last the special tokens, which never come from text.
 """
 
@@ -74,8 +74,8 @@ class Tokenizer:
         self.bos = self.special.get("<|begin_of_text|>", endoftext)
         # With small tokenizers, whose models are pretrained here, a document ends as an answer
         # does: fine-tuning cannot teach a model to end with a token that it has never seen.
-        small = len(self.special) == N_SMALL_SPECIAL
-        self.eos = self.special.get("<|eot_id|>" if small else "<|end_of_text|>", endoftext)
+        end = "<|eot_id|>" if len(self.special) == N_SMALL_SPECIAL else "<|end_of_text|>"
+        self.eos = self.special.get(end, endoftext)
         stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
         self.stop = tuple(self.special[token] for token in stops if token in self.special)
 

@@ -111,6 +111,19 @@ def test_a_script_takes_the_flags(command, monkeypatch):
         importlib.import_module(command.script.removesuffix(".py")).main()
 
 
+def test_the_ranks_under_slurm_can_share_the_batch():
+    nodes, processes, batch = (
+        int(re.search(rf"--{flag}[ =](\d+)", slurm_script())[1])
+        for flag in ("nodes", "nproc-per-node", "batch")
+    )
+    assert nodes * processes > 1 and batch % (nodes * processes) == 0
+
+
+def slurm_script() -> str:
+    (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    return script
+
+
 def test_links_and_pictures_exist():
     for page in (*PAGES, ROOT / "labs/README.md", *(ROOT / "docs/labs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
@@ -154,7 +167,7 @@ SMALL = {  # what is appended to the commands
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
-    "bench.py lora": "--model tiny --batch 1 --seq-len 32 --repeats 1",
+    "bench.py lora": "--model small --batch 1 --seq-len 32 --repeats 1",  # whole blocks of 4 bits
     "bench.py loss": "--tokens 64 --vocab-size 512",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
     "bench.py comm": "--model tiny --seq-len 32 --repeats 1 --sizes 1024",
@@ -214,10 +227,12 @@ def in_small(command: Command, directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_runs(sandbox):
-    """In the order of the pages, each once; those for several nodes by the tests below."""
+    """In the order of the pages, each once; those for several nodes by the tests below, and races
+    by test_race.py."""
     failures, ran, page = [], [], ""
     for command in COMMANDS:
-        if command.script not in SCRIPTS or command.torchrun or command[2:] in ran:
+        elsewhere = command.torchrun or command.arguments[:1] == ["race"]
+        if command.script not in SCRIPTS or elsewhere or command[2:] in ran:
             continue
         if command.page != page:  # runs of the README alone are there on other pages
             for out in (sandbox / "out").glob("*") if page != README.name else ():
@@ -285,8 +300,7 @@ def test_the_commands_for_two_nodes_meet(sandbox, notes_tokens):
 @pytest.mark.slow
 def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     """With a stand-in for Slurm that starts both nodes on this machine."""
-    (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    script = script.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    script = slurm_script().replace("--nproc-per-node 8", "--nproc-per-node 1")
     small = SMALL["train.py"].replace("--steps 2", "--steps $STEPS")
     script = script.replace("--resume", f"--resume --model tiny {small}")
     script = script.replace(" train.py", f" {ROOT / 'train.py'}")

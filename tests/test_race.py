@@ -91,7 +91,7 @@ def text_of(tmp_path) -> str:
     "given, says",
     [
         (["--rounds=11"], "--rounds 11 are more than it takes: at most 10"),
-        (["no.patch"], "no.patch does not exist: make a patch by `git diff > no.patch`"),
+        (["no.patch"], "no.patch does not exist: make a patch by `git diff HEAD > no.patch`"),
         (["README.md"], "does not fit the last commit"),
         (["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
     ],
