@@ -437,7 +437,7 @@ def main() -> None:
 
     def sample_text(step: int) -> str:
         prompt = [job.tokenizer.encode(args.prompt, bos=True)]
-        options = dict(temperature=0.8, stop=job.tokenizer.stop, seed=step)
+        options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
         (tokens,) = generate(job.model, prompt, 64, **options)
         return f"--- {args.prompt}{job.tokenizer.decode(tokens)}\n---"
 

@@ -32,6 +32,7 @@ from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.choose import USABLE_FRACTION, usable_memory
 from perf.measure import (
     build_on_meta,
+    check_adamw,
     describe_machine,
     markdown_table,
     problem_with_files,
@@ -52,6 +53,7 @@ MAX_PAIRS_SHOWN = 8
 
 def measure_comm(args: argparse.Namespace) -> str:
     """Measure the links between all ranks; return the results as text and write them to --out."""
+    check_adamw(args)
     world = with_mesh(init_distributed())
     if world.size < 2:
         raise UserError(

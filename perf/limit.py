@@ -28,6 +28,7 @@ from model import PRESETS, LlamaConfig, cross_entropy_sum
 from parallel import ParallelConfig, World, with_mesh
 from perf.measure import (
     build_on_meta,
+    check_adamw,
     make_step,
     markdown_table,
     random_batch,
@@ -102,6 +103,7 @@ def measure_loss(args: argparse.Namespace) -> str:
 
 def world_of(args: argparse.Namespace) -> World:
     """Join the other processes, all of them replicas, with the dtypes of the flags."""
+    check_adamw(args)
     process = init_distributed()
     options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
     return with_mesh(process, ParallelConfig(replicate=process.size, **options))

@@ -307,9 +307,23 @@ def emulate(
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
     """
-    size, rank = parallel.size, pp_rank * parallel.size // parallel.pp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    cpu = torch.device("cpu")
+    rank = pp_rank * parallel.size // parallel.pp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
+    try:
+        return _three_steps(model, parallel, rank, local_batch, microbatch, seq_len)
+    finally:
+        dist.destroy_process_group()
+
+
+def _three_steps(
+    model: Llama,
+    parallel: ParallelConfig,
+    rank: int,
+    local_batch: int,
+    microbatch: int,
+    seq_len: int,
+) -> tuple[Traffic, dict[str, int]]:
+    size, cpu = parallel.size, torch.device("cpu")
     process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
     world = with_mesh(process, replace(parallel, compile=False))
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
@@ -339,7 +353,6 @@ def emulate(
                 held = state_bytes(model, optimizer)
                 optimizer.step()
                 zero_gradients(optimizer, world)
-    dist.destroy_process_group()
     return counted.sent, held | {"peak": live.peak}
 
 
@@ -377,6 +390,11 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     if args.lora and args.optimizer == "muon":
         raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
+
+
+def check_adamw(args: argparse.Namespace) -> None:
+    if args.optimizer == "muon":
+        raise UserError("this command measures AdamW: leave out --optimizer muon")
 
 
 def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:

@@ -192,9 +192,11 @@ def explain_nothing_fits(
     if not machine.measured:
         clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
         gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
-    remedies = ["--optimizer muon"] if not args.lora and fits(optimizer="muon") else []
+    remedies = []
     if fits(optimizer="adamw", moments="bfloat16"):
         remedies = ["--moments bfloat16"]
+    elif not args.lora and fits(optimizer="muon", moments="float32"):
+        remedies = ["--optimizer muon"]
     remedies += ["--base-bits 4"] if args.lora and fits(base_bits=4) else []
     for size in clusters:
         full_nodes = size <= machine.per_node or size % machine.per_node == 0

@@ -6,10 +6,12 @@ in it: imports, tokenizer, tokens, training, and the evaluation at the end. In a
 same seed. What counts is the bits per byte of all held-out windows.
 """
 
+from plumbing.startup import ctrl_c_raises
 import argparse
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -41,11 +43,14 @@ def measure_race(args: argparse.Namespace) -> str:
         raise UserError(f"--rounds {args.rounds} are more than it takes: at most {max(T_95)}")
     if not (args.patch or args.flags or git("status", "--porcelain", ".")):
         raise UserError("race what? Change the project, or give a patch or --flags='--lr 0.004'")
+    for flag in args.flags:
+        if flag.split("=")[0] in ("--data", "--init"):
+            raise UserError(f"an entry has no {flag.split('=')[0]} of its own: give it in --base")
     if hasattr(os, "sched_setaffinity"):  # on Linux; the runs inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    with tempfile.TemporaryDirectory() as name:
+    with ctrl_c_raises(), tempfile.TemporaryDirectory() as name:
         # The entry first: if it cannot run, that is known at once.
-        directories = {who: Path(name) / who for who in ("the entry", "the project")}
+        directories = {who: Path(name).resolve() / who for who in ("the entry", "the project")}
         entry, project = directories.values()
         copy_commit(project)
         if args.patch:
@@ -100,7 +105,10 @@ def apply_patch(patch: Path, directory: Path) -> None:
     if not patch.is_file():
         raise UserError(f"{patch} does not exist: make a patch by `git diff HEAD > {patch}`")
     command = ["git", "apply", str(patch.resolve())]
-    applied = subprocess.run(command, cwd=directory, stderr=subprocess.PIPE, text=True)
+    # If the copy lay within a repository, git would skip files unknown there, and say nothing.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}
+    output = dict(stderr=subprocess.PIPE, text=True)
+    applied = subprocess.run(command, cwd=directory, env=environment, **output)
     if applied.returncode:
         problem = applied.stderr.strip().splitlines()[0].removeprefix("error: ")
         raise UserError(f"{patch} does not fit the last commit: {problem}")
@@ -124,9 +132,12 @@ def train(who: str, directory: Path, flags: list[str], processes: int, limit: fl
         raise UserError(f"{who} ran for {2 * limit:.0f} s, twice its time: give fewer --steps")
     seconds = time.perf_counter() - started
     if done.returncode:
-        says = [line for line in done.stderr.splitlines() if "error: " in line]
-        raise UserError(f"{who} failed: {(says or done.stderr.splitlines()[-1:])[0].strip()}")
+        # train.py's own line, or else the last line of a traceback.
+        says = re.findall(r"\berror: .*|^\w*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+        raise UserError(f"{who} failed: {says[0] if says else f'exit code {done.returncode}'}")
     last = json.loads((directory / "out/metrics.jsonl").read_text().splitlines()[-1])
+    if not math.isfinite(last["val_bits_per_byte"]):
+        raise UserError(f"{who} failed: its score is {last['val_bits_per_byte']}")
     return Result(last["val_bits_per_byte"], seconds, last["step"])
 
 

@@ -346,11 +346,11 @@ def step_time(
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
+    waits = parts["tp"] + parts["cp"]  # of forward and backward
     for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel) if has_muon else ():
         if getattr(parallel, dim) > 1:
             parts[dim] += calls * collective_time(collective, nbytes, dim, parallel, machine)
     if parallel.pp > 1:
-        waits = parts["tp"] + parts["cp"]
         parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
     return parts
 

@@ -367,7 +367,8 @@ def sample_answers(
     if not examples:
         return "no held-out prompt is short enough to show"
     prompts, true_answers = zip(*examples)
-    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, stop=tokenizer.stop)
+    options = dict(temperature=0.8, top_p=0.95, stop=tokenizer.stop)  # the defaults of generate.py
+    answers = generate(model, prompts, ANSWER_ROOM, **options)
     said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
     true = [tokenizer.encode(text) for text in true_answers]
     who, lines = f"after {step} steps" if step else "base model", []

@@ -89,10 +89,11 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
         )
     # The default may exceed --steps, since everybody first tries a few.
-    if isinstance(args.warmup, Given) and args.warmup > args.steps:
+    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then the learning rate decays
+    if isinstance(args.warmup, Given) and args.warmup > longest:
         raise UserError(
-            f"--warmup {args.warmup} exceeds --steps {args.steps}, so the learning rate would not "
-            f"reach --lr: use at most --warmup {args.steps}"
+            f"--warmup {args.warmup} is too long for --steps {args.steps}: the learning rate would "
+            f"not reach --lr; use at most --warmup {longest}"
         )
     check_parallel(requested_parallel(args), args.shard, config, process)
     check_seq_len(args.seq_len, args.cp)

@@ -9,6 +9,7 @@ two or three more, to compute in float32.
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def torch_fuses(x: Tensor) -> bool:
@@ -42,13 +43,14 @@ class _RMSNorm(torch.autograd.Function):
         return (x32 * r).mul_(weight).type_as(x)
 
     @staticmethod
+    @once_differentiable  # r has no graph
     def backward(ctx, grad):
         saved, weight, r = ctx.saved_tensors
         x, grad = in_float(saved), in_float(grad)
         product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
         weight_grad = None
         if ctx.needs_input_grad[1]:  # the weight is not frozen
-            weight_grad = product.flatten(0, -2).sum(0).type_as(weight)
+            weight_grad = product.reshape(-1, len(weight)).sum(0).type_as(weight)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
         x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
         return x_grad.type_as(saved), weight_grad, None

@@ -24,6 +24,7 @@ def test_solutions_train_as_the_project(name, tmp_path):
         ("mean", {"grad /= totals[1]": "grad /= targets"}),
         ("ddp", {"            parameter.grad /= dist.get_world_size()\n": ""}),
         ("fsdp", {"rows_grad[: len(rows)]": "-rows_grad[: len(rows)]"}),
+        ("fsdp", {"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"}),
         ("hsdp", {"        dist.all_reduce(rows, group=across)\n": "        rows.neg_()\n"}),
         ("tp", {"        x = SumInBackward.apply(x)\n": ""}),
         ("logits", {"-= is_here.to(p.dtype)": "-= 1"}),

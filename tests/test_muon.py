@@ -87,6 +87,11 @@ def test_a_plan_has_the_time_of_muon():
     assert muon["shard"] - adamw["shard"] > 7 / 8 * 4 * matrices / 450e9
     same = {name: seconds for name, seconds in muon.items() if name not in ("optimizer", "shard")}
     assert same == {name: adamw[name] for name in same}
+    # Stages wait for forward and backward of others, and not for what Muon sends.
+    split = ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b")
+    options = split, replace(split, optimizer="muon")
+    waits = [step_time(model, parallel, 4, *args[1:])["pp"] for parallel in options]
+    assert waits[0] == waits[1] > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, slow(4)])

@@ -19,7 +19,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1, 7), (0, 4)])
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1, 7), (0, 4), (6,)])
 def test_the_norm_is_torchs(shape, dtype, frozen):
     torch.manual_seed(0)
     ours, theirs = (cls(shape[-1], eps=1e-2).to(dtype) for cls in (RMSNorm, nn.RMSNorm))

@@ -183,6 +183,11 @@ def test_check_counts_what_was_predicted(dp, shard, more):
         (["--seq-len", 999999], ["--seq-len 999999", "131072"]),
         (["--model", "llama3.1-405b", "--gpus", 8], ["nothing fits", "GB of 72", "--gpus 128"]),
         (["--gpus", 1, "--per-node", 1, "--gpu", "h200"], ["would fit: --moments bfloat16, or"]),
+        (
+            "--model llama3.2-1b --gpus 1 --per-node 1 --gpu 100:8:1000:100 --seq-len 512 "
+            "--batch 1 --optimizer adamw --moments bfloat16".split(),
+            ["nothing fits", "what would fit: --gpus 4 --batch 4, or --gpu h100"],
+        ),
         (["--measured", "nowhere.json"], ["nowhere.json", "bench.py comm"]),
         (["--float8", "rowwise", "--gpu", "a100"], ["--float8 rowwise for a100", "it has nothing"]),
         (["--dora"], ["--dora and --base-bits are for adapters: give --lora"]),

@@ -77,6 +77,9 @@ def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     assert new != train
     (project / "train.py").write_text(new)
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
+    (project / "new.py").write_text("RATES = 0.1\n")
+    with pytest.raises(UserError, match=r"the entry failed: error: .*: cannot import name 'RATE'"):
+        race.measure_race(Namespace(**given))
     given["patch"] = CHANGES / "cosine.patch"
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
@@ -94,6 +97,7 @@ def text_of(tmp_path) -> str:
         (["no.patch"], "no.patch does not exist: make a patch by `git diff HEAD > no.patch`"),
         (["README.md"], "does not fit the last commit"),
         (["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
+        (["--flags=--data=easy"], "an entry has no --data of its own: give it in --base"),
     ],
 )
 def test_refused(given, says):

@@ -117,7 +117,7 @@ def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(shards, tmp_path):
         (dict(n_heads=8, n_kv_heads=3), ["n_heads 8 is no multiple of n_kv_heads 3"]),
         (dict(seq_len=2500, model="tiny"), ["--seq-len 2500", "maximum: --seq-len 2048"]),
         (dict(steps=0), ["--steps", "at least 1"]),
-        (dict(warmup=6), ["--warmup 6 exceeds --steps 5", "at most --warmup 5"]),
+        (dict(warmup=6), ["--warmup 6 is too long for --steps 5", "at most --warmup 4"]),
         (dict(micro_batch=3), ["--micro-batch=3: did you mean --microbatch?"]),
         (dict(batch="many"), ["--batch", "'many'"]),
         (dict(init="/no/checkpoint"), ["no checkpoint in '/no/checkpoint'"]),
