@@ -14,8 +14,8 @@ is one number for each weight, where AdamW has two.
 A shard of a matrix cannot be orthogonalized alone: a rank all-gathers the update over the ranks
 that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
 parallelism send the matrices' bytes once more a step, and DDP sends no more than before. Every rank
-orthogonalizes all matrices; on many ranks it would be faster if each did only some of them. So
-replicas stay equal only where all ranks round alike: on the same kind of device and threads.
+orthogonalizes all matrices of its layers, so replicas stay equal only where ranks round alike: on
+devices of one kind, with as many threads. On many ranks it would be faster if each did only some.
 """
 
 import math

@@ -11,7 +11,7 @@ microbatches of --microbatch sequences. The life of a batch:
 
     local_batch      the rank's sequences of this step, a function of (seed, step)
     accumulate       forward and backward of each microbatch; gradients add up
-    update           sums over ranks, normalized by the global number of target tokens; Muon
+    update           sums over ranks, normalized by the global number of target tokens; optimizer
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """

@@ -6,7 +6,6 @@ in it: imports, tokenizer, tokens, training, and the evaluation at the end. In a
 same seed. What counts is the bits per byte of all held-out windows.
 """
 
-from plumbing.startup import ctrl_c_raises
 import argparse
 import json
 import math
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from plumbing import startup
 from plumbing.processes import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,11 +44,13 @@ def measure_race(args: argparse.Namespace) -> str:
     if not (args.patch or args.flags or git("status", "--porcelain", ".")):
         raise UserError("race what? Change the project, or give a patch or --flags='--lr 0.004'")
     for flag in args.flags:
-        if flag.split("=")[0] in ("--data", "--init"):
-            raise UserError(f"an entry has no {flag.split('=')[0]} of its own: give it in --base")
+        name = flag.split("=")[0]
+        for given in ("--data", "--init"):  # or shortened, as --dat
+            if len(name) > 2 and given.startswith(name):
+                raise UserError(f"an entry has no {given} of its own: give it in --base")
     if hasattr(os, "sched_setaffinity"):  # on Linux; the runs inherit it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    with ctrl_c_raises(), tempfile.TemporaryDirectory() as name:
+    with startup.ctrl_c_raises(), tempfile.TemporaryDirectory() as name:
         # The entry first: if it cannot run, that is known at once.
         directories = {who: Path(name).resolve() / who for who in ("the entry", "the project")}
         entry, project = directories.values()

@@ -40,6 +40,13 @@ def test_the_norm_is_torchs(shape, dtype, frozen):
         close(ours.weight.grad, theirs.weight.grad, dtype)
 
 
+def test_second_derivatives_of_the_norm_are_refused():
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(RMSNorm(8, eps=1e-5)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rotations_are_those_of_the_formula(dtype, monkeypatch):
     torch.manual_seed(0)

@@ -84,6 +84,14 @@ def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     assert "gain 0.0000" in race.measure_race(Namespace(**given))
 
 
+def test_a_patch_is_applied_within_another_repository(tmp_path):
+    """git would skip it in silence."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    changed_copy(tmp_path / "race" / "entry")
+    race.apply_patch(CHANGES / "cosine.patch", tmp_path / "race" / "entry")
+    assert "cosine" in (tmp_path / "race" / "entry" / "train.py").read_text()
+
+
 def text_of(tmp_path) -> str:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} and {i * 7}\n" for i in range(3000)))
@@ -98,6 +106,7 @@ def text_of(tmp_path) -> str:
         (["README.md"], "does not fit the last commit"),
         (["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
         (["--flags=--data=easy"], "an entry has no --data of its own: give it in --base"),
+        (["--flags=--lr 1 --ini x"], "an entry has no --init of its own: give it in --base"),
     ],
 )
 def test_refused(given, says):
