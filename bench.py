@@ -13,35 +13,31 @@ torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetun
                             the same for fine-tuning
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
-python bench.py race entry.patch
-                            who trains the best model in four minutes (docs/speedrun.md)
 python bench.py gpu --out gpu.json
                             all that one GPU can tell, for nine minutes at a time
 """
 
-import plumbing.startup  # first, for Ctrl-C during the imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from float8 import RECIPES
+from costs.devices import GPUS, LINKS
+from costs.search import PLANNED
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
-from perf.devices import GPUS, LINKS
 from perf.gpu import measure_gpu
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
-from perf.plans import PLANNED
-from perf.race import measure_race
 from perf.step import measure_lora_step, measure_step
-from plumbing.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import run
+from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from techniques.float8 import RECIPES
 
 # fmt: off
 
@@ -156,22 +152,6 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
                         help="run in small, on a CPU; nothing that is measured means anything")
 
 
-def add_race_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("patch", nargs="?", type=Path,
-                        help="the entry, as a patch of the last commit (default: the files as they "
-                             "are now)")
-    parser.add_argument("--flags", type=shlex.split, default=[], metavar="'--FLAG ...'",
-                        help="flags of train.py that the entry has")
-    parser.add_argument("--base", type=shlex.split, default=[], metavar="'--FLAG ...'",
-                        help="flags of train.py that both have")
-    parser.add_argument("--rounds", type=positive_int, default=3,
-                        help="runs of each, with different seeds (default: %(default)s)")
-    parser.add_argument("--seconds", type=positive_int, default=240,
-                        help="time that a run may take, all in all (default: %(default)s)")
-    parser.add_argument("--processes", type=positive_int, default=1,
-                        help="processes of each run, on its two cores (default: %(default)s)")
-
-
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     parser.add_argument("--gpus", type=positive_int, default=8,
@@ -238,7 +218,6 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
     "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
     "plan": (add_plan_flags, plan_cluster),
-    "race": (add_race_flags, measure_race),
     "gpu": (add_gpu_flags, measure_gpu),
 }
 

@@ -17,10 +17,10 @@ OUT must be on a disk that all nodes share, because every rank writes there.
 
 A checkpoint can be resumed on any number of ranks with any sharding: DCP's index says where a saved
 shard lies in the full tensor, and every rank reads those that overlap with its own. `--init` and
-generate.py also accept a model directory of Meta or Hugging Face (plumbing/formats.py).
+generate.py also accept a model directory of Meta or Hugging Face (files/formats.py).
 """
 
-import plumbing.startup  # first, for Ctrl-C during the imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import json
 import os
 import shutil
@@ -40,16 +40,22 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lora import LoRA, adapter_settings, adapters, quantize_base
-from model import Llama, LlamaConfig
-from plumbing import formats
-from plumbing.allocate import allocate
-from plumbing.checkpoint_files import (
+from files import formats
+from files.adapters import Merged, gather_adapters, is_adapter, open_adapter, save_adapter
+from files.directories import (
+    check_tokenizer,
+    checkpoints,
     checksums,
+    describe_differences,
     failure_reason,
+    find_adapter,
+    find_checkpoint,
+    has_weights,
     load_tensors,
     lock_directory,
     new_directory,
+    open_weights,
+    read_config,
     read_index,
     remove_checkpoint,
     save_stored_tensors,
@@ -58,24 +64,16 @@ from plumbing.checkpoint_files import (
     verify,
     write_checksums,
 )
-from plumbing.fingerprint import check_computes_llama
-from plumbing.model_directories import (
-    check_tokenizer,
-    checkpoints,
-    describe_differences,
-    find_adapter,
-    find_checkpoint,
-    has_weights,
-    open_weights,
-    read_config,
-)
-from plumbing.optimizer_state import optimizer_state
+from files.optimizer_state import optimizer_state
+from files.safetensors import StoredTensor
+from lora import LoRA, adapter_settings, adapters, quantize_base
+from model import Llama, LlamaConfig
+from parallel import allocate
 from plumbing.parser import Parser
-from plumbing.peft_files import Merged, gather_adapters, is_adapter, open_adapter, save_adapter
 from plumbing.processes import UserError, note_checkpoint, run
-from plumbing.safetensors import StoredTensor
 from plumbing.shards import assign_shard
-from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from runs.check_model import check_computes_llama
+from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 

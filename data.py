@@ -14,7 +14,7 @@ to save, and the order stays the same when a run is resumed or the number of pro
     torchrun train.py --data my_tokens
 """
 
-from plumbing.startup import ctrl_c_raises  # first, for Ctrl-C during the imports
+from plumbing.endings import ctrl_c_raises  # first, for Ctrl-C during the imports
 import argparse
 import hashlib
 import itertools
@@ -26,21 +26,18 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from model import IGNORE, Documents
-from plumbing.corpora import VAL_FRACTION, find_files, read_pieces
+from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import UserError, run
-from plumbing.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
+from text.batch import Batch
+from text.corpora import VAL_FRACTION, find_files, read_pieces
+from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
 # --------------------------------------------------------------------------------------- shards
 
@@ -217,80 +214,6 @@ def tokenizer_of_shards(data: list[str]) -> str | None:
 
 
 # -------------------------------------------------------------------------------------- batches
-
-
-@dataclass
-class Batch:
-    """B sequences of T tokens: one rank's share of a step's batch."""
-
-    tokens: Tensor  # [B, T] int64
-    targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
-    positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
-    text_bytes: int  # bytes of text in the targets
-    # With positions, what document_starts returns for them.
-    starts: Tensor | None = None  # [B, R] int32
-    max_length: int = 0
-
-    def __post_init__(self):
-        if self.positions is not None and self.starts is None:
-            self.starts, self.max_length = document_starts(self.positions)
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the first arguments of a model's forward."""
-        return self.tokens, self.targets, self.positions
-
-    @property
-    def documents(self) -> Documents | None:
-        """Return where the documents are, as a model's forward takes it; None without positions."""
-        if self.positions is None:
-            return None
-        starts = flat_starts(self.starts, self.tokens.shape[1])
-        return Documents(starts, starts, self.max_length, self.max_length)
-
-    def microbatches(self, size: int) -> list["Batch"]:
-        """Return microbatches of `size` sequences, the last of which may have fewer. Their
-        `text_bytes` are those of the whole batch."""
-        rows = (slice(start, start + size) for start in range(0, len(self.tokens), size))
-        return [self._with_tensors(itemgetter(part)) for part in rows]
-
-    def to(self, device: torch.device) -> "Batch":
-        """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "Batch":
-        """Copy to pinned memory, which a GPU can read directly."""
-        return self._with_tensors(Tensor.pin_memory)
-
-    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
-
-
-def document_starts(positions: Tensor) -> tuple[Tensor, int]:
-    """Return the columns where documents start, [B, R] filled up with T, and a number of tokens
-    that none exceeds. R is a power of 2, and that number a power of 2 or T, since a compiled model
-    compiles again for each value.
-
-    positions [B, T]: 0 starts a document, and so does a row."""
-    T = positions.shape[1]
-    is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
-    number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
-    starts = positions.new_full((len(positions), _power_of_2(int(number.max()))), T)
-    rows, columns = is_start.nonzero(as_tuple=True)
-    starts[rows, number[rows, columns] - 1] = columns
-    return starts.int(), min(T, _power_of_2(int(positions.max()) + 1))
-
-
-def flat_starts(starts: Tensor, T: int) -> Tensor:
-    """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
-    first_of_row = torch.arange(0, len(starts) * T, T, dtype=torch.int32, device=starts.device)
-    return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=len(starts) * T)
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is not below n."""
-    return 1 << (n - 1).bit_length()
 
 
 class Windows:

@@ -8,7 +8,7 @@ r"""Fine-tune a Llama with LoRA: train a few small matrices beside its own to an
     torchrun finetune_lora.py --init ~/Llama-3.1-70B --base-bits 4 --data chats.jsonl        one GPU
 
 The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]}, or instruction,
-input and output, or prompt and completion (plumbing/chat.py). Several conversations share a row of
+input and output, or prompt and completion (text/chat.py). Several conversations share a row of
 --seq-len tokens; attention does not cross from one to another.
 
 The base is frozen, so it has no gradients. With --dp ddp, the default where a copy fits, a step
@@ -18,27 +18,30 @@ several processes the start of a run prints what a step would communicate under 
 Every checkpoint is an adapter in PEFT's format; --merge also writes the model with it added.
 """
 
-import plumbing.startup  # first, for Ctrl-C during the imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import copy
 import shlex
+import statistics
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import torch
 
 import checkpoint
+from costs.choose import sent_by_strategy
+from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
+from generate import generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama
-from perf.choose import sent_by_strategy
-from plumbing.chat import open_samples, sample_answers
-from plumbing.checks import check_training_flags, choose_tokenizer, requested_parallel
-from plumbing.flags import add_finetuning_flags
 from plumbing.parser import Parser
-from plumbing.peft_files import load_adapter as load_adapter  # re-exported for users' scripts
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
-from plumbing.tokenizer import load_tokenizer
+from runs.flags import add_finetuning_flags
+from runs.rules import check_training_flags, choose_tokenizer, requested_parallel
+from text.chat import ANSWER_ROOM, SHOWN, open_samples
+from text.tokenizer import Tokenizer, load_tokenizer
 from train import Job, build, setup, train
 
 
@@ -94,6 +97,35 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
 
     job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
     return job, examples
+
+
+def sample_answers(
+    model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
+) -> str:
+    """Return lines that show what a model answers to the first examples, and score all answers:
+    how many end by themselves, how long they are, and the share of tokens that they have in common
+    with the true ones (the F1 score of two bags of tokens). Tokens are drawn as generate.py draws
+    them: a small model that always takes the likeliest one soon repeats itself."""
+    if not examples:
+        return "no held-out prompt is short enough to show"
+    prompts, true_answers = zip(*examples)
+    options = dict(temperature=0.8, top_p=0.95, stop=tokenizer.stop)  # the defaults of generate.py
+    answers = generate(model, prompts, ANSWER_ROOM, **options)
+    said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
+    true = [tokenizer.encode(text) for text in true_answers]
+    who, lines = f"after {step} steps" if step else "base model", []
+    for prompt, answer, true_answer in list(zip(prompts, answers, true_answers))[:SHOWN]:
+        shown = "" if step else tokenizer.decode(prompt)
+        lines.append(
+            f"{shown}--- {who}: {tokenizer.decode(answer)}\n--- true answer: {true_answer}"
+        )
+    common = [(Counter(a) & Counter(b)).total() for a, b in zip(said, true)]
+    pairs = zip(common, said, true)
+    overlap = statistics.mean(2 * n / max(1, len(a) + len(b)) for n, a, b in pairs)
+    ended = statistics.mean(len(a) < len(answer) for a, answer in zip(said, answers))
+    length, true_length = (statistics.mean(map(len, part)) for part in (said, true))
+    score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
+    return "\n".join([*lines, f"--- {who}: of {len(said)} answers {score} in common", "---"])
 
 
 def main() -> None:

@@ -14,26 +14,28 @@ all of them have ended. In a conversation, every line that you type is a message
 reads all messages before it answers. Ctrl-C stops an answer, Ctrl-D ends the conversation.
 """
 
-import plumbing.startup  # first, for Ctrl-C during the imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import codecs
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
+from files.adapters import load_adapter, open_adapter
 from lora import LoRA, LoRALinear, add_adapters
-from model import Llama, LlamaConfig, generate, stream
-from plumbing.chat import Conversation, drop_oldest, encode_prompt
-from plumbing.checks import check_blocks
+from model import KVCache, Llama, LlamaConfig
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
-from plumbing.peft_files import load_adapter, open_adapter
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
-from plumbing.tokenizer import Tokenizer, load_tokenizer
+from techniques.nf4 import check_blocks
+from text.chat import Conversation, drop_oldest, encode_prompt
+from text.tokenizer import Tokenizer, load_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -72,6 +74,72 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+# ------------------------------------------------------------------------------------ sampling
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """Draw one token from each row of logits [B, V] -> [B].
+
+    temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
+    the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
+    al. 2020, arXiv:1904.09751)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
+    if top_k > 0:
+        logits[:, top_k:] = -math.inf
+    p = logits.softmax(-1)
+    before = p.cumsum(-1) - p  # total probability of all more likely tokens
+    p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
+    choice = torch.multinomial(p, 1, generator=generator)  # [B, 1]
+    return order.gather(1, choice).squeeze(1)
+
+
+@torch.no_grad()
+def stream(
+    model: nn.Module,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: tuple[int, ...] = (),
+    seed: int = 0,
+) -> Iterator[list[int | None]]:
+    """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
+
+    A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
+    are left-padded; the padding is a document of its own, which no prompt attends to. If the model
+    is split over ranks, all ranks must call this with the same arguments."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    T = max(len(prompt) for prompt in prompts)
+    tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
+    rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
+    positions = torch.tensor(rows, device=device)  # [B, T]
+    cache, running = KVCache(), [True] * len(prompts)
+    for _ in range(max_new_tokens):
+        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
+        tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
+        positions = positions[:, -1:] + 1  # [B, 1]
+        new = tokens.squeeze(1).tolist()
+        yield [token if alive else None for token, alive in zip(new, running)]
+        running = [alive and token not in stop for token, alive in zip(new, running)]
+        if not any(running):
+            return
+
+
+def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):
+    """Return the new tokens of each prompt as a list; arguments as for `stream`."""
+    steps = stream(model, prompts, max_new_tokens, **options)
+    return [[token for token in row if token is not None] for row in zip(*steps)]
+
+
+# --------------------------------------------------------------------------------- the command
+
+
 def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
     """Raise UserError if the model has too few positions for a prompt and its continuation."""
     if length + max_new_tokens > max_seq_len:
@@ -102,7 +170,7 @@ def load_model(
 
 
 def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:
-    """Yield the text that continues a prompt, piece by piece; `options` as for model.stream."""
+    """Yield the text that continues a prompt, piece by piece; `options` as for stream."""
     # A character may consist of several tokens: the decoder waits for the last of its bytes.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for (token,) in stream(model, [prompt], **options):

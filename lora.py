@@ -16,11 +16,11 @@ computed from A and B in each forward, but are constants in backward. The magnit
 trained, and start at the norms of W's rows.
 
 3. A base in 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314). What is frozen is only read. So
-W is stored in nf4.py's format, at about 4.13 bits a weight, and becomes a full matrix only while a
-product needs it, in forward and again in backward. Gradients of the adapters are exact for this
-rounded W, so that they also learn to make up for its error.
+W is stored as techniques/nf4.py says, at about 4.13 bits a weight, and becomes a full matrix only
+while a product needs it, in forward and again in backward. Gradients of the adapters are exact for
+this rounded W, so that they also learn to make up for its error.
 
-Checkpoints of adapters are files in PEFT's format (plumbing/peft_files.py).
+Checkpoints of adapters are files in PEFT's format (files/adapters.py).
 Letters: r rank; n tokens; in, out the widths of a matrix.
 """
 
@@ -37,9 +37,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama, generator_for
-from nf4 import dequantized, packed_shape, quantized, some_rows
 from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
+from techniques.nf4 import dequantized, packed_shape, quantized, some_rows
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
 
@@ -249,7 +249,7 @@ class LoRALinear(nn.Linear):
 
         The product of a rank's shards is its shard of the output, or its partial sum, just as for
         the weight alone, and needs no communication of its own. The gradient of a replicated factor
-        is all-reduced, like that of a norm (tensor_parallel.py)."""
+        is all-reduced, like that of a norm (parallel.py)."""
         placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
         rows = self.weight.placements[0].is_shard(1)
         x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]

@@ -1,4 +1,4 @@
-"""Llama 3 in one file: the configuration, the network, its loss, and generation.
+"""Llama 3 in one file: the configuration, the network and its loss.
 
 A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds two things to it:
 
@@ -7,8 +7,8 @@ A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds
 
 Nothing here communicates: parallel.py splits this model without changing a line of it. Three
 conventions make that possible. Modules find their parts by name, so that a layer can be replaced or
-sharded. There are no buffers, so that a model built on `meta` lacks nothing but its parameters. And
-token positions may be passed explicitly.
+sharded. Nothing is kept in buffers, so that a model can be built without memory (on `meta`) and be
+filled later. And token positions may be passed explicitly.
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
 E head width (D / H), F feed-forward width, V vocabulary, S keys and values, N = B * T.
@@ -16,23 +16,16 @@ E head width (D / H), F feed-forward width, V vocabulary, S keys and values, N =
 
 import contextlib
 import hashlib
-import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-
-from plumbing.passes import RMSNorm, Rotation, torch_fuses
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
-DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths E of their heads
-ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 # ------------------------------------------------------------------------------- configuration
@@ -120,8 +113,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of neighbouring features (Meta's layout), computing in float32 or float64.
 
     x [B, T, heads, E] -> same shape and dtype."""
-    if not torch_fuses(x):
-        return Rotation.apply(x, cos, sin)  # the same as below, in one pass over memory
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, T, heads, E/2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)
 
@@ -140,24 +131,11 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     return (same & causal)[:, None]
 
 
-class Documents(NamedTuple):
-    """Where the documents of a microbatch are, for attention that computes nothing between them."""
-
-    starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
-    key_starts: Tensor  # the same of keys, of which there may be more than queries
-    max_length: int  # no document has more queries; some may have none
-    max_keys: int  # nor more keys
-    needs_kernel = True  # without one of DOCUMENT_KERNELS, document_mask does the same
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
-        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
-        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """Return attention, causal where mask is None. q [B, T, H, E], k, v [B, S, KV, E] -> as q.
-    In place of a mask there may be an object that has an `attention`, such as Documents."""
+    """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None.
+
+    q [B, T, H, E], k, v [B, S, KV, E] -> as q. In place of a mask [.., T, S] there may be an object
+    that computes attention itself: Documents (text/batch.py), or that of context parallelism."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
@@ -197,6 +175,21 @@ class KVCache:
 # ----------------------------------------------------------------------------------- the network
 
 
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
+    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):  # [..., D] -> same shape and dtype
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = x32.square().mean(-1, keepdim=True)  # [..., 1]
+        return (x32 * torch.rsqrt(mean_square + self.eps) * self.weight).type_as(x)
+
+
 class Attention(nn.Module):
     writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
     saved_products = ("wk", "wo")  # layers whose output selective checkpointing saves
@@ -205,6 +198,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.rotate = rotate  # techniques/passes.py puts in a faster one, as for norms and SwiGLU
         kv_dim = config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
@@ -215,12 +209,17 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them,
         # and its head 0 is not the model's head 0.
-        q = rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
-        k = rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
+        q = self.rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
+        k = self.rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
         return self.wo(attend(q, k, v, mask).flatten(2))  # [B, T, D]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, elementwise on [B, T, F] (Shazeer 2020, arXiv:2002.05202)."""
+    return F.silu(gate) * up
 
 
 class FeedForward(nn.Module):
@@ -229,29 +228,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
+        self.swiglu = swiglu
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x):
-        return self.w2(SwiGLU.apply(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
-
-
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, elementwise on [B, T, F], saving only gate and up for backward.
-
-    Plain autograd would save silu(gate) as well, another F elements a token. Computing it again
-    in backward takes less time than storing and reading it."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return self.w2(self.swiglu(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
 
 
 class Block(nn.Module):
@@ -297,7 +280,7 @@ class Llama(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
-        documents: Documents | None = None,
+        documents=None,
     ) -> Tensor:
         """Return the logits of the next token or, given targets, the sum of their cross entropy.
 
@@ -306,16 +289,16 @@ class Llama(nn.Module):
         model). A sum, so that microbatches and ranks can be added up before the one division.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache. `documents` says the same; in bfloat16 on a GPU, attention then needs no mask."""
+        cache. `documents` (text/batch.py) says the same; where a kernel reads it, attention needs
+        no mask."""
         if positions is None and not (cache is None and documents is None):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
-        device, dtype = tokens.device.type, self.compute_dtype
-        has_kernel = self.config.head_dim in DOCUMENT_KERNELS.get((device, dtype or x.dtype), ())
+        device, dtype, E = tokens.device.type, self.compute_dtype, self.config.head_dim
         if positions is None:
             positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        elif documents and cache is None and (has_kernel or not documents.needs_kernel):
+        elif documents and not cache and documents.have_kernel(dtype or x.dtype, E):
             mask = documents
         else:
             seen = positions if cache is None else cache.add_positions(positions)
@@ -354,7 +337,7 @@ class Llama(nn.Module):
                 in_stream = layer_name in parent.writes_to_stream
                 std = 0.02 / math.sqrt(2 * self.config.n_layers) if in_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))
-            elif not isinstance(layer, nn.RMSNorm):
+            elif not isinstance(layer, (RMSNorm, nn.RMSNorm)):
                 raise ValueError(f"{name} has no initial value: give it one in Llama.init_weights")
             assign(parameter, value.to(parameter.dtype))
 
@@ -435,66 +418,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale):
         gradients = [None if g is None else (g * scale).to(ctx.dtype) for g in ctx.saved_tensors]
         return *gradients, None, None, None, None
-
-
-# ------------------------------------------------------------------------------------ generation
-
-
-def sample(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
-    """Draw one token from each row of logits [B, V] -> [B].
-
-    temperature 0 takes the most likely token; top_k > 0 keeps the k most likely; top_p < 1 keeps
-    the fewest most likely ones whose total probability reaches top_p (nucleus sampling, Holtzman et
-    al. 2020, arXiv:1904.09751)."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits, order = (logits.float() / temperature).sort(-1, descending=True)  # [B, V] both
-    if top_k > 0:
-        logits[:, top_k:] = -math.inf
-    p = logits.softmax(-1)
-    before = p.cumsum(-1) - p  # total probability of all more likely tokens
-    p[:, 1:][before[:, 1:] >= top_p] = 0  # the most likely token always stays
-    choice = torch.multinomial(p, 1, generator=generator)  # [B, 1]
-    return order.gather(1, choice).squeeze(1)
-
-
-@torch.no_grad()
-def stream(
-    model: nn.Module,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: tuple[int, ...] = (),
-    seed: int = 0,
-) -> Iterator[list[int | None]]:
-    """Continue every prompt, one token at a time: yield B tokens a step, None for finished rows.
-
-    A row is finished after a token of `stop`, which is yielded too. Prompts of different lengths
-    are left-padded; the padding is a document of its own, which no prompt attends to. If the model
-    is split over ranks, all ranks must call this with the same arguments."""
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    T = max(len(prompt) for prompt in prompts)
-    tokens = torch.tensor([[0] * (T - len(p)) + p for p in prompts], device=device)  # [B, T]
-    rows = [[*range(T - len(p)), *range(len(p))] for p in prompts]
-    positions = torch.tensor(rows, device=device)  # [B, T]
-    cache, running = KVCache(), [True] * len(prompts)
-    for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
-        tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
-        positions = positions[:, -1:] + 1  # [B, 1]
-        new = tokens.squeeze(1).tolist()
-        yield [token if alive else None for token, alive in zip(new, running)]
-        running = [alive and token not in stop for token, alive in zip(new, running)]
-        if not any(running):
-            return
-
-
-def generate(model: nn.Module, prompts: list[list[int]], max_new_tokens: int, **options):
-    """Return the new tokens of each prompt as a list; arguments as for `stream`."""
-    steps = stream(model, prompts, max_new_tokens, **options)
-    return [[token for token in row if token is not None] for row in zip(*steps)]

@@ -1,4 +1,4 @@
-r"""Split one training over many processes: mesh, data parallelism, recomputation, compilation.
+r"""Split one training over many processes: mesh, DDP, FSDP, HSDP, tensor parallelism.
 
     torchrun train.py                                      one process
     torchrun --nproc-per-node 8 train.py                   one node with 8 GPUs, a process for each
@@ -6,18 +6,20 @@ r"""Split one training over many processes: mesh, data parallelism, recomputatio
              --master-addr HOST train.py                   two nodes; on the second: --node-rank 1
 
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
-A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out.
+A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out. Each technique
+here is one page, and those of techniques/ one file; `parallelize` puts them together.
 
 Ranks form a mesh of four dimensions, and each technique works along some of them:
 
-    pp           ranks with different layers, the same sequences                (pipeline.py)
-    replicate    ranks with the same weights and different sequences            (DDP, ZeRO-1, HSDP)
-    shard        ranks that share one copy of the weights, different sequences  (FSDP, HSDP)
+    pp           ranks with different layers, the same sequences    (techniques/pipeline.py)
+    replicate    ranks with the same weights, different sequences   (DDP, ZeRO-1, HSDP)
+    shard        ranks that share one copy of the weights, different sequences   (FSDP, HSDP)
     tp           ranks that share one copy of the weights, the same sequences   (tensor parallelism)
 
 Row-major, the last dimension varies fastest: 1 x 2 x 2 x 2 ranks are ((0 1) (2 3)) ((4 5) (6 7)).
 Ranks that communicate most are nearest: tp within a node, then shard; replicate and pp cross nodes.
-With --cp N, each N neighbours along replicate x shard have parts of the same sequences.
+With --cp N, each N neighbours along replicate x shard have parts of the same sequences
+(techniques/context_parallel.py).
 
 What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
 rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
@@ -31,9 +33,10 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -46,25 +49,34 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
-from async_tp import keep_messages_early
-from float8 import use_float8
-from model import Block, Llama
-from offload import offload_activations
-from pipeline import Pipeline, has_w
-from plumbing.allocate import allocate
+from model import Llama, cross_entropy_sum
 from plumbing.processes import Process, UserError
-from plumbing.shards import check_shardable, chunk_of
-from plumbing.split_backward import make_deferrable
-from plumbing.stages import check_combination, cut, stages_of
-from tensor_parallel import tensor_parallel
+from techniques import async_tp, optimizers, pipeline
+from techniques.float8 import use_float8
+from techniques.nf4 import check_shardable
+from techniques.offload import offload_activations
+from techniques.parallel_layers import (
+    COLUMNS,
+    NORM,
+    REPLICATED,
+    ROWS,
+    SEQUENCE_SHARDED,
+    ColumnParallel,
+    VocabularyParallel,
+    copy_uneven_inputs,
+    planned_dims,
+)
+from techniques.passes import use_fewer_passes
+from techniques.recompute import recompute_and_compile
+from techniques.zero1 import ZeRO1
 
 
 @dataclass(frozen=True)
@@ -82,16 +94,20 @@ class ParallelConfig:
     offload_activations: bool = False
     dtype: torch.dtype = torch.float32  # of computation
     optimizer: str = "adamw"  # or muon
-    moments: torch.dtype | None = None  # of AdamW; None: the parameters' dtype
+    moments: str = "float32"  # of AdamW, or bfloat16; in float64 as the parameters
     pp: int = 1  # ranks along this mesh dimension
     stages_per_rank: int = 1
-    schedule: str = "1f1b"  # a name in pipeline.py's SCHEDULES, or a file
+    schedule: str = "1f1b"  # a name in techniques/schedules.py, or a file
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
-    float8: str = "none"  # or one of float8.py's RECIPES
+    float8: str = "none"  # or one of techniques/float8.py's RECIPES
     async_tp: bool = False  # tensor parallelism sends while it multiplies
 
     def __post_init__(self):
-        check_combination(self, STRATEGIES.get(self.dp), self.pp > 1 and has_w(self.schedule))
+        strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
+        if self.tp * self.pp > 1 and strategy and not strategy.splits_layers:
+            raise UserError(f"--dp {self.dp} does not combine with {flag}: use --dp fsdp")
+        for technique in (pipeline, async_tp, optimizers):
+            technique.check_combination(self)
 
     @property
     def strategy(self) -> "Strategy":
@@ -110,6 +126,10 @@ class ParallelConfig:
     @property
     def weight_bytes(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def moment_bytes(self) -> int:
+        return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
 @dataclass(frozen=True)
@@ -136,7 +156,7 @@ class World(Process):
         """All-gather one row of scalars from every rank -> [size, len(values)] float64."""
         row = torch.zeros(len(values), dtype=torch.float64, device=self.device)
         for element, value in zip(row, values):
-            element.add_(value)  # a Python number travels with the kernel: no blocking copy
+            element.add_(value)  # of a Python number: needs no copy from host to device
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row, self.group)  # 8 bytes a scalar and rank, over all ranks
         return torch.stack(rows)
@@ -156,57 +176,71 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
-    """Apply pipeline, 8 bits, tensor parallelism, recomputation, compilation, data parallelism.
+    """Split a model, fit it with what makes it faster or smaller, and initialize it.
 
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
-    if parallel.dtype == torch.float64:
-        model.double()
-    if parallel.dtype == torch.bfloat16:
-        mixed_precision(model, parallel)
+    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
+    set_dtype(model, parallel)
     if parallel.pp > 1:
-        place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
-        cut(model, *place)
-        if has_w(parallel.schedule):
-            make_deferrable(model)
+        pipeline.cut(model, *place)
+    use_fewer_passes(model)
     if parallel.float8 != "none":
         use_float8(model, parallel.float8, parallel.tp)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
         if parallel.async_tp and parallel.compile:
-            keep_messages_early()
+            async_tp.keep_messages_early()
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
         offload_activations(model, world.device)
-    stages = stages_of(model, *place) if parallel.pp > 1 else [model]
+    stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
             parallel.strategy.apply(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
     if parallel.pp > 1:
-        return Pipeline(model, stages, world, partial(gradient_sync, parallel))
+        return pipeline.Pipeline(model, stages, world, partial(gradient_sync, parallel))
     if parallel.strategy.uses_fsdp or world.size == 1:
         return model
     return parallel.strategy.apply(model, world)
 
 
-def mixed_precision(model: Llama, parallel: ParallelConfig) -> None:
-    """Compute in bfloat16, chiefly the matrix products; keep float32 master weights.
+def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
+    """Compute in `parallel.dtype`: with bfloat16 chiefly the matrix products.
 
-    Trainable parameters, gradients and AdamW's moments stay float32: most updates are smaller than
-    the spacing of bfloat16 numbers and would be rounded away. With plain tensors, autocast casts a
-    weight where it is used, but not the embedding, whose dtype the residual stream has. FSDP casts
-    its shard before the all-gather, which halves the bytes; the residual stream is then bfloat16.
-    RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are bfloat16 from the
-    start."""
-    for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():  # not in 4 bits
-            parameter.data = parameter.data.bfloat16()
-    if not parallel.strategy.uses_fsdp:
-        model.compute_dtype = torch.bfloat16
+    Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
+    are smaller than the spacing of bfloat16 numbers and would be rounded away. With plain tensors,
+    autocast casts a weight where it is used, but not the embedding, whose dtype the residual stream
+    has. FSDP casts its shard before the all-gather, which halves the bytes; the residual stream is
+    then bfloat16. RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are
+    bfloat16 from the start."""
+    if parallel.dtype == torch.float64:
+        model.double()
+    if parallel.dtype == torch.bfloat16:
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.is_floating_point():  # not in 4 bits
+                parameter.data = parameter.data.bfloat16()
+        if not parallel.strategy.uses_fsdp:
+            model.compute_dtype = torch.bfloat16
+
+
+def allocate(model: Llama, device: str | torch.device) -> None:
+    """Allocate the parameters of a model on `meta`, whose values are still to be set.
+
+    Raises UserError for what would be lost without an error: the values of buffers, and parameters
+    that are shared without Llama.tie_weights."""
+    for name, _ in model.named_buffers():
+        raise UserError(f"{name} is a buffer, which would lose its values: compute it in forward")
+    distinct = dict(model.named_parameters())
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty makes two parameters of a shared one
+    for name, _ in model.named_parameters():
+        if name not in distinct:
+            raise UserError(f"{name} is shared with another layer: do so in Llama.tie_weights, too")
 
 
 # ----------------------------------------------------------------------------- data parallelism
@@ -233,69 +267,6 @@ def ddp(model: Llama, world: World) -> nn.Module:
     )
 
 
-class ZeRO1(nn.Module):
-    """ZeRO-1: DDP whose AdamW state is sharded (Rajbhandari et al. 2020, arXiv:1910.02054).
-
-        rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
-        rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
-
-    A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
-    gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
-    has reduce-scattered them. labs/zero1.py takes such a step by hand.
-    Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
-    the last backward computes, all-gather of P g bytes after the update. Together they send what
-    DDP's all-reduce sends.
-    Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
-    DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
-    """
-
-    def __init__(self, model: Llama, world: World):
-        super().__init__()
-        self.model, self.mesh = model, world.mesh["replicate"]
-        self.is_last_microbatch = True
-        self.pending: list[tuple[Tensor, DTensor]] = []  # slices, and gradients under way to them
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                rows = chunk_of(parameter.detach(), self.mesh, 0, 0)
-                shape, stride = parameter.shape, parameter.stride()
-                parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
-                    rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-                )
-                parameter.optimizer_slice.whole = parameter
-                parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
-
-    def forward(self, *inputs, **options):
-        return self.model(*inputs, **options)
-
-    def reduce_scatter(self, parameter: Tensor) -> None:
-        """Start to sum a complete gradient over the ranks, each receiving its slice of the sum."""
-        if self.is_last_microbatch:
-            gradient = DTensor.from_local(parameter.grad, self.mesh, [Partial()], run_check=False)
-            gradient = gradient.redistribute(placements=[Shard(0)], async_op=True)
-            self.pending.append((parameter.optimizer_slice, gradient))
-            parameter.grad = None
-
-    def finish_gradients(self) -> None:
-        """Wait for the sums and turn them into averages, as in DDP and FSDP."""
-        for optimizer_slice, gradient in self.pending:
-            optimizer_slice.grad = gradient / self.mesh.size()
-        self.pending.clear()
-
-
-def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
-    """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return {name: getattr(p, "optimizer_slice", p) for name, p in named.items()}
-
-
-def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Complete each parameter from the updated slices of all ranks, under ZeRO-1."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if hasattr(parameter, "whole"):
-                parameter.whole.data.copy_(parameter.detach().full_tensor())
-
-
 def fsdp(model: Llama, world: World) -> nn.Module:
     """FSDP and HSDP: each rank along shard holds a slice of every parameter, gradient and moment.
 
@@ -311,7 +282,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     again in backward, except embedding, last norm and output, which stay unsharded. A step:
     reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
     1.5 times what DDP sends. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
-    (Slices are padded to equal size: perf/cost.py counts the padding.)
+    (Slices are padded to equal size: costs/traffic.py counts the padding.)
 
     With several microbatches a step, `reshard` says what is sharded again after each use:
         none      nothing: one all-gather of the weights and one reduce-scatter of the gradients a
@@ -369,7 +340,7 @@ class Strategy:
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
 UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
-# --dp auto takes the first that fits. perf/cost.py knows what each of them communicates.
+# --dp auto takes the first that fits. costs/traffic.py knows what each of them communicates.
 STRATEGIES = {
     "ddp": Strategy(ddp, "rank", grads_in_buckets=True),
     "zero1": Strategy(ZeRO1, "rank", UPDATES, automatic=False, splits_layers=False),
@@ -380,17 +351,15 @@ STRATEGIES = {
 
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
-    """Wrap backward of a microbatch, and its forward but in a pipeline: only the `last` one of a
-    step communicates gradients (labs/accumulate.py). Until then they accumulate on the rank, except
-    with reshard = all."""
+    """Communicate gradients in the `last` microbatch of a step alone (labs/accumulate.py). Until
+    then they accumulate on the rank, except with reshard = all. The context surrounds forward and
+    backward of a microbatch; in a pipeline backward alone."""
     if isinstance(runner, FSDPModule):
-        runner.set_requires_gradient_sync(last or parallel.reshard == "all")
-        runner.set_requires_all_reduce(last)
-        runner.set_reshard_after_backward(last or parallel.reshard != "none")
-    if isinstance(runner, ZeRO1):
-        runner.is_last_microbatch = last
-    no_sync = isinstance(runner, DistributedDataParallel) and not last
-    with runner.no_sync() if no_sync else contextlib.nullcontext():
+        runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
+        runner.set_requires_all_reduce(last)  # HSDP's, over replicate
+        runner.set_reshard_after_backward(last or parallel.reshard != "none")  # free the weights
+    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last
+    with runner.no_sync() if waits else contextlib.nullcontext():
         yield
     if isinstance(runner, ZeRO1):
         runner.finish_gradients()
@@ -410,86 +379,126 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
         module.set_reshard_after_forward(reshards, recurse=False)
 
 
-# --------------------------------------------------------------- recomputation and compilation
+# --------------------------------------------------------------------------- tensor parallelism
+
+# The parallel style of every layer that has parameters; * matches any block. An entry that matches
+# no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
+PLAN = {
+    "tok_embeddings": VocabularyParallel(
+        input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
+    ),
+    "layers.*.attention_norm": NORM,
+    "layers.*.attention": PrepareModuleInput(
+        input_layouts=(SEQUENCE_SHARDED, None, None, None, None),  # x, cos, sin, mask, cache
+        desired_input_layouts=(REPLICATED, None, None, None, None),
+    ),
+    "layers.*.attention.wq": COLUMNS,
+    "layers.*.attention.wk": COLUMNS,
+    "layers.*.attention.wv": COLUMNS,
+    "layers.*.attention.wo": ROWS,
+    "layers.*.ffn_norm": NORM,
+    "layers.*.feed_forward": PrepareModuleInput(
+        input_layouts=(SEQUENCE_SHARDED,), desired_input_layouts=(REPLICATED,)
+    ),
+    "layers.*.feed_forward.w1": COLUMNS,
+    "layers.*.feed_forward.w3": COLUMNS,
+    "layers.*.feed_forward.w2": ROWS,
+    "norm": NORM,
+    "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
+}
 
 
-def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
-    """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
-
-    Parameters keep their names, and FSDP's all-gather stays outside. Full checkpointing calls the
-    compiled block a second time; selective goes inside, where the compiler sees what to save. One
-    graph serves all blocks, except block 0 above a frozen embedding, whose input needs no gradient.
-    Each input shape has its own graph (dynamic shapes would confuse DTensor).
-    Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
-    """
-    if compile:
-        torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
-        torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
-    for name, block in model.layers.items():
-        if not isinstance(block, Block) or "forward" in vars(block):
-            raise UserError(
-                f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
-                f"attention three times; pass parallelize a model as it was built"
-            )
-        if compile and checkpointing == "full":
-            block.forward = torch.compile(block.forward, dynamic=False)
-        if checkpointing == "selective":
-            for module in block.modules():
-                for layer in getattr(module, "saved_products", ()):
-                    mark_products(getattr(module, layer))
-        if checkpointing != "none":
-            block.forward = recompute(block.forward, selective=checkpointing == "selective")
-        if compile and checkpointing != "full":
-            block.forward = torch.compile(block.forward, dynamic=False)
+@cache
+def style_of(path: str) -> ParallelStyle | None:
+    """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
+    parts = path.split(".")
+    for entry, style in PLAN.items():
+        wanted = entry.split(".")
+        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts)):
+            return style
+    return None
 
 
-def recompute(forward: Callable, selective: bool) -> Callable:
-    """Activation checkpointing: backward recomputes what forward then need not save
-    (labs/recompute.py writes it by hand).
+def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) -> None:
+    """Tensor, sequence and loss parallelism: ranks along tp share every matrix product.
 
-                   elements saved per token and block                        attention forwards
-        none       6 D + 2 KV E + 3 F                                        1
-        selective  3 D + KV E + F: the block's input, the outputs of         1
-                   attention, wk, wo and w3
-        full       D: the block's input                                      2
+    Ranks along tp see the same tokens. Each holds a shard of every matrix and, between the
+    matrices, a shard of the sequence (T/tp tokens):
 
-    Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
-    all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
-    reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
-    Use when activations do not fit. Avoid when only a larger microbatch is gained.
-    """
-    context = {"context_fn": _selective_context} if selective else {}
-    return partial(checkpoint, forward, use_reentrant=False, **context)
+                           x: T/tp tokens, D features
+            norm                 |                      each rank its tokens
+            all-gather           v                      x: T tokens
+            wq wk wv, w1 w3   [ columns ]               each rank its heads, or F/tp features
+            attention, SwiGLU    |                      each rank its heads, or F/tp features
+            wo, w2            [ rows ]                  each rank a partial sum for T tokens
+            reduce-scatter       v                      x: T/tp tokens, summed over ranks
+            residual             |
+
+    torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features,
+    dimension 0 of W; row-parallel the input features, dimension 1. In this order, a pair of
+    products needs one collective before it and one after it. The vocabulary is sharded too: the
+    embedding yields partial sums, since each rank finds only the tokens of its shard, and in the
+    loss logits never leave the rank that computes them. Between layers x is a DTensor; the
+    column-parallel ones return plain tensors, of this rank's heads or features.
+
+    Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
+    and 2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers tp float32 numbers
+    a token, and each microbatch all-reduces one number, its loss. A norm is replicated but sees
+    only the tokens of its rank, so its gradient is a partial sum, which FSDP all-reduces over tp
+    just before its reduce-scatter: D elements per norm, once a step (with reshard = all, once a
+    microbatch).
+
+    Use when activations do not fit, or when there are more ranks than sequences, within a node:
+    links are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in
+    forward and for 4 in backward, and smaller matrix products use a GPU less well. With --async-tp
+    most of these collectives travel while others compute (techniques/async_tp.py).
+
+    Shards in place: parameters become DTensors. Raises UserError for a parameter or a loss that it
+    does not know how to shard. labs/tp.py shards a feed-forward block by hand."""
+    if model.loss is not cross_entropy_sum:
+        raise UserError("--tp replaces model.loss by loss_parallel: shard your loss there")
+    for path, layer in model.named_modules():
+        planned_dims(style_of(path), path, layer)  # raises for what PLAN does not cover
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    styles = {path: style for path, _ in model.named_modules() if (style := style_of(path))}
+    if asynchronous:
+        styles = {path: async_tp.in_chunks(style) for path, style in styles.items()}
+    parallelize_module(model, mesh, styles)
+    if not asynchronous:
+        copy_uneven_inputs(model)
+    for name in frozen:  # SequenceParallel makes every norm trainable
+        model.get_parameter(name).requires_grad_(False)
+    model.tie_weights()  # embedding and output each got a DTensor of its own
+    model.loss = partial(loss_parallel, mesh)
+    # The embedding's output is an AsyncCollectiveTensor, which still waits for its reduce-scatter.
+    # A clone is a plain tensor: block 0 then gets the same type as the other blocks, and one
+    # compiled graph serves all of them.
+    if model.tok_embeddings:
+        model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 
 
-def mark_products(layer: nn.Module) -> None:
-    """Let an operator that does nothing run before each matrix product of the layer: the policy
-    below sees operators, in compiled blocks too, but not the layers they belong to."""
-    if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
-        layer.saves_chunks = True
-    else:
-        layer.register_forward_pre_hook(lambda _, inputs: (torch.ops.aten.alias(inputs[0]),))
+def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return cross_entropy_sum with the vocabulary sharded over `mesh`: no rank holds [N, V].
 
+    Each rank computes the logits of its vocabulary shard. Ranks exchange only the logsumexp of
+    their logits, one number a token.
+    hidden [B, T, D] sharded over the sequence, weight [V, D] sharded over the vocabulary, targets
+    [B, T] -> scalar, the same on every rank. labs/logits.py writes it by hand."""
 
-def is_attention(operator: str) -> bool:
-    """Return whether an operator is a forward of attention; its kernels differ between devices."""
-    is_forward = not operator.removesuffix(".default").endswith("_backward")
-    return is_forward and ("scaled_dot_product" in operator or "varlen_attn" in operator)
+    def log_partition_offset(logits: Tensor) -> Tensor:
+        sum_dtype = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.to(sum_dtype).logsumexp(-1)  # [n]
+        lse_of_ranks = DTensor.from_local(lse[None], mesh, [Shard(0)]).full_tensor()  # all-gather
+        return (lse - lse_of_ranks.logsumexp(0))[:, None]  # [n, 1]
 
-
-def _selective_context():
-    """Save attention and the products of the layers that a module names in `saved_products`, with
-    what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
-    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear", "all_to_all_single"
-    marked = {}  # whether this is a recomputation -> whether the next product is marked
-
-    def policy(context, op, *args, **kwargs):
-        name = op.__name__
-        if name == "alias.default":
-            marked[context.is_recompute] = True
-        save = name.removesuffix(".default") in products and marked.pop(context.is_recompute, False)
-        if save or is_attention(name) or "reduce_scatter" in name:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+    hidden = hidden.redistribute(placements=[Replicate()])  # all-gather; backward: reduce-scatter
+    vocab_start = math.ceil(weight.shape[0] / mesh.size()) * mesh.get_local_rank()
+    share = cross_entropy_sum(
+        hidden.to_local(grad_placements=[Partial()]),
+        weight.to_local(),
+        targets,
+        vocab_start,
+        log_partition_offset,
+    )
+    loss = DTensor.from_local(share, mesh, [Partial()]).full_tensor()  # all-reduce of one number
+    return loss.clone()  # FSDP cannot hook a view

@@ -16,7 +16,7 @@ microbatches of --microbatch sequences. The life of a batch:
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
-from plumbing.startup import signals_collected  # first, for Ctrl-C during the imports
+from plumbing.endings import signals_collected  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
 import copy
@@ -31,38 +31,32 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint
-from context_parallel import share_sequences
-from data import Batch, Windows, open_windows, read_ahead, window_of
-from model import IGNORE, Llama, generate
-from muon import Muon
-from parallel import (
-    World,
-    all_gather_updates,
-    gradient_sync,
-    optimizer_parameters,
-    parallelize,
-    unsharded,
-    with_mesh,
-)
-from perf.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
-from perf.cost import describe_traffic, predict_traffic
-from perf.memory import mask_width, prediction_caveat
-from pipeline import Pipeline
-from plumbing import processes, records
-from plumbing.adamw import BFloat16AdamW
-from plumbing.check_model import check_model, layers_caveat, loss_caveat
-from plumbing.checks import (
-    check_equal_replicas,
+from costs.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
+from costs.memory import mask_width, prediction_caveat
+from costs.traffic import describe_traffic, predict_traffic
+from data import Windows, open_windows, read_ahead, window_of
+from generate import generate
+from model import IGNORE, Llama
+from parallel import World, gradient_sync, parallelize, unsharded, with_mesh
+from plumbing import processes
+from plumbing.parser import Parser
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.shards import assign_shard, local_squared_norm, to_local
+from runs import records
+from runs.check_model import check_equal_replicas, check_model, layers_caveat, loss_caveat
+from runs.flags import add_pretraining_flags
+from runs.rules import (
     check_training_flags,
     choose_model_config,
     choose_tokenizer,
     requested_parallel,
 )
-from plumbing.flags import add_pretraining_flags
-from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from plumbing.shards import assign_shard, local_squared_norm, to_local
-from plumbing.tokenizer import Tokenizer, load_tokenizer
+from techniques.context_parallel import share_sequences
+from techniques.optimizers import BFloat16AdamW, Muon
+from techniques.pipeline import Pipeline
+from techniques.zero1 import all_gather_updates, optimizer_parameters
+from text.batch import Batch
+from text.tokenizer import Tokenizer, load_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -254,7 +248,7 @@ class Job:
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
-    train_set: Windows  # or plumbing/chat.py's Packed, which is used alike
+    train_set: Windows  # or text/chat.py's Packed, which is used alike
     val_set: Windows
 
 

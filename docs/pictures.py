@@ -26,14 +26,13 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
+from costs.memory import predict_memory  # noqa: E402
+from costs.traffic import predict_traffic, sent_bytes  # noqa: E402
 from model import PRESETS  # noqa: E402
 from parallel import ParallelConfig  # noqa: E402
 from perf.compare import configure  # noqa: E402
-from perf.cost import predict_traffic, sent_bytes  # noqa: E402
-from perf.measure import build_on_meta  # noqa: E402
-from perf.memory import predict_memory  # noqa: E402
-from perf.timeline import bubble, check_schedule, draw_svg  # noqa: E402
-from pipeline import SCHEDULES, STAGES, make_schedule  # noqa: E402
+from perf.instruments import build_on_meta  # noqa: E402
+from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
@@ -180,7 +179,7 @@ def draw_context(path: Path) -> None:
 
 def draw_float8(path: Path) -> None:
     """Bits per byte, the mean of 25 steps, beside float32: by recipe, and for other seeds."""
-    header, *lines = (MEASURED / "float8.csv").read_text().splitlines()
+    header, *lines = (MEASURED / "techniques.float8.csv").read_text().splitlines()
     columns = dict(zip(header.split(",")[1:], zip(*(line.split(",")[1:] for line in lines))))
 
     def means(name: str) -> list[float]:
@@ -250,8 +249,8 @@ def draw_mesh(path: Path) -> None:
 
 
 def draw_pipeline(path: Path) -> None:
-    """The four schedules of pipeline.py for four ranks and eight microbatches, one below another;
-    the times of interleaved stages, two on a rank, are half of the others'."""
+    """The four schedules for four ranks and eight microbatches, one below another; the times of
+    interleaved stages, two on a rank, are half of the others'."""
     parts, height = [], 0
     for name in SCHEDULES:
         v = STAGES.get(name, 1)

@@ -37,7 +37,7 @@ from training import run_in_forks
 
 from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
-from plumbing.records import write_atomically
+from runs.records import write_atomically
 
 WARD = ROOT / "out/clinic"
 TINY = "--model tiny --seq-len 128 --optimizer adamw"
@@ -122,7 +122,7 @@ FAULTS = {
         f"{TINY} --batch 8 --microbatch 4 --checkpointing full",
         attentions,
         "forward runs of attention",
-        (("parallel.py", RECOMPUTE, ATTENTION + RECOMPUTE),),
+        (("techniques/recompute.py", RECOMPUTE, ATTENTION + RECOMPUTE),),
         ("recompute_and_compile", "recompute"),
     ),
     "a transposed mesh": Fault(
@@ -140,8 +140,8 @@ FAULTS = {
         f"{TINY} --batch 16 --microbatch 2 --dp ddp",
         sent,
         "bytes that a rank sends",
-        (("parallel.py", "    no_sync = isinstance(runner, DistributedDataParallel) and not last\n",
-          "    no_sync = False\n"),),
+        (("parallel.py", "    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last\n",
+          "    waits = False\n"),),
         ("gradient_sync",),
     ),
     "a frozen base is gathered": Fault(
@@ -231,8 +231,8 @@ def copy_project(directory: Path, fault: Fault) -> None:
     directory.mkdir(parents=True)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, directory)
-    for name in ("perf", "plumbing"):
-        (directory / name).symlink_to(ROOT / name)
+    for init in ROOT.glob("*/__init__.py"):
+        shutil.copytree(init.parent, directory / init.parent.name)
     for file, lines, sick in fault.changes:
         text = (directory / file).read_text()
         if text.count(lines) != 1:
@@ -351,15 +351,15 @@ def gain_of(text: str) -> float:
 
 
 def cure_of(text: str) -> str:
-    """Return flags as they are, or the bare name of a function of parallel.py."""
+    """Return flags as they are, or the bare name of a function of parallel.py or techniques/."""
     if text.startswith("--"):
         check_flags(text)
         return text
-    name = text.removeprefix("parallel.").removesuffix("()")
-    defined = re.findall(r"^ *def (\w+)\(", (ROOT / "parallel.py").read_text(), re.MULTILINE)
-    if name not in defined:
+    name = text.rpartition(".")[2].removesuffix("()")
+    files = (ROOT / "parallel.py", *(ROOT / "techniques").glob("*.py"))
+    if not any(re.search(rf"^ *def {re.escape(name)}\(", f.read_text(), re.M) for f in files):
         raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp, or a function of "
-                        "parallel.py")  # fmt: skip
+                        "parallel.py or techniques/")  # fmt: skip
     return name
 
 

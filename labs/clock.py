@@ -1,12 +1,12 @@
 """A virtual clock: real tensors on this machine, in the time of a cluster.
 
-    machine = assumed_machine("h100", "25gbit", per_node=8)  # of perf/roofline.py
+    machine = assumed_machine("h100", "25gbit", per_node=8)  # of costs/seconds.py
     with Clock(machine, ranks=64) as clock:
         model(x).backward()  # and collectives, on a few ranks of this machine or on one
     print(clock.now, clock.draw_text(), sep="\\n")
 
 The code runs here, with all its numbers. The clock adds up what it would take on one of `ranks`
-GPUs that all do the same. It has two lanes, with the prices of perf/roofline.py:
+GPUs that all do the same. It has two lanes, with the prices of costs/seconds.py:
 
     compute    matrix products one after the other, FLOPs / rate; other operators take no time
     network    collectives one after the other, each for collective_time
@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from costs.seconds import Machine, collective_time
 from parallel import ParallelConfig
-from perf import timeline
-from perf.roofline import Machine, collective_time
+from techniques import schedules as timeline
 
 # Functions of torch.distributed -> the collective that collective_time knows.
 COLLECTIVES = {
@@ -47,7 +47,10 @@ COLLECTIVES = {
     "broadcast": "broadcast",
 }
 LANES = ["compute", "network"]
-KINDS = {"forward": "F", "backward": "B"}  # what is computed -> its colour in perf/timeline.py
+KINDS = {
+    "forward": "F",
+    "backward": "B",
+}  # what is computed -> its colour in techniques/schedules.py
 SYMBOLS = "123456789abcdefghijklmnopqrstuvwxyz"  # of collectives in a text, in turn
 
 

@@ -5,7 +5,7 @@ and none between 0 and 2^-9. Activations may lie above, gradients below. So a te
 its largest number before it is rounded, and a product is scaled back. Under tensor parallelism a
 rank has only a part of a tensor, and has to ask for the largest number of the whole.
 
-Read: the head of float8.py (the table of formats, and the recipe "tensorwise"), and the
+Read: the head of techniques/float8.py (the table of formats, and the recipe "tensorwise"), and the
 documentation of torch.autograd.Function.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from float8 import E4M3, E5M2  # torch.float8_e4m3fn and torch.float8_e5m2
+from techniques.float8 import E4M3, E5M2  # torch.float8_e4m3fn and torch.float8_e5m2
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

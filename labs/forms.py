@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from lab import first_rank, plural
 
+from costs.memory import predict_memory
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.measure import Counted, build_on_meta, emulate, random_batch
-from perf.memory import predict_memory
+from perf.instruments import Counted, build_on_meta, emulate, random_batch
 from train import accumulate
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -317,7 +317,7 @@ def draw_memory(random: Random) -> Question:
         if math.isclose(predicted, max(totals.values()), rel_tol=1e-3):
             break  # else the peak is in another moment than the two that are explained
     else:
-        raise ArithmeticError(f"perf/memory.py and the terms here differ: {predicted}, {moments}")
+        raise ArithmeticError(f"costs/memory.py and the terms here differ: {predicted}, {moments}")
 
     def count() -> list[Found]:
         _, held = run.emulate()
@@ -341,7 +341,7 @@ def draw_memory(random: Random) -> Question:
     ]
     asked = [Asked(kind, "bytes") for kind in ("parameters", "gradients", "optimizer")]
     asked.append(Asked("peak", "bytes", 0.1))
-    read = "docstrings of saved_elements and loss_bytes in perf/memory.py"
+    read = "docstrings of saved_elements and loss_bytes in costs/memory.py"
     return Question(text, read, asked, count, (run,))
 
 

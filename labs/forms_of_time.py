@@ -1,7 +1,7 @@
 """More questions of `python labs/run.py predict`: ranking, crossing, bubble and twice.
 
 Seconds are not measured here, as no laptop has a cluster, but those of `bench.py plan`: products at
-a rate, bytes over a link, and what of them overlaps (perf/roofline.py).
+a rate, bytes over a link, and what of them overlaps (costs/seconds.py).
 """
 
 import math
@@ -15,16 +15,15 @@ import torch
 from forms import Asked, Found, Question, Run, Term, explained, flags_of, model_of
 from lab import plural
 
+from costs.search import Plan, predict
+from costs.seconds import Machine, assumed_machine, collective_time, group_shape
+from costs.traffic import DIMS, predict_traffic, sent_bytes
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import DIMS, predict_traffic, sent_bytes
-from perf.plans import Plan, predict
-from perf.roofline import Machine, assumed_machine, collective_time, group_shape
-from perf.timeline import bubble, check_schedule, draw_text, held
-from pipeline import make_schedule
+from techniques.schedules import bubble, check_schedule, draw_text, held, make_schedule
 
 GPU = "h100"
-READ = "perf/roofline.py"
+READ = "costs/seconds.py"
 CLOSE = 1.2  # pairs of times that are closer do not count in a ranking
 AS_FAST = 1.1  # "as fast as" means at most so much slower
 
@@ -258,7 +257,12 @@ def draw_bubble(random: Random) -> Question:
         "a stage, does rank 0 hold activations, at most?",
     ]
     asked = [Asked("waiting", "%", 0.02), Asked("forwards held", "calls")]
-    return Question(text, "pipeline.py; python pipeline.py draws a schedule", asked, count)
+    return Question(
+        text,
+        "techniques/pipeline.py; python -m techniques.schedules draws a schedule",
+        asked,
+        count,
+    )
 
 
 # ---------------------------------------------------------------------------------------- twice
@@ -309,7 +313,7 @@ def draw_twice(random: Random) -> Question:
     asked = [Asked("bytes sent", "factor", 0.1), Asked("peak of memory", "factor", 0.1),
              Asked("time of a step", "factor", 0.25)]  # fmt: skip
     return Question(
-        text, "docstrings of parallel.py and perf/roofline.py", asked, count, (run, twice)
+        text, "docstrings of parallel.py and costs/seconds.py", asked, count, (run, twice)
     )
 
 

@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from data import Batch
 from model import IGNORE, Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize, with_mesh
-from perf.measure import all_reduce_at_once, build_on_meta
+from perf.instruments import all_reduce_at_once, build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
+from text.batch import Batch
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
 ROWS, SEQ = 12, 13  # of a step's batch; 2, 3 and 4 ranks divide the rows

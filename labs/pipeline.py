@@ -5,8 +5,8 @@ to the last, backward from the last to the first. In which order a rank computes
 decides how long it waits for others, and how many microbatches it holds in memory meanwhile. You
 write that order as text. It is drawn, timed, and then really run.
 
-Read: the head of pipeline.py, and `check_schedule` and `held` in perf/timeline.py. Lines in a file
-are drawn by: python pipeline.py --stages 4 --microbatches 6 --schedule FILE
+Read: the head of techniques/schedules.py, and its `check_schedule` and `held`. Lines in a file
+are drawn by: python -m techniques.schedules --stages 4 --microbatches 6 --schedule FILE
 """
 
 

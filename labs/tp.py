@@ -5,7 +5,7 @@ matrices are those of a feed-forward block: x -> (silu(x @ w1.T) * (x @ w3.T)) @
 cut in two directions, and both give the right numbers. But one needs a single sum over ranks in
 forward, and the other needs several, of wider tensors. And backward needs a sum of its own.
 
-Read: the picture at the head of tensor_parallel.py, and the documentation of
+Read: the picture in `tensor_parallel` of parallel.py, and the documentation of
 torch.autograd.Function.
 """
 

@@ -31,9 +31,9 @@ import checkpoint
 import finetune_lora
 import parallel
 import train
+from costs import traffic as cost
 from model import Llama
 from parallel import World
-from perf import cost
 from plumbing.processes import UserError, run
 
 LABS = Path(__file__).resolve().parent

@@ -16,8 +16,16 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from parallel import World
-from perf.timeline import Action, Span, bubble, check_schedule, draw_svg, simulate
-from pipeline import Pipeline, make_schedule
+from techniques.pipeline import Pipeline
+from techniques.schedules import (
+    Action,
+    Span,
+    bubble,
+    check_schedule,
+    draw_svg,
+    make_schedule,
+    simulate,
+)
 
 Seconds = dict[Action, float]
 

@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data import Batch
+from costs.choose import USABLE_FRACTION, usable_memory
 from model import PRESETS, Llama
 from parallel import ParallelConfig, World, parallelize, with_mesh
-from perf.choose import USABLE_FRACTION, usable_memory
-from perf.measure import (
+from perf.instruments import (
     build_on_meta,
     check_adamw,
     describe_machine,
@@ -40,8 +39,9 @@ from perf.measure import (
     time_interleaved,
 )
 from plumbing.processes import UserError, init_distributed, print_rank_zero
-from plumbing.records import write_atomically
 from plumbing.shards import assign_shard, to_local
+from runs.records import write_atomically
+from text.batch import Batch
 from train import accumulate, make_optimizer
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from context_parallel import share_sequences
+from costs.choose import usable_memory, with_mesh_sizes
+from costs.memory import mask_width, predict_memory
+from costs.traffic import Traffic, describe_traffic, sent_bytes
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
-from perf.choose import check_parallel, usable_memory, with_mesh_sizes
-from perf.cost import Traffic, describe_traffic, sent_bytes
-from perf.measure import (
+from perf.instruments import (
     Counted,
     Live,
     Seconds,
@@ -39,11 +39,11 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
-from perf.memory import mask_width, predict_memory
-from plumbing.checks import check_seq_len, check_tokens, optimizer_options
 from plumbing.processes import UserError, init_distributed, print_rank_zero
-from plumbing.records import write_atomically
-from plumbing.scaled_mm import has_kernel
+from runs.records import write_atomically
+from runs.rules import check_parallel, check_seq_len, check_tokens
+from techniques.context_parallel import share_sequences
+from techniques.float8 import has_kernel
 from train import Totals
 
 # Relative; sums in a different order differ by less, and those of products in 8 bits by less than
@@ -247,7 +247,8 @@ class Cost:
 def measure_compare(args: argparse.Namespace) -> str:
     """Run the contestants; return the results as text, and write them to --json and --plot."""
     process, config = init_distributed(), PRESETS[args.model]
-    options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
+    options = dict(dtype=getattr(torch, args.dtype), moments=args.moments)
+    options |= dict(optimizer=args.optimizer or "adamw")
     base = with_mesh(process, ParallelConfig(replicate=process.size, **options))
     if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
         raise UserError(problem)

@@ -32,9 +32,9 @@ import torch
 
 from perf.gpu_parts import PARTS, rehearsed, start_world
 from perf.gpu_report import markdown_section, replace_section
-from perf.measure import describe_machine
+from perf.instruments import describe_machine
 from plumbing.processes import UserError
-from plumbing.records import write_atomically
+from runs.records import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 540  # seconds of a run; the next one goes on

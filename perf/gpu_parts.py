@@ -20,21 +20,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import model as model_module
-from float8 import RECIPES, Float8Linear, float8_product
+from costs.choose import USABLE_FRACTION
+from costs.devices import peak_flops
+from costs.memory import predict_memory
+from costs.traffic import flops_per_token
 from lora import LoRA
-from model import PRESETS, Documents, Llama, attend, cross_entropy_sum
-from parallel import ParallelConfig, World, parallelize, recompute_and_compile, with_mesh
-from perf.choose import USABLE_FRACTION
-from perf.cost import flops_per_token
-from perf.devices import peak_flops
+from model import PRESETS, Llama, attend, cross_entropy_sum
+from parallel import ParallelConfig, World, parallelize, with_mesh
+from perf.instruments import build_on_meta, quartiles, random_batch, time_interleaved
 from perf.limit import bare_products, flatllama_step, transformers_step
-from perf.measure import build_on_meta, quartiles, random_batch, time_interleaved
-from perf.memory import predict_memory
 from perf.step import Training, count_step, parts_of_step, plain_step, time_variants
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from plumbing.shards import assign_shard
+from runs.flags import add_optimizer_flags
+from techniques.float8 import RECIPES, Float8Linear, float8_product
+from techniques.recompute import recompute_and_compile
+from text.batch import Documents
 from train import make_optimizer, train_step, zero_gradients
 
 
@@ -86,8 +88,7 @@ class Case:
 
     def parallel(self, variant: Variant = NONE) -> ParallelConfig:
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        moments = torch.bfloat16 if self.moments == "bfloat16" else None
-        return ParallelConfig(dtype=dtype, moments=moments, **variant._asdict())
+        return ParallelConfig(dtype=dtype, moments=self.moments, **variant._asdict())
 
 
 def rehearsed(case: Case) -> Case:
@@ -358,7 +359,7 @@ def make_training(case: Case, parallel: ParallelConfig | None = None) -> Trainin
 
 
 def step_of(training: Training, variant: Variant) -> Callable[[], None]:
-    """Return a step of the same training with other forwards of its blocks. Layers of float8.py
+    """Return a step of the same training with other forwards of its blocks. Layers in 8 bits
     multiply as the variant says."""
     blocks, batch = list(training.model.layers.values()), next(training.batches)
     for block in blocks:

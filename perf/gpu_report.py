@@ -2,7 +2,7 @@
 
 import re
 
-from perf.measure import markdown_table
+from perf.instruments import markdown_table
 
 TITLE = "## On one GPU"
 

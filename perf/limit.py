@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data import Batch
 from lora import LoRA
 from model import PRESETS, LlamaConfig, cross_entropy_sum
 from parallel import ParallelConfig, World, with_mesh
-from perf.measure import (
+from perf.instruments import (
     build_on_meta,
     check_adamw,
     make_step,
@@ -35,9 +34,9 @@ from perf.measure import (
     time_interleaved,
     timing_table,
 )
-from plumbing.checks import optimizer_options
 from plumbing.processes import UserError, init_distributed
-from plumbing.records import peak_memory
+from runs.records import peak_memory
+from text.batch import Batch
 from train import make_optimizer
 
 # ------------------------------------------------------------------------------ the commands
@@ -105,7 +104,9 @@ def world_of(args: argparse.Namespace) -> World:
     """Join the other processes, all of them replicas, with the dtypes of the flags."""
     check_adamw(args)
     process = init_distributed()
-    options = dict(dtype=getattr(torch, args.dtype), **optimizer_options(args))
+    options = dict(
+        dtype=getattr(torch, args.dtype), optimizer=args.optimizer or "adamw", moments=args.moments
+    )
     return with_mesh(process, ParallelConfig(replicate=process.size, **options))
 
 

@@ -4,10 +4,10 @@
     python bench.py plan --measured comm.json              the cluster that bench.py comm measured
 
 A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
-schedule, a treatment of activations, a microbatch size and a value of --reshard (perf/plans.py).
-perf/memory.py predicts its memory, perf/cost.py its traffic, perf/roofline.py its time. The output
-is a table with the best plan of each mesh and the reason why it loses against the best of all, then
-the command that starts the best.
+schedule, a treatment of activations, a microbatch size and a value of --reshard
+(costs/search.py). costs/ predicts its memory, its traffic and its time. The output is a table
+with the best plan of each mesh and the reason why it loses against the best of all, then the
+command that starts the best.
 """
 
 import argparse
@@ -15,12 +15,20 @@ import json
 import math
 from dataclasses import replace
 
+from costs.choose import USABLE_FRACTION
+from costs.devices import GPUS
+from costs.memory import predict_memory, prediction_caveat
+from costs.search import FILTERS, Plan, every_plan, order
+from costs.seconds import (
+    Machine,
+    assumed_machine,
+    measured_machine,
+    read_measurement,
+)
+from costs.traffic import DIMS, flops_per_token, predict_traffic
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig
-from perf.choose import USABLE_FRACTION
-from perf.cost import DIMS, flops_per_token, predict_traffic
-from perf.devices import GPUS
-from perf.measure import (
+from perf.instruments import (
     adapters_of,
     build_on_meta,
     emulate,
@@ -28,16 +36,8 @@ from perf.measure import (
     needs_real_tensors,
     problem_with_files,
 )
-from perf.memory import predict_memory, prediction_caveat
-from perf.plans import FILTERS, Plan, every_plan, order
-from perf.roofline import (
-    Machine,
-    assumed_machine,
-    measured_machine,
-    read_measurement,
-)
 from plumbing.processes import UserError
-from plumbing.records import write_atomically
+from runs.records import write_atomically
 
 
 def plan_cluster(args: argparse.Namespace) -> str:

@@ -40,14 +40,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import finetune_lora
-from data import Batch, read_ahead
+from costs.choose import usable_memory
+from costs.devices import peak_flops
+from costs.memory import mask_width, predict_memory, prediction_caveat
+from costs.traffic import DIMS, describe_traffic, flops_per_token
+from data import read_ahead
 from model import Llama
-from parallel import World, is_attention
+from parallel import World
 from perf.bubble import actions_stamped, draw, shares_of_bubble
-from perf.choose import usable_memory
-from perf.cost import DIMS, describe_traffic, flops_per_token
-from perf.devices import peak_flops
-from perf.measure import (
+from perf.instruments import (
     Counted,
     Live,
     count_rounds,
@@ -59,12 +60,13 @@ from perf.measure import (
     state_bytes,
     state_tensors,
 )
-from perf.memory import mask_width, predict_memory, prediction_caveat
-from perf.timeline import Action, Span
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
-from pipeline import Pipeline
 from plumbing.processes import Process, UserError, print_rank_zero
-from plumbing.scaled_mm import has_kernel
+from techniques.float8 import has_kernel
+from techniques.pipeline import Pipeline
+from techniques.recompute import is_attention
+from techniques.schedules import Action, Span
+from text.batch import Batch
 from train import (
     Job,
     accumulate,

@@ -2,7 +2,7 @@
 
 `verdict` turns measurements (`Facts`) into sentences. A part of a step has a `Rule`: the share of
 the time above which it is worth a sentence, and a function that returns its levers, the changes
-that would shorten it. A change that needs memory is suggested only where perf/memory.py predicts
+that would shorten it. A change that needs memory is suggested only where costs/memory.py predicts
 that the step would still fit.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from costs.choose import data_ranks_in_node, with_mesh_sizes
 from parallel import STRATEGIES, ParallelConfig
-from perf.choose import data_ranks_in_node, with_mesh_sizes
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
 EXPOSED = "exposed communication over "  # a part of a step, followed by a mesh dimension

@@ -10,7 +10,7 @@ What can go wrong, and what the user sees:
     a rank fails             one line names the rank and its exception; every rank exits with code 1
     a rank dies or freezes   the rank before it misses its heartbeat and names it; all exit
     a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
-    Ctrl-C, torchrun dies    one line, within seconds (plumbing/startup.py)
+    Ctrl-C, torchrun dies    one line, within seconds (plumbing/endings.py)
     `| head` has read all it wants    nothing; exit code 141, as of other programs
 
 A rank that waits in a collective cannot notice that another has failed. So a thread in each rank
@@ -39,7 +39,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from plumbing import startup
+from plumbing import endings
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
@@ -275,7 +275,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        startup.end_interrupted()
+        endings.end_interrupted()
     except Exception as error:
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
@@ -284,7 +284,7 @@ def run(main: Callable[[], None]) -> None:
             error = UserError(f"{error}: free some space, or give a path that can be written")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
-            startup.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)
+            endings.end(128 + signal.SIGPIPE, "nobody reads what this prints", show=False)
         if isinstance(error, UserError):
             _fail(store, 2, str(error))
         rank, reason = os.environ.get("RANK", 0), str(error).split("\n")[0]
@@ -292,7 +292,7 @@ def run(main: Callable[[], None]) -> None:
             _fail(store, 1, f"rank {rank} cannot join the other ranks: {reason}")
         message = f"rank {rank} failed: {type(error).__name__}: {reason}"
         if store is None or dist.get_world_size() == 1:
-            startup.report(message)
+            endings.report(message)
             raise
         peer_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         _fail(store, 1, message, traceback.format_exc(), peer_lost)
@@ -309,7 +309,7 @@ def _fail(
     ranks have met, all fail alike.
 
     If a peer is lost, the watching threads get some time to find out which rank has failed."""
-    startup.end_if_orphaned()
+    endings.end_if_orphaned()
     show, rank = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK")
     node = os.environ.get("GROUP_RANK")
     mine = json.dumps([code, message, rank, node])
@@ -330,7 +330,7 @@ def _fail(
     sys.stdout.flush()
     if show:
         print(details, end="", file=sys.stderr, flush=True)
-    startup.end(code, message, show)
+    endings.end(code, message, show)
 
 
 # ---------------------------------------------------------------------------------- heartbeats

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from plumbing.processes import UserError
-
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory; a plain tensor as it is."""
@@ -42,16 +40,6 @@ def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> Non
         old, placement = layer.get_parameter(name), Replicate() if dim is None else Shard(dim)
         new = distribute_tensor(old, mesh, [placement])
         setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
-
-
-def check_shardable(model: nn.Module, reshard: str) -> None:
-    """Raise UserError where this torch's FSDP cannot shard the bytes of a base in 4 bits."""
-    in_4_bits = any(not parameter.is_floating_point() for parameter in model.parameters())
-    if in_4_bits and reshard != "adapters" and torch.__version__ < "2.13":
-        raise UserError(
-            f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
-            f"adapters, or torch 2.13"
-        )
 
 
 def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:

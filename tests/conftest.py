@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CHANGES = ROOT / "tests/changes"
+ROOMS = [init.parent.name for init in ROOT.glob("*/__init__.py")]  # folders of the project
 SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
@@ -172,7 +173,7 @@ def changed_copy(
     """Copy the project's scripts; apply a patch of tests/changes, but not to the file `exclude`;
     then replace strings of model.py. Returns the first arguments of `launch` for a changed script.
     """
-    for folder in (".", "plumbing", "perf", "tests/workers"):
+    for folder in (".", *ROOMS, "tests/workers"):
         (copy / folder).mkdir(parents=True, exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, copy / folder)

@@ -1,4 +1,4 @@
-"""plumbing/adamw.py: AdamW with moments in bfloat16."""
+"""techniques/optimizers.py: AdamW with moments in bfloat16."""
 
 import shutil
 
@@ -11,12 +11,12 @@ from test_train import flags
 
 import checkpoint
 from model import Llama
-from plumbing import adamw
-from plumbing.adamw import BFloat16AdamW
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
-from plumbing.tokenizer import load_tokenizer
+from runs.flags import add_optimizer_flags
+from techniques import optimizers as adamw
+from techniques.optimizers import BFloat16AdamW
+from text.tokenizer import load_tokenizer
 from train import make_optimizer
 
 BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1

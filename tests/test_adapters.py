@@ -12,16 +12,16 @@ from test_pipeline import selected
 from workers.train_cases import build, initialize
 
 from checkpoint import load_pretrained, read_config, write_checkpoint
-from generate import load_model
+from files.adapters import load_adapter
+from files.safetensors import StoredTensor
+from generate import generate, load_model
 from lora import TARGETS
-from model import LlamaConfig, generate
-from nf4 import rounded
+from model import LlamaConfig
 from parallel import ParallelConfig, fsdp
-from plumbing.checks import check_blocks
-from plumbing.peft_files import load_adapter
 from plumbing.processes import UserError
-from plumbing.safetensors import StoredTensor
-from plumbing.tokenizer import load_tokenizer
+from runs.rules import check_blocks
+from techniques.nf4 import rounded
+from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 # Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.

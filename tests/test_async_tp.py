@@ -144,7 +144,7 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     within = with_fault(
         tmp_path / "copy", "float8", "        return self.product(x, self.weight)\n", BY_CHUNKS
     )
-    path = tmp_path / "copy" / "float8.py"
+    path = tmp_path / "copy" / "techniques/float8.py"
     layer = "layer = Float8Linear(model.get_submodule(name), recipe)"
     by_rows = f"{layer}; layer.by_rows = attribute in ('wo', 'w2')"
     path.write_text(path.read_text().replace(layer, by_rows))

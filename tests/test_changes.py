@@ -37,7 +37,7 @@ CONFIG = LlamaConfig(**GROUPED)
 
 CONSTANTS = {"sliding_window": {"WINDOW = 64": "WINDOW = 3"}}  # other ones in a short test
 FLAGS = {"lion": {"optimizer": "lion"}, "cosine": {"decay": "cosine"}}
-UNPREDICTED = ("experts",)  # sends more than perf/cost.py says
+UNPREDICTED = ("experts",)  # sends more than costs/traffic.py says
 STILL_A_LLAMA = ("z_loss", "lion", "cosine")
 WEIGHTS = {"lion": plain_lion}  # that training should end with
 
@@ -151,14 +151,16 @@ def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, sh
     "name, layer", [("qk_norm", "attention.q_norm"), ("experts", "feed_forward.router")]
 )
 def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp_path):
-    changed = changed_copy(tmp_path / "copy", name, exclude="tensor_parallel.py")
+    changed = changed_copy(tmp_path / "copy", name, exclude="parallel.py")
     result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
     refused(result, f"--tp cannot shard layers.0.{layer}.weight: add its layer to PLAN")
 
 
 def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(shards, tmp_path):
     """The stream is scaled after the embedding, and so would be the input of every stage."""
-    embed = "        device, dtype = tokens.device.type, self.compute_dtype\n"
+    embed = (
+        "        device, dtype, E = tokens.device.type, self.compute_dtype, self.config.head_dim\n"
+    )
     changed = changed_copy(tmp_path / "copy", edits={embed: f"        x = 8 * x\n{embed}"})
     run = ["train.py", *flags(shards, tmp_path / "run"), "--pp", 2]
     refused(launch(*changed, *run, nproc=2), "--pp computes another loss than one process")
@@ -166,7 +168,7 @@ def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(shards, tmp_path)
 
 # Places in model.py.
 FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
-FEATURES = "SwiGLU.apply(self.w1(x), self.w3(x))"
+FEATURES = "self.swiglu(self.w1(x), self.w3(x))"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""plumbing/chat.py: conversation files, targets, and rows that several samples share."""
+"""text/chat.py: conversation files, targets, and rows that several samples share."""
 
 import json
 import random
@@ -11,8 +11,9 @@ import transformers
 from conftest import shared
 
 from model import IGNORE, Llama, LlamaConfig
-from plumbing import chat
-from plumbing.chat import (
+from plumbing.processes import UserError
+from text import chat
+from text.chat import (
     EXAMPLES,
     Packed,
     encode,
@@ -21,9 +22,8 @@ from plumbing.chat import (
     pack,
     read_conversations,
 )
-from plumbing.corpora import read_pieces
-from plumbing.processes import UserError
-from plumbing.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from text.corpora import read_pieces
+from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
 BYTES = load_tokenizer("bytes")
 

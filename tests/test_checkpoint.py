@@ -12,14 +12,14 @@ import torch
 from conftest import succeed
 
 import checkpoint
+from files.directories import CHECKSUMS, checksums
 from model import Llama, LlamaConfig
-from parallel import optimizer_parameters
-from plumbing.checkpoint_files import CHECKSUMS, checksums
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
-from plumbing.records import warn_about_changed_flags
-from plumbing.tokenizer import load_tokenizer, train_tokenizer
+from runs.flags import add_optimizer_flags
+from runs.records import warn_about_changed_flags
+from techniques.zero1 import optimizer_parameters
+from text.tokenizer import load_tokenizer, train_tokenizer
 from train import make_optimizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)

@@ -33,8 +33,10 @@ def test_every_fault_has_a_cure_here():
 def test_changes_fit_the_code(name, tmp_path):
     fault = clinic.FAULTS[name]
     clinic.copy_project(tmp_path / "copy", fault)
-    changed = [path.name for path in ROOT.glob("*.py")
-               if path.read_text() != (tmp_path / "copy" / path.name).read_text()]  # fmt: skip
+    files = [path.relative_to(tmp_path / "copy") for path in tmp_path.glob("copy/**/*.py")]
+    changed = [
+        str(f) for f in files if (ROOT / f).read_text() != (tmp_path / "copy" / f).read_text()
+    ]
     assert sorted(changed) == sorted(file for file, *_ in fault.changes)
     assert bool(fault.places) == bool(fault.changes)
     assert all(clinic.cure_of(f"parallel.{place}()") == place for place in fault.places)

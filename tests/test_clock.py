@@ -1,4 +1,4 @@
-"""labs/clock.py: times against some worked out by hand, and against perf/roofline.py."""
+"""labs/clock.py: times against some worked out by hand, and against costs/seconds.py."""
 
 import importlib.util
 import time
@@ -12,9 +12,9 @@ from conftest import ROOT
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from costs.seconds import assumed_machine, collective_time, compute_time
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-from perf.roofline import assumed_machine, collective_time, compute_time
 
 # By its path: labs/lora.py is not lora.py, so labs/ is not to be where modules are looked for.
 spec = importlib.util.spec_from_file_location("clock", ROOT / "labs/clock.py")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import launch, refused, succeed
 
+from costs.traffic import predict_traffic, sent_bytes
 from model import PRESETS, Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf import compare
@@ -23,8 +24,7 @@ from perf.compare import (
     memory_needed,
     output_problem,
 )
-from perf.cost import predict_traffic, sent_bytes
-from perf.measure import build_on_meta
+from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 
 

@@ -1,4 +1,4 @@
-"""context_parallel.py: ranks that share sequences compute what one process does."""
+"""techniques/context_parallel.py: ranks that share sequences compute what one process does."""
 
 from types import SimpleNamespace
 
@@ -12,11 +12,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_py
-from context_parallel import SharedBatch, chunks_of, own_tokens, share_sequences, whole_sequences
-from data import Batch
 from model import attend, document_mask
 from parallel import ParallelConfig
-from plumbing import lower_right
+from techniques import context_parallel as lower_right
+from techniques.context_parallel import (
+    SharedBatch,
+    chunks_of,
+    own_tokens,
+    share_sequences,
+    whole_sequences,
+)
+from text.batch import Batch
 
 # ------------------------------------------------------------------------- one rank by itself
 

@@ -19,11 +19,12 @@ from conftest import ENVIRONMENT, ROOT, launch, refused
 
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
-from model import Llama, LlamaConfig, generate, stream
-from plumbing.chat import drop_oldest, encode_prompt
+from files.safetensors import StoredTensor
+from generate import generate, stream
+from model import Llama, LlamaConfig
 from plumbing.processes import UserError
-from plumbing.safetensors import StoredTensor
-from plumbing.tokenizer import load_tokenizer
+from text.chat import drop_oldest, encode_prompt
+from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 EOT = BYTES.special["<|eot_id|>"]

@@ -1,4 +1,4 @@
-"""perf/cost.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
+"""costs/traffic.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,23 +11,23 @@ from conftest import slow
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from data import Batch
-from lora import LoRA
-from model import PRESETS, FeedForward, Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
-from perf.choose import (
-    check_parallel,
+from costs.choose import (
     choose_parallel,
     fits_unsharded,
     what_would_fit,
     with_mesh_sizes,
 )
-from perf.cost import predict_traffic, sent_bytes
-from perf.measure import Live, build_on_meta, emulate, state_tensors
-from perf.memory import mask_width, predict_memory, prediction_caveat
-from plumbing.flags import add_optimizer_flags
+from costs.memory import mask_width, predict_memory, prediction_caveat
+from costs.traffic import predict_traffic, sent_bytes
+from lora import LoRA
+from model import PRESETS, FeedForward, Llama, LlamaConfig
+from parallel import ParallelConfig, parallelize, with_mesh
+from perf.instruments import Live, build_on_meta, emulate, state_tensors
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
+from runs.flags import add_optimizer_flags
+from runs.rules import check_parallel
+from text.batch import Batch
 from train import accumulate, make_optimizer
 
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
@@ -60,8 +60,8 @@ STEPS = {
     "fsdp bfloat16 full": (
         CHUNKY, dict(dp="fsdp", shard=4, dtype=LOW, checkpointing="full"), 4, 1,
     ),
-    "fsdp bfloat16 moments": (CHUNKY, dict(dp="fsdp", shard=4, moments=LOW), 2, 2),
-    "zero1 bfloat16 moments": (TIED, dict(dp="zero1", replicate=2, moments=LOW), 2, 2),
+    "fsdp bfloat16 moments": (CHUNKY, dict(dp="fsdp", shard=4, moments="bfloat16"), 2, 2),
+    "zero1 bfloat16 moments": (TIED, dict(dp="zero1", replicate=2, moments="bfloat16"), 2, 2),
     "muon": (CHUNKY, dict(optimizer="muon"), 1, 1),
     "muon ddp": (TIED, dict(optimizer="muon", replicate=4), 4, 1),
     "muon zero1": (TIED, dict(optimizer="muon", dp="zero1", replicate=3), 2, 2),
@@ -217,14 +217,14 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
 @pytest.mark.parametrize(
     "gigabytes, size, given, flags",
     [
-        (150, 1, dict(microbatch=4, moments=LOW), "--checkpointing selective"),
-        (150, 1, dict(microbatch=1, seq_len=8192, moments=LOW), "--checkpointing selective"),
+        (150, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing selective"),
+        (150, 1, dict(microbatch=1, seq_len=8192, moments="bfloat16"), "--checkpointing selective"),
         (150, 1, dict(microbatch=2), "--moments bfloat16 --checkpointing selective"),
         (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
          "--moments bfloat16 --offload-activations"),
-        (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full", moments=LOW,
-                     offload_activations=True), "--cp 4"),
+        (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
+                     moments="bfloat16", offload_activations=True), "--cp 4"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
          "--moments bfloat16 --checkpointing full"),
         (80, 1, dict(microbatch=1), None),
@@ -232,7 +232,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
 )  # fmt: skip
 def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
     """8B in bfloat16 on GPUs of so many GB; what is suggested fits."""
-    monkeypatch.setattr("perf.choose.usable_memory", lambda device, n: 0.9e9 * gigabytes)
+    monkeypatch.setattr("costs.choose.usable_memory", lambda device, n: 0.9e9 * gigabytes)
     process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
     args = SimpleNamespace(batch=4 * size, seq_len=given.pop("seq_len", 4096))
     args.microbatch = given.pop("microbatch")
@@ -464,9 +464,9 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
     model = meta_model(WIDE)
     parameters = sum(p.numel() for p in model.parameters())
     state = parameters * (4 + 8) // 4  # weights and moments, over 4 ranks
-    monkeypatch.setattr("perf.choose.print_rank_zero", print)
+    monkeypatch.setattr("costs.choose.print_rank_zero", print)
     for room, fits in ((state + 4 * parameters + 10**4, True), (state + 4 * parameters, False)):
-        monkeypatch.setattr("perf.choose.usable_memory", lambda *_, room=room: room)
+        monkeypatch.setattr("costs.choose.usable_memory", lambda *_, room=room: room)
         world = SimpleNamespace(
             parallel=ParallelConfig(dp="fsdp", shard=4), device=None, per_node=4, minimum=int
         )

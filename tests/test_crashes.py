@@ -17,7 +17,7 @@ from conftest import ROOT, Result, finish, launch, refused, start, succeed
 from test_train import flags, metrics
 
 import checkpoint
-from plumbing.checkpoint_files import CHECKSUMS, verify
+from files.directories import CHECKSUMS, verify
 from plumbing.processes import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.

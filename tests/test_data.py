@@ -1,4 +1,4 @@
-"""data.py and plumbing/corpora.py: corpora, shards, windows, and their order."""
+"""data.py and text/corpora.py: corpora, shards, windows, and their order."""
 
 import json
 
@@ -10,9 +10,9 @@ from conftest import launch, refused, succeed
 import data
 from data import ShardWriter, Windows, open_shard, open_windows, window_of
 from model import IGNORE
-from plumbing.corpora import find_files, read_pieces
 from plumbing.processes import UserError
-from plumbing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from text.corpora import find_files, read_pieces
+from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
-from plumbing import chat
-from plumbing.chat import encode, encode_prompt, open_samples
-from plumbing.corpora import find_files, hash_fraction, read_pieces
-from plumbing.tokenizer import load_tokenizer
+from text import chat
+from text.chat import encode, encode_prompt, open_samples
+from text.corpora import find_files, hash_fraction, read_pieces
+from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 

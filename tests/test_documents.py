@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from test_parallel import batch_of
 
-import model as model_py
-from data import Batch
-from model import Documents, Llama, LlamaConfig, document_mask
-from parallel import recompute_and_compile
-from plumbing.check_model import check_documents
+import text.batch as batch_py
+from model import Llama, LlamaConfig, document_mask
 from plumbing.processes import UserError
+from runs.check_model import check_documents
+from techniques.recompute import recompute_and_compile
+from text.batch import Batch, Documents
 
 CONFIG = LlamaConfig(64, 2, 4, 2, 64, vocab_size=101)
 CPU = torch.device("cpu")
@@ -40,11 +40,11 @@ def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, en
 
 @pytest.fixture
 def with_kernel(monkeypatch):
-    monkeypatch.setattr(model_py, "varlen_attn", one_by_one)
-    monkeypatch.setattr(model_py, "ASKS_FOR_GQA", True)
-    kernels = model_py.DOCUMENT_KERNELS
+    monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
+    monkeypatch.setattr(batch_py, "ASKS_FOR_GQA", True)
+    kernels = batch_py.DOCUMENT_KERNELS
     widths = {("cpu", torch.float64): range(8, 257, 8)}
-    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels | widths)
+    monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels | widths)
 
 
 def random_positions(B: int, T: int, within: bool) -> torch.Tensor:
@@ -99,8 +99,7 @@ def test_documents_without_positions_are_refused():
 
 
 def test_a_kernel_that_returns_nan_is_refused(with_kernel, monkeypatch):
-    monkeypatch.setattr("plumbing.check_model.DOCUMENT_KERNELS", model_py.DOCUMENT_KERNELS)
-    monkeypatch.setattr(model_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
+    monkeypatch.setattr(batch_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
     with pytest.raises(UserError, match="change both alike"):
         check_documents(CONFIG, CPU, torch.float64)
 
@@ -132,16 +131,15 @@ def test_without_a_kernel_there_is_a_mask(with_kernel, dtype, head_dim):
 
 
 def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monkeypatch):
-    kernels = model_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16): [CONFIG.head_dim, 16]}
-    monkeypatch.setattr(model_py, "DOCUMENT_KERNELS", kernels)
-    monkeypatch.setattr("plumbing.check_model.DOCUMENT_KERNELS", kernels)
+    kernels = batch_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16): [CONFIG.head_dim, 16]}
+    monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels)
     for dtype in (torch.float64, torch.bfloat16):
         check_documents(CONFIG, CPU, dtype)
 
     def in_a_window(positions, queries):
         return document_mask(positions, queries).triu(-256)
 
-    monkeypatch.setattr(model_py, "document_mask", in_a_window)
+    monkeypatch.setattr("model.document_mask", in_a_window)
     check_documents(CONFIG, CPU, torch.float32)  # has no kernel, and needs none
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(UserError, match="change both alike"):

@@ -16,7 +16,7 @@ from test_train import flags
 
 
 def has_begun(process: int) -> bool:
-    """Return whether the thread of plumbing/startup.py runs. Before, only Python itself does."""
+    """Return whether the thread of plumbing/endings.py runs. Before, only Python itself does."""
     return len(os.listdir(f"/proc/{process}/task")) > 1
 
 

@@ -5,14 +5,15 @@ import torch
 import transformers
 from conftest import changed_copy, hugging_face_config, launch, refused, succeed
 
+from files import formats
 from model import Llama
-from plumbing import fingerprint, formats
 from plumbing.processes import UserError
+from runs import check_model as fingerprint
 
 # Strings of model.py, and places for more lines.
 FIELD = "    tie_embeddings: bool = False"
 TINY = "vocab_size=2048, tie_embeddings=True"
-GEGLU = {"SwiGLU.apply(self.w1(x), self.w3(x))": "F.gelu(self.w1(x)) * self.w3(x)"}
+GEGLU = {"self.swiglu(self.w1(x), self.w3(x))": "F.gelu(self.w1(x)) * self.w3(x)"}
 OFF = {FIELD: f"    window: int = 0\n{FIELD}"}
 ON = OFF | {TINY: f"window=64, {TINY}"}
 

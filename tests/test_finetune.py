@@ -13,14 +13,15 @@ from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_li
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
+from files.adapters import PEFT_FILES
+from files.directories import read_index
+from files.safetensors import StoredTensor, open_safetensors
 from finetune_lora import load_adapter
+from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
-from model import IGNORE, Llama, LlamaConfig, generate
-from plumbing.chat import open_samples
-from plumbing.checkpoint_files import read_index
-from plumbing.peft_files import PEFT_FILES
-from plumbing.safetensors import StoredTensor, open_safetensors
-from plumbing.tokenizer import load_tokenizer
+from model import IGNORE, Llama, LlamaConfig
+from text.chat import open_samples
+from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
 SEQ = 96

@@ -1,4 +1,4 @@
-"""float8.py: rounding to 8 bits, and a linear layer whose products are of rounded numbers."""
+"""float8: rounding to 8 bits, and a linear layer whose products are of rounded numbers."""
 
 import math
 
@@ -10,22 +10,25 @@ from test_pipeline import selected
 from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
-from float8 import (
+from costs.traffic import flops_per_token
+from model import Llama, LlamaConfig
+from parallel import ParallelConfig
+from plumbing.processes import UserError
+from techniques.float8 import (
+    BLOCK,
     E4M3,
     E5M2,
     RECIPES,
     Float8Linear,
     float8_product,
+    has_kernel,
+    in_tiles,
     layers_in_8_bits,
     product,
+    recipes_of,
     rounded,
     use_float8,
 )
-from model import Llama, LlamaConfig
-from parallel import ParallelConfig
-from perf.cost import flops_per_token
-from plumbing.processes import UserError
-from plumbing.scaled_mm import BLOCK, has_kernel, in_tiles, recipes_of
 
 FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
 

@@ -1,4 +1,4 @@
-"""plumbing/formats.py, and checkpoint.py's import and export, against transformers."""
+"""files/formats.py, and checkpoint.py's import and export, against transformers."""
 
 import json
 import random
@@ -13,11 +13,11 @@ import transformers
 from conftest import hugging_face_config, launch, refused, shared, succeed
 
 from checkpoint import export_weights, import_weights, load_pretrained, read_config
+from files import formats
+from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
-from plumbing import formats
 from plumbing.processes import UserError
-from plumbing.safetensors import StoredTensor
-from plumbing.tokenizer import load_tokenizer, train_tokenizer
+from text.tokenizer import load_tokenizer, train_tokenizer
 
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1

@@ -4,8 +4,8 @@ import pytest
 from conftest import launch, succeed
 
 from checkpoint import load_pretrained
-from model import generate
-from plumbing.tokenizer import load_tokenizer
+from generate import generate
+from text.tokenizer import load_tokenizer
 
 POEM = "El niño soñó: 漢字 y 🙂.\n"
 

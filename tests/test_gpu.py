@@ -22,24 +22,23 @@ from test_train import flags
 
 import checkpoint
 import model as model_py
-from context_parallel import own_tokens
-from data import Batch
-from float8 import float8_product
+from costs.memory import predict_memory
+from generate import generate
 from lora import LoRA, LoRALinear
-from model import Documents, LlamaConfig, attend, document_mask, generate
-from muon import orthogonalize
-from nf4 import dequantized, quantized
-from parallel import ParallelConfig, parallelize, with_mesh
-from perf.measure import Counted, build_on_meta, make_step, random_batch, silenced
-from perf.memory import predict_memory
-from plumbing.check_model import check_documents
-from plumbing.flags import add_optimizer_flags
+from model import LlamaConfig, attend, document_mask
+from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
+from perf.instruments import Counted, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
-from plumbing.scaled_mm import has_kernel
 from plumbing.shards import assign_shard, to_local
-from plumbing.tokenizer import load_tokenizer
-from tensor_parallel import tensor_parallel
+from runs.check_model import check_documents
+from runs.flags import add_optimizer_flags
+from techniques.context_parallel import own_tokens
+from techniques.float8 import float8_product, has_kernel
+from techniques.nf4 import dequantized, quantized
+from techniques.optimizers import orthogonalize
+from text.batch import Batch, Documents
+from text.tokenizer import load_tokenizer
 from train import accumulate, make_optimizer, train_step, update, zero_gradients
 
 ON_GPU = torch.cuda.is_available()
@@ -352,7 +351,7 @@ MEMORY = {  # parallel, microbatches of 4 x 1,024 tokens
     "autocast compiled": (dict(dtype=LOW, compile=True), 1),
     "fsdp": (dict(dtype=LOW, dp="fsdp"), 1),
     "fsdp full": (dict(dtype=LOW, dp="fsdp", checkpointing="full"), 1),
-    "moments": (dict(dtype=LOW, moments=LOW, checkpointing="full"), 1),
+    "moments": (dict(dtype=LOW, moments="bfloat16", checkpointing="full"), 1),
     "offloaded": (dict(dtype=LOW, checkpointing="full", offload_activations=True), 1),
     "offloaded without recomputation": (dict(dtype=LOW, offload_activations=True), 1),
     "adapters": (dict(dtype=LOW, lora=ADAPTERS), 1),
@@ -372,7 +371,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     )
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    moments = "bfloat16" if parallel.moments else "float32"
+    moments = parallel.moments
     args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
     batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
     step = make_step(BIG, args, batch, 4, with_mesh(process, parallel), lora)
@@ -423,7 +422,7 @@ def test_a_full_gpu_is_told(shards, tmp_path):
         (dict(), False, None),
         (dict(dp="fsdp", checkpointing="full"), True, None),
         (dict(dp="zero1", checkpointing="selective"), False, None),
-        (dict(moments=LOW, offload_activations=True), True, None),
+        (dict(moments="bfloat16", offload_activations=True), True, None),
         (dict(compile=True), True, ADAPTERS),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a rank sends, as perf/cost.py has it, equals what the kernel counts on an emulated link."""
+"""What a rank sends, as costs/ has it, equals what the kernel counts on an emulated link."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
+from costs.traffic import sent_bytes
 from parallel import ParallelConfig
-from perf.cost import sent_bytes
 
 RANKS = 4
 

@@ -1,4 +1,4 @@
-"""lora.py, plumbing/peft_files.py against adapters added by hand, and against PEFT."""
+"""lora.py, files/adapters.py against adapters added by hand, and against PEFT."""
 
 import dataclasses
 import json
@@ -11,22 +11,22 @@ from conftest import launch, refused, succeed
 from torch import nn
 
 from checkpoint import load_pretrained, merge, write_checkpoint
-from lora import TARGETS, LoRA, LoRALinear, adapters, add_adapters, init_adapters
-from model import Llama, LlamaConfig
-from parallel import recompute_and_compile
-from plumbing import formats
-from plumbing.flags import add_optimizer_flags
-from plumbing.formats import save_hf
-from plumbing.parser import Parser
-from plumbing.peft_files import (
+from files import formats
+from files.adapters import (
     PEFT_FILES,
     gather_adapters,
     load_adapter,
     open_adapter,
     save_adapter,
 )
+from files.formats import save_hf
+from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from lora import TARGETS, LoRA, LoRALinear, adapters, add_adapters, init_adapters
+from model import Llama, LlamaConfig
+from plumbing.parser import Parser
 from plumbing.processes import UserError
-from plumbing.safetensors import StoredTensor, open_safetensors, save_safetensors
+from runs.flags import add_optimizer_flags
+from techniques.recompute import recompute_and_compile
 from train import make_optimizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=64, max_seq_len=16_384, rope_scaling=8.0)

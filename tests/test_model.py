@@ -10,6 +10,9 @@ from conftest import hugging_face_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from costs.devices import peak_flops
+from costs.traffic import flops_per_token
+from generate import generate, sample
 from model import (
     IGNORE,
     LOSS_CHUNK,
@@ -18,12 +21,8 @@ from model import (
     Llama,
     LlamaConfig,
     cross_entropy_sum,
-    generate,
     rope_angles,
-    sample,
 )
-from perf.cost import flops_per_token
-from perf.devices import peak_flops
 
 SMALL = LlamaConfig(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=256

@@ -1,4 +1,4 @@
-"""muon.py: the weights of a reference that takes singular values apart, however it is split."""
+"""Muon: the weights of a reference that takes singular values apart, however it is split."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 from workers.muon_reference import orthogonalized, plain_muon
 
+from costs.seconds import assumed_machine, step_time
+from costs.traffic import muon_flops
 from model import Llama, LlamaConfig
-from muon import is_block_matrix, orthogonalize
 from parallel import ParallelConfig
-from perf.cost import muon_flops
-from perf.measure import build_on_meta
-from perf.roofline import assumed_machine, step_time
+from perf.instruments import build_on_meta
+from techniques.optimizers import is_block_matrix, orthogonalize
 
 TIED = dict(tie_embeddings=True)
 CASES = {

@@ -1,16 +1,16 @@
-"""nf4.py against bitsandbytes, which is the reference implementation of the format."""
+"""techniques/nf4.py against bitsandbytes, which is the reference implementation of the format."""
 
 import pytest
 import torch
 from workers.train_cases import build, initialize
 
-import nf4
+import techniques.nf4 as nf4
 from lora import LoRA, LoRALinear, add_adapters, quantize_base
 from model import Llama, LlamaConfig
-from nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
-from perf.measure import Live
+from perf.instruments import Live
 from plumbing import processes
 from plumbing.processes import UserError, with_progress
+from techniques.nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
 

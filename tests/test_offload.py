@@ -1,4 +1,4 @@
-"""offload.py: activations in CPU memory change no bit, and leave the GPU."""
+"""techniques/offload.py: activations in CPU memory change no bit, and leave the GPU."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from conftest import launch, refused
 from test_parallel import GROUPED, ODD, SEVEN, case, train
 from test_train import flags
 
-import offload
+import techniques.offload as offload
 from model import Block, Llama, LlamaConfig
-from offload import offload_activations
+from techniques.offload import offload_activations
 
 CASES = {
     "ddp": case(ODD, 1, packed=True, dp="ddp", replicate=2),

@@ -1,5 +1,5 @@
-"""parallel.py, tensor_parallel.py: every configuration computes the gradient of one process, and
-communicates what perf/cost.py predicts."""
+"""parallel.py, parallel.py: every configuration computes the gradient of one process, and
+communicates what costs/traffic.py predicts."""
 
 import functools
 import json
@@ -16,23 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import BATCH, STEPS, batch_of, build, initialize
 
-from model import (
-    IGNORE,
-    Attention,
-    Block,
-    FeedForward,
-    Llama,
-    LlamaConfig,
-    generate,
-    rope_angles,
-)
-from nf4 import dequantized
-from parallel import STRATEGIES, ParallelConfig, parallelize, recompute_and_compile
-from perf.measure import build_on_meta
-from perf.memory import predict_memory
-from plumbing.checks import check_equal_replicas
+from costs.memory import predict_memory
+from generate import generate
+from model import IGNORE, Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
+from parallel import STRATEGIES, ParallelConfig, parallelize, tensor_parallel
+from perf.instruments import build_on_meta
 from plumbing.processes import UserError
-from tensor_parallel import tensor_parallel
+from runs.check_model import check_equal_replicas
+from techniques.nf4 import dequantized
+from techniques.recompute import recompute_and_compile
 
 # Widths that 2 and 4 do not divide where that is possible; a vocabulary of 101 never divides.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
@@ -377,7 +369,8 @@ def test_tensor_parallelism_refuses_what_has_no_place():
 
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
-    world = SimpleNamespace(parallel=ParallelConfig(), device="cpu")
+    world = SimpleNamespace(parallel=ParallelConfig(), device="cpu", mesh=SimpleNamespace())
+    world.mesh.get_local_rank = lambda dim: 0
     model = Llama(LlamaConfig(**GROUPED))
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
     with pytest.raises(

@@ -1,12 +1,12 @@
-"""plumbing/passes.py: the same numbers and gradients as torch's norm, and as RoPE with cosines."""
+"""Passes: the numbers and gradients of model.py's own functions, and never in place of others."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from model import LlamaConfig, rope_angles, rotate
-from plumbing import passes
-from plumbing.passes import RMSNorm
+from model import FeedForward, Llama, LlamaConfig, RMSNorm, rope_angles, rotate, swiglu
+from techniques import passes
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -17,12 +17,19 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype], error
 
 
+def in_few_passes(norm: RMSNorm) -> RMSNorm:
+    passes.put_in(norm, "RMSNorm")
+    return norm
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1, 7), (0, 4), (6,)])
-def test_the_norm_is_torchs(shape, dtype, frozen):
+@pytest.mark.parametrize("change", [lambda norm: norm, in_few_passes])
+def test_the_norm_is_torchs(change, shape, dtype, frozen):
     torch.manual_seed(0)
     ours, theirs = (cls(shape[-1], eps=1e-2).to(dtype) for cls in (RMSNorm, nn.RMSNorm))
+    ours = change(ours)
     weight = torch.randn(shape[-1])
     for norm in (ours, theirs):
         norm.weight.data.copy_(weight)
@@ -41,33 +48,74 @@ def test_the_norm_is_torchs(shape, dtype, frozen):
 
 
 def test_second_derivatives_of_the_norm_are_refused():
-    x = torch.randn(3, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(RMSNorm(8, eps=1e-5)(x).square().sum(), x, create_graph=True)
+    x, norm = torch.randn(3, 8, requires_grad=True), in_few_passes(RMSNorm(8, eps=1e-5))
+    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rotations_are_those_of_the_formula(dtype, monkeypatch):
-    torch.manual_seed(0)
-    cos, sin = rope_angles(LlamaConfig(64, 1, 4, 2), torch.arange(7)[None])
-    x, grad = torch.randn(2, 3, 4, 7, 16, dtype=dtype).transpose(2, 3).unbind()  # as attention's
+def compare(ours, theirs, inputs: list[torch.Tensor], *constants) -> None:
     results = []
-    for torch_fuses in (passes.torch_fuses, lambda x: True):
-        monkeypatch.setattr("model.torch_fuses", torch_fuses)
-        given = x.clone().requires_grad_()
-        rotated = rotate(given, cos, sin)
-        rotated.backward(grad)
-        results.append((rotated, given.grad))
-    for ours, theirs in zip(*results):
-        close(ours, theirs, dtype)
+    for function in (ours, theirs):
+        given = [x.clone().requires_grad_() for x in inputs]
+        output = function(*given, *constants)
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output).to(output))
+        results.append((output, *(x.grad for x in given)))
+    for pair in zip(*results):
+        close(*pair, inputs[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotations_and_swiglu_are_those_of_the_formulas(dtype):
+    torch.manual_seed(0)
+    angles = rope_angles(LlamaConfig(64, 1, 4, 2), torch.arange(7)[None])
+    x = torch.randn(3, 4, 7, 16, dtype=dtype).transpose(1, 2)  # as attention's
+    compare(passes.rotate_in_one_pass, rotate, [x], *angles)
+    compare(passes.SwiGLU.apply, swiglu, [*torch.randn(2, 3, 5, 24, dtype=dtype)])
 
 
 def test_a_norm_saves_its_input_and_one_number_a_row():
     saved = []
-    x, norm = torch.randn(3, 5, 8, requires_grad=True), RMSNorm(8, eps=1e-5)
+    x, norm = torch.randn(3, 5, 8, requires_grad=True), in_few_passes(RMSNorm(8, eps=1e-5))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
         norm(x)
     assert sorted(saved) == [8, 15, 120]
+
+
+def replaced(model: nn.Module) -> set[str]:
+    """What passes.py has put into a model."""
+    block = model.layers["0"]
+    found = {
+        "RMSNorm": "forward" in vars(block.ffn_norm),
+        "RoPE": block.attention.rotate is passes.rotate_in_one_pass,
+        "SwiGLU": block.feed_forward.swiglu == passes.SwiGLU.apply,
+    }
+    return {name for name, is_replaced in found.items() if is_replaced}
+
+
+def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
+    passes.computes_the_same.cache_clear()
+    config = LlamaConfig(16, 1, 2, 1, 12, 11)
+    passes.use_fewer_passes(model := Llama(config))
+    assert replaced(model) == {"RMSNorm", "RoPE", "SwiGLU"} and not capsys.readouterr().err
+
+    def of_relu(self, x):
+        return self.w2(F.relu(self.w1(x)).square() * self.w3(x))
+
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: F.layer_norm(x, x.shape[-1:]))
+    monkeypatch.setattr("model.rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+    monkeypatch.setattr("model.swiglu", lambda gate, up: F.gelu(gate) * up)
+    passes.computes_the_same.cache_clear()
+    passes.use_fewer_passes(model := Llama(config))
+    assert replaced(model) == set()
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 3 and "model.py's own RoPE is used" in notes[1]
+    monkeypatch.undo()
+
+    monkeypatch.setattr(FeedForward, "forward", of_relu)  # leaves swiglu out
+    passes.computes_the_same.cache_clear()
+    passes.use_fewer_passes(model := Llama(config))
+    assert replaced(model) == {"RMSNorm", "RoPE", "SwiGLU"} and not capsys.readouterr().err
+    passes.computes_the_same.cache_clear()

@@ -1,15 +1,15 @@
-"""plumbing/peft_files.py refuses adapters beside other matrices than a block's seven."""
+"""files/adapters.py refuses adapters beside other matrices than a block's seven."""
 
 import json
 
 import pytest
 import torch
 
+from files.adapters import PEFT_FILES, gather_adapters, open_adapter, save_adapter
+from files.safetensors import StoredTensor, open_safetensors, save_safetensors
 from lora import LoRA, add_adapters, init_adapters
 from model import Llama, LlamaConfig
-from plumbing.peft_files import PEFT_FILES, gather_adapters, open_adapter, save_adapter
 from plumbing.processes import UserError
-from plumbing.safetensors import StoredTensor, open_safetensors, save_safetensors
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=60)
 

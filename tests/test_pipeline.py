@@ -1,4 +1,4 @@
-"""pipeline.py: schedules are proved, and every pipeline computes the gradient of one process."""
+"""Pipelines: schedules are proved, and every pipeline computes the gradient of one process."""
 
 import re
 
@@ -6,10 +6,18 @@ import pytest
 from conftest import launch, refused, with_fault
 from test_parallel import GROUPED, ODD, RSLORA, SEVEN, TIED, case, equals_plain, holds, train
 
-from perf.timeline import bubble, check_schedule, draw_svg, draw_text, held, read_schedule
-from pipeline import SCHEDULES, make_schedule
 from plumbing.processes import UserError
-from plumbing.stages import layers_of
+from techniques.pipeline import layers_of
+from techniques.schedules import (
+    SCHEDULES,
+    bubble,
+    check_schedule,
+    draw_svg,
+    draw_text,
+    held,
+    make_schedule,
+    read_schedule,
+)
 
 # What each schedule's docstring says: microbatches that a rank holds, and ticks that it waits.
 HOLDS = {
@@ -90,16 +98,23 @@ def test_the_command_draws(tmp_path):
     file, picture = tmp_path / "mine.txt", tmp_path / "x.svg"
     given = ["--stages", 2, "--microbatches", 2, "--schedule", file]
     file.write_text("# Warmup\nF0 F1 B0 B1\nF0 B0 F1 B1  # the last stage\n")
-    result = launch("pipeline.py", *given, "--plot", picture)
+    result = launch("techniques/schedules.py", *given, "--plot", picture)
     assert result.out.startswith("rank 0 F0 F1 .  .  B0 B0 .  B1 B1\n"), result.out
     assert "33.3% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
     assert picture.read_text().count("<rect") == 8
     file.write_text("F0 B0\nF0 B0\n")
-    refused(launch("pipeline.py", *given), "rank 0, position 3: B1@0 is missing")
-    refused(launch("pipeline.py", "--stages", 3, "--schedule", file), "has 2 lines, and 3 ranks")
-    refused(launch("pipeline.py", "--schedule", "none"), "no schedule 'none': choose from gpipe")
+    refused(launch("techniques/schedules.py", *given), "rank 0, position 3: B1@0 is missing")
     refused(
-        launch("pipeline.py", "--schedule", "interleaved", "--microbatches", 3), "multiple of 2"
+        launch("techniques/schedules.py", "--stages", 3, "--schedule", file),
+        "has 2 lines, and 3 ranks",
+    )
+    refused(
+        launch("techniques/schedules.py", "--schedule", "none"),
+        "no schedule 'none': choose from gpipe",
+    )
+    refused(
+        launch("techniques/schedules.py", "--schedule", "interleaved", "--microbatches", 3),
+        "multiple of 2",
     )
     with pytest.raises(UserError, match="takes a multiple of 4 microbatches, not 6"):
         make_schedule("interleaved", 4, 6, 2)
@@ -276,7 +291,7 @@ def test_every_combination_equals_one_process(tmp_path, data, schedule):
         ("pipeline", "own += other", "pass"),
         ("pipeline", "embedding.weight.copies = 2", "pass"),
         ("train", "norm = sums[3].sqrt()", "norm = rows[world.rank, 3].sqrt()"),
-        ("plumbing/split_backward", "else weight.grad.add_(new)", "else new"),
+        ("techniques/split_backward", "else weight.grad.add_(new)", "else new"),
     ],
 )
 def test_planted_faults_are_found(tmp_path, file, old, new):

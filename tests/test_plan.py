@@ -9,14 +9,14 @@ import torch
 from conftest import launch, refused, succeed
 from test_roofline import measurement
 
+from costs.choose import USABLE_FRACTION
+from costs.memory import predict_memory
+from costs.search import data_parallel_choices
 from model import PRESETS
 from parallel import ParallelConfig
-from perf.choose import USABLE_FRACTION
-from perf.measure import build_on_meta
-from perf.memory import predict_memory
-from perf.plans import data_parallel_choices
-from plumbing.flags import add_finetuning_flags
+from perf.instruments import build_on_meta
 from plumbing.parser import Parser
+from runs.flags import add_finetuning_flags
 
 
 def run(*args) -> str:

@@ -21,8 +21,8 @@ from types import ModuleType
 import pytest
 from conftest import ROOT, launch, refused, succeed
 
-from perf.cost import predict_traffic, sent_bytes
-from perf.memory import predict_memory
+from costs.memory import predict_memory
+from costs.traffic import predict_traffic, sent_bytes
 from plumbing.processes import UserError
 
 LABS = ROOT / "labs"

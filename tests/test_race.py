@@ -1,4 +1,4 @@
-"""bench.py race: an entry and the project in turns, and a verdict with its noise."""
+"""labs/race.py: an entry and the project in turns, and a verdict with its noise."""
 
 import subprocess
 from argparse import Namespace
@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from conftest import CHANGES, changed_copy, launch, refused, succeed
 
-from perf import race
-from perf.race import Result, verdict
+from labs import race
+from labs.race import Result, verdict
 from plumbing.processes import UserError
 
 TINY = "--steps 3 --warmup 1 --batch 2 --seq-len 16 --dim 16 --ffn-dim 16 --n-layers 1 --n-heads 2"
@@ -47,13 +47,13 @@ def test_one_round_has_no_noise():
 def test_a_race(tmp_path):
     """The seed is the same for both, so without a change that matters there is no gain."""
     given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
-    result = succeed("bench.py", "race", CHANGES / "cosine.patch", *given)
+    result = succeed("labs/race.py", CHANGES / "cosine.patch", *given)
     first = result.out.splitlines()[1].split()
     assert first[1] == first[2] and first[3] == "0.0000"
     assert "run 1 of 2: the entry, seed 0:" in result.err and "after 3 steps" in result.err
     # An entry changes neither its seed nor how it is scored.
     flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
-    changed = succeed("bench.py", "race", flags, *given)
+    changed = succeed("labs/race.py", flags, *given)
     assert "the entry, seed 0" in changed.err and "after 2 steps" in changed.err
     assert " 0.0000" not in changed.out
 
@@ -110,4 +110,4 @@ def text_of(tmp_path) -> str:
     ],
 )
 def test_refused(given, says):
-    refused(launch("bench.py", "race", "--base=--tokenizer=bytes", *given), says)
+    refused(launch("labs/race.py", "--base=--tokenizer=bytes", *given), says)

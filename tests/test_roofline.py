@@ -1,4 +1,4 @@
-"""perf/roofline.py: a step's time against the same formulas worked out by hand."""
+"""costs/seconds.py: a step's time against the same formulas worked out by hand."""
 
 import json
 from dataclasses import replace
@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lora import LoRA
-from model import PRESETS, LlamaConfig
-from parallel import ParallelConfig
-from perf.cost import predict_traffic
-from perf.measure import build_on_meta
-from perf.roofline import (
+from costs.seconds import (
     Machine,
     assumed_machine,
     collective_time,
@@ -25,6 +20,11 @@ from perf.roofline import (
     step_time,
     update_bytes,
 )
+from costs.traffic import predict_traffic
+from lora import LoRA
+from model import PRESETS, LlamaConfig
+from parallel import ParallelConfig
+from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 
 H100 = assumed_machine("h100", "400gbit", 8)

@@ -1,4 +1,4 @@
-"""plumbing/safetensors.py against the safetensors package; malformed files are refused."""
+"""files/safetensors.py against the safetensors package; malformed files are refused."""
 
 import json
 import random
@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from files.safetensors import DTYPES, StoredTensor, open_safetensors, save_safetensors
 from plumbing.processes import UserError
-from plumbing.safetensors import DTYPES, StoredTensor, open_safetensors, save_safetensors
 
 
 def samples() -> dict[str, torch.Tensor]:

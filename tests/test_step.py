@@ -12,15 +12,15 @@ from conftest import launch, refused, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from costs.memory import predict_memory
 from model import PRESETS, Llama
 from parallel import ParallelConfig, with_mesh
-from perf.measure import Counted, build_on_meta, make_step, megabytes, random_batch
-from perf.memory import predict_memory
+from perf.instruments import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
+from runs.flags import add_optimizer_flags
 from train import make_optimizer, train_step
 
 

@@ -1,4 +1,4 @@
-"""plumbing/tokenizer.py: encoding and decoding, files of tokenizers, training."""
+"""text/tokenizer.py: encoding and decoding, files of tokenizers, training."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ from conftest import shared, succeed
 from tiktoken.load import load_tiktoken_bpe
 
 from plumbing.processes import UserError
-from plumbing.tokenizer import load_tokenizer, train_bpe, train_tokenizer
+from text.tokenizer import load_tokenizer, train_bpe, train_tokenizer
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 

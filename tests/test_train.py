@@ -15,9 +15,9 @@ from conftest import by_torchrun, launch, metrics, slow, succeed
 from checkpoint import load_pretrained
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
-from plumbing.tokenizer import load_tokenizer
+from runs.flags import add_optimizer_flags
+from text.tokenizer import load_tokenizer
 from train import learning_rate, make_optimizer
 
 SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--ffn-dim", "48"]

@@ -165,7 +165,7 @@ WRONG = [
         says="predict_traffic is what you are to write",
         change={
             "    P = elements(root)": """\
-    from perf.cost import predict_traffic
+    from costs.traffic import predict_traffic
 
     predict_traffic()
     P = elements(root)""",

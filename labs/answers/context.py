@@ -194,7 +194,7 @@ grad = grad.contiguous()
         says="whole_sequences is what you are to write",
         change={
             "    rank, ranks = dist": """\
-    import context_parallel
+    import techniques.context_parallel as context_parallel
 
     context_parallel.whole_sequences(torch.zeros(2, 2, 2, 2))
     rank, ranks = dist"""

@@ -5,7 +5,8 @@ A frozen matrix is only read, so it may lie in memory in 4 bits a weight: an eig
 weights are: close together around 0. They reach from -1 to 1, so blocks of weights have scales. The
 matrix itself is there only while it is multiplied, in forward and once more in backward.
 
-Read: the head of nf4.py, point 3 in the head of lora.py, and the documentation of torch.bucketize.
+Read: the head of techniques/nf4.py, point 3 in the head of lora.py, and the documentation of
+torch.bucketize.
 """
 
 from collections.abc import Callable
@@ -67,10 +68,11 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
 # Why: most weights of a block are small beside its largest, and there NF4 has its numbers. Evenly
 # spaced ones lie where few weights are, and so err by more. (In blocks of 32 this turns around:
 # bitsandbytes #2086.) A block confines an outlier, since no other block has its scale. Scales cost
-# 32 / 64 bits a weight, 4.5 in all. nf4.py has 4.13, because it rounds scales to a byte and has one
-# float32 a row. Autograd would save the matrix for the gradient of x, in every layer, and what 4
-# bits have saved would be lost, as in unsloth's experts (unsloth-zoo PR #838). A Function saves the
-# codes. Two codes that share a byte once ruined large blocks in bitsandbytes (#565, PR #1721).
+# 32 / 64 bits a weight, 4.5 in all. techniques/nf4.py has 4.13, because it rounds scales to a byte
+# and has one float32 a row. Autograd would save the matrix for the gradient of x, in every layer,
+# and what 4 bits have saved would be lost, as in unsloth's experts (unsloth-zoo PR #838). A
+# Function saves the codes. Two codes that share a byte once ruined large blocks in bitsandbytes
+# (#565, PR #1721).
 
 
 WRONG = [

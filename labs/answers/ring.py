@@ -6,7 +6,7 @@ receives from the other, so that all links are busy all the time. For large tens
 takes hardly longer on 1,000 ranks than on 10. You have only sends and receives.
 
 Read: the documentation of torch.distributed.isend, recv and batch_isend_irecv, and the docstring of
-`collective_time` in perf/roofline.py.
+`collective_time` in costs/seconds.py.
 """
 
 import torch

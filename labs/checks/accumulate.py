@@ -22,9 +22,9 @@ from torch import Tensor
 from training import Run
 
 import train
-from data import Batch
 from parallel import World
-from perf.measure import Counted, Live
+from perf.instruments import Counted, Live
+from text.batch import Batch
 
 FUNCTION = "accumulate"
 LEADS_TO = "parallel.py", "gradient_sync"

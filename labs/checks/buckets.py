@@ -23,14 +23,14 @@ from lab import (
 )
 from torch import Tensor
 
-from data import Batch
+from costs.seconds import assumed_machine, collective_time
 from model import Llama
 from parallel import ParallelConfig
-from perf.measure import Counted
-from perf.roofline import assumed_machine, collective_time
+from perf.instruments import Counted
+from text.batch import Batch
 
 FUNCTION = "average_gradients"
-LEADS_TO = "perf/cost.py", "_ddp"
+LEADS_TO = "costs/traffic.py", "_ddp"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.nn.parallel.DistributedDataParallel",

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from lab import Property, barred, check_returned, first_rank, load_function
 
+from costs.traffic import Traffic
 from model import LlamaConfig
 from parallel import ParallelConfig
-from perf.cost import Traffic
-from perf.measure import Counted, build_on_meta, random_batch
+from perf.instruments import Counted, build_on_meta, random_batch
 from train import accumulate
 
 FUNCTION = "traffic"
-LEADS_TO = "perf/cost.py", "predict_traffic"
+LEADS_TO = "costs/traffic.py", "predict_traffic"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "perf.cost.predict_traffic", "perf.cost._fsdp", "perf.measure.emulate"
+BARRED = "costs.traffic.predict_traffic", "costs.traffic._fsdp", "perf.measure.emulate"
 HINTS = (
     "Look at the docstring of `fsdp`: what does each value of `reshard` free after use? What is "
     "freed has to be gathered again, or sent at once.",

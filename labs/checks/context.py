@@ -13,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from training import Run
 
-import context_parallel
-from perf.measure import Counted
-from plumbing import check_model
+import techniques.context_parallel as context_parallel
+from perf.instruments import Counted
+from runs import check_model
 
 FUNCTION = "context_attention"
-LEADS_TO = "context_parallel.py", "SharedSequences"
+LEADS_TO = "techniques/context_parallel.py", "SharedSequences"
 SIZES = 2, 3, 4
 BARRED = (
-    "context_parallel.SharedSequences",
-    "context_parallel.own_tokens",
-    "context_parallel.whole_sequences",
-    "plumbing.lower_right.causal_lower_right",
+    "techniques.context_parallel.SharedSequences",
+    "techniques.context_parallel.own_tokens",
+    "techniques.context_parallel.whole_sequences",
+    "techniques.lower_right.causal_lower_right",
 )
 HINTS = (
     "Draw the square of queries and keys, and shade what causal attention needs. Which rows of it "

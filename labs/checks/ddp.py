@@ -24,7 +24,7 @@ from training import Run, after_backward, replace_ddp
 
 from model import Llama
 from parallel import World
-from perf.measure import Counted
+from perf.instruments import Counted
 
 FUNCTION = "average_gradients"
 LEADS_TO = "parallel.py", "ddp"

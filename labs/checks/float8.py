@@ -9,22 +9,22 @@ from lab import Property, Values, barred, check_returned, compare_tensors, load_
 from torch import Tensor
 from training import Run
 
-import float8
-from float8 import E4M3, E5M2
-from perf.measure import Counted, Live
+import techniques.float8 as float8
+from perf.instruments import Counted, Live
+from techniques.float8 import E4M3, E5M2
 
 FUNCTION = "float8_linear"
-LEADS_TO = "float8.py", "Float8Product"
+LEADS_TO = "techniques/float8.py", "Float8Product"
 SIZES = 1, 2, 3
 BARRED = (
-    "float8.rounded",
-    "float8.factor_of",
-    "float8.float8_product",
-    "float8.Float8Product",
+    "techniques.float8.rounded",
+    "techniques.float8.factor_of",
+    "techniques.float8.float8_product",
+    "techniques.float8.Float8Product",
 )
 HINTS = (
-    "Look at the table in the head of float8.py: between which two numbers must those of a tensor "
-    "lie, so that rounding keeps them? And of which tensors does a rank have only a part?",
+    "Look at the table in the head of techniques/float8.py: between which two numbers must those "
+    "of a tensor lie, so that rounding keeps them? And of which tensors has a rank only a part?",
     "Count the zeros among the codes of a small gradient, before and after it is multiplied by its "
     "factor. Then count the bytes that are kept for backward.",
     "A function that is given a tensor and its largest absolute value, and returns codes and a "

@@ -20,7 +20,7 @@ from training import Run, after_backward, replace_ddp
 
 from model import Llama
 from parallel import World
-from perf.measure import Counted, Live
+from perf.instruments import Counted, Live
 
 FUNCTION = "sharded_linear"
 LEADS_TO = "parallel.py", "fsdp"

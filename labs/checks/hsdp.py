@@ -12,7 +12,7 @@ from training import Run, after_backward, replace_ddp
 import train
 from model import Llama
 from parallel import World
-from perf.measure import Counted
+from perf.instruments import Counted
 
 FUNCTION = "hybrid_sharding"
 LEADS_TO = "parallel.py", "with_mesh"

@@ -21,24 +21,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import Run
 
-import tensor_parallel
+import parallel as tensor_parallel
 import train
 from model import IGNORE
-from perf.measure import Counted
+from perf.instruments import Counted
 
 FUNCTION = "cross_entropy"
-LEADS_TO = "tensor_parallel.py", "loss_parallel"
+LEADS_TO = "parallel.py", "loss_parallel"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.distributed.tensor.parallel.loss_parallel",
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
-    "tensor_parallel.loss_parallel",
-    "tensor_parallel.cross_entropy_sum",
+    "techniques.tensor_parallel.loss_parallel",
+    "techniques.tensor_parallel.cross_entropy_sum",
     "model.cross_entropy_sum",
 )
 HINTS = (
-    "Look at the docstring of `loss_parallel` in tensor_parallel.py: what do ranks exchange?",
+    "Look at the docstring of `loss_parallel` in parallel.py: what do ranks exchange?",
     "Write -log softmax of the target as a difference. Which of its terms are sums over the "
     "vocabulary, and what does a rank add that does not have the target? Then count the numbers a "
     "token that ranks exchange.",

@@ -24,7 +24,7 @@ from training import Run, replace_ddp
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama
 from parallel import World
-from perf.measure import Counted
+from perf.instruments import Counted
 
 FUNCTION = "prepare"
 LEADS_TO = "parallel.py", "fsdp"

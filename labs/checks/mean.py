@@ -24,10 +24,10 @@ from torch import Tensor
 from training import Run, replace_ddp
 
 import train
-from data import Batch
 from model import IGNORE
 from parallel import World
-from perf.measure import Counted
+from perf.instruments import Counted
+from text.batch import Batch
 
 FUNCTION = "average"
 LEADS_TO = "train.py", "update"

@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_leaves
 
 from model import LlamaConfig
 from parallel import ParallelConfig
-from perf.measure import Live, build_on_meta, random_batch, state_tensors
-from plumbing.flags import add_optimizer_flags
+from perf.instruments import Live, build_on_meta, random_batch, state_tensors
 from plumbing.parser import Parser
 from plumbing.shards import to_local
+from runs.flags import add_optimizer_flags
 from train import accumulate, make_optimizer, zero_gradients
 
 FUNCTION = "memory"
-LEADS_TO = "perf/memory.py", "predict_memory"
+LEADS_TO = "costs/memory.py", "predict_memory"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "perf.memory.predict_memory", "perf.memory._memory_of_rank", "perf.measure.emulate"
+BARRED = "costs.memory.predict_memory", "costs.memory._memory_of_rank", "perf.measure.emulate"
 HINTS = (
     "Look at the picture in the docstring of `fsdp`: what does a rank hold a part of? And which of "
     "the seven kinds come from a rank's own sequences, which nobody else has?",

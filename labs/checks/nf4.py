@@ -10,13 +10,18 @@ from torch import Tensor
 from training import Run
 
 import lora
-import nf4
-from perf.measure import Live
+import techniques.nf4 as nf4
+from perf.instruments import Live
 
 FUNCTION = "four_bits"
-LEADS_TO = "nf4.py", "quantized"
+LEADS_TO = "techniques/nf4.py", "quantized"
 SIZES = (1,)
-BARRED = "nf4.quantized", "nf4.dequantized", "nf4.rounded", "lora.dequantized"
+BARRED = (
+    "techniques.nf4.quantized",
+    "techniques.nf4.dequantized",
+    "techniques.nf4.rounded",
+    "lora.dequantized",
+)
 HINTS = (
     "Look at torch.bucketize: between which borders lies what is nearest to a number of NF4?",
     "Count the bytes of what quantize returns, and the bytes that live between forward and "

@@ -21,20 +21,23 @@ from lab import (
 from torch import Tensor
 from training import Run
 
+from costs.seconds import assumed_machine, step_time
 from model import PRESETS, Llama
 from parallel import ParallelConfig, parallelize, with_mesh
-from perf import timeline
-from perf.measure import build_on_meta
-from perf.roofline import assumed_machine, step_time
-from perf.timeline import Schedule, Timeline, splits_backward
-from pipeline import SCHEDULES
+from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local
+from techniques import schedules as timeline
+from techniques.schedules import SCHEDULES, Schedule, Timeline, splits_backward
 
 FUNCTION = "schedule"
-LEADS_TO = "pipeline.py", "zero_bubble"
+LEADS_TO = "techniques/schedules.py", "zero_bubble"
 SIZES = 2, 3, 4
-BARRED = "pipeline.one_f_one_b", "pipeline.zero_bubble", "pipeline.lines_of"
+BARRED = (
+    "techniques.pipeline.one_f_one_b",
+    "techniques.pipeline.zero_bubble",
+    "techniques.pipeline.lines_of",
+)
 HINTS = (
     "Draw some lines of your own, as the head of the file says: who waits, and for which action of "
     "which rank?",

@@ -26,12 +26,12 @@ from training import Run
 import parallel
 from model import Llama
 from parallel import ParallelConfig, parallelize, with_mesh
-from perf.measure import Counted, Live
+from perf.instruments import Counted, Live
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
 
 FUNCTION = "recompute"
-LEADS_TO = "parallel.py", "recompute"
+LEADS_TO = "techniques/recompute.py", "recompute"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.utils.checkpoint.checkpoint",

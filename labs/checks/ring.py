@@ -14,10 +14,10 @@ from training import Run, after_backward, replace_ddp
 
 from model import Llama
 from parallel import World
-from perf.measure import Counted
+from perf.instruments import Counted
 
 FUNCTION = "ring_all_reduce"
-LEADS_TO = "perf/roofline.py", "collective_time"
+LEADS_TO = "costs/seconds.py", "collective_time"
 SIZES = 2, 3, 4
 COLLECTIVES = """
 all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter

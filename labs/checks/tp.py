@@ -11,12 +11,11 @@ from training import Run
 
 import train
 from model import Llama
-from parallel import World
-from perf.measure import Counted, Live
-from plumbing.allocate import allocate
+from parallel import World, allocate
+from perf.instruments import Counted, Live
 
 FUNCTION = "feed_forward"
-LEADS_TO = "tensor_parallel.py", "tensor_parallel"
+LEADS_TO = "parallel.py", "tensor_parallel"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.distributed.tensor.parallel.parallelize_module",
@@ -24,11 +23,11 @@ BARRED = (
     "torch.distributed.tensor.parallel.RowwiseParallel",
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
-    "tensor_parallel.tensor_parallel",
+    "techniques.tensor_parallel.tensor_parallel",
     "parallel.parallelize",
 )
 HINTS = (
-    "Look at the picture at the head of tensor_parallel.py. Its gathers and scatters are there "
+    "Look at the picture in `tensor_parallel` of parallel.py. Its gathers and scatters are there "
     "because it also shards the sequence: here x is whole on every rank.",
     "Follow one hidden feature: which row of w1, which row of w3 and which column of w2 does it "
     "use? Then count the tensors that ranks have to add up, in forward and in backward.",

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from training import Run, replace_ddp
 
 import train
-from perf.measure import Counted, Live
+from perf.instruments import Counted, Live
 
 FUNCTION = "sharded_adamw"
-LEADS_TO = "parallel.py", "ZeRO1"
+LEADS_TO = "techniques/zero1.py", "ZeRO1"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.distributed.optim.ZeroRedundancyOptimizer",

@@ -14,14 +14,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import checkpoint
-from data import Batch
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard
-from plumbing.tokenizer import load_tokenizer
+from runs.flags import add_optimizer_flags
+from text.batch import Batch
+from text.tokenizer import load_tokenizer
 from train import make_optimizer, train_step
 
 LAYOUTS = {

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
-from perf.measure import build_on_meta
+from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
 

@@ -1,4 +1,4 @@
-"""Muon on whole matrices in one process, written independently of muon.py.
+"""Muon on whole matrices in one process, written independently of techniques/optimizers.py.
 
 Newton-Schulz maps each singular value s of a matrix to a polynomial of s and leaves the singular
 vectors as they are. So the reference takes the singular value decomposition.

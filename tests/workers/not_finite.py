@@ -8,12 +8,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import Batch
 from model import Llama, LlamaConfig
 from parallel import parallelize, with_mesh
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed, run
+from runs.flags import add_optimizer_flags
+from text.batch import Batch
 from train import make_optimizer, train_step
 
 

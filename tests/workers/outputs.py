@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from model import KVCache, Llama, LlamaConfig
-from plumbing.fingerprint import fixed_weight
+from runs.check_model import fixed_weight
 
 PARTS = (5, 1, 4, 1, 2)  # tokens that join the cache together
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from data import Batch
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize, with_mesh
-from perf.measure import build_on_meta
+from perf.instruments import build_on_meta
 from perf.step import Training, plain_step, silenced, silenced_pass
-from plumbing.flags import add_optimizer_flags
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
+from runs.flags import add_optimizer_flags
+from text.batch import Batch
 from train import make_optimizer
 
 CONFIGS = {

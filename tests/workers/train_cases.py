@@ -17,20 +17,22 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import offload
-from context_parallel import share_sequences
-from data import Batch
+import techniques.offload as offload
+from costs.traffic import predict_traffic
+from files.adapters import gather_adapters
+from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
-from model import IGNORE, Llama, LlamaConfig, generate, generator_for
-from parallel import ParallelConfig, optimizer_parameters, parallelize, unsharded, with_mesh
-from perf.cost import predict_traffic
-from perf.measure import Counted
-from plumbing.flags import add_optimizer_flags
+from model import IGNORE, Llama, LlamaConfig, generator_for
+from parallel import ParallelConfig, parallelize, unsharded, with_mesh
+from perf.instruments import Counted
 from plumbing.parser import Parser
-from plumbing.peft_files import gather_adapters
 from plumbing.processes import init_distributed, run
-from plumbing.records import describe_mesh
 from plumbing.shards import assign_shard, to_local
+from runs.flags import add_optimizer_flags
+from runs.records import describe_mesh
+from techniques.context_parallel import share_sequences
+from techniques.zero1 import optimizer_parameters
+from text.batch import Batch
 from train import make_optimizer, train_step
 
 STEPS = 3

@@ -1,0 +1,420 @@
+"""Predict the memory that a parallel configuration takes.
+
+Letters as in parallel.py. Sizes are those of rank 0, which has the largest shard where shards are
+uneven; in a pipeline, those of the rank that needs most.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from costs.traffic import first_block, matrices_of, modules_of, parts_of, sizes_of
+from lora import adapter_settings
+from model import LOSS_CHUNK, Llama, LlamaConfig
+from parallel import EVERYTHING, ParallelConfig
+from techniques.pipeline import layers_of
+from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward
+from text.batch import kernel_widths
+
+
+def predict_memory(
+    model: Llama,
+    parallel: ParallelConfig,
+    tokens: int,
+    microbatches: int,
+    fused: bool = False,
+    masked: int = 0,
+    pp_rank: int | None = None,
+) -> dict[str, int]:
+    """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
+
+    `model` counts with the full shapes of its parameters, and is whole; each microbatch has
+    `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
+    unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
+    what is being computed, logits included. They do not all peak together: `peak` is the largest of
+    four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
+    along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
+    are in CPU memory, but count here. `fused`: on a GPU or compiled, where kernels need
+    fewer intermediate results. `masked` is what mask_width returns. labs/memory.py asks for a
+    formula of DDP and FSDP."""
+    parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
+    if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
+        ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
+    of_ranks = [
+        _memory_of_rank(parts[rank], rank, parallel, tokens, microbatches, fused, masked)
+        for rank in (ranks if pp_rank is None else [pp_rank])
+    ]
+    return max(of_ranks, key=lambda memory: memory["peak"])
+
+
+def _memory_of_rank(
+    model: Llama,
+    pp_rank: int,
+    parallel: ParallelConfig,
+    tokens: int,
+    microbatches: int,
+    fused: bool,
+    masked: int,
+) -> dict[str, int]:
+    """Return the same for one rank of a pipeline, of which `model` has the part of that rank."""
+    config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
+    L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
+    units = functools.cache(partial(sizes_of, model, parallel))  # shards -> sizes
+    state = _state(model, parallel, units)
+    weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
+        parallel, units, L, microbatches
+    )
+
+    # Activations. Backward of a block holds what it recomputes, and the gradients of the residual
+    # stream, of gate and of up. The last norm's inputs and output are saved; its output has a
+    # gradient.
+    matrix = math.ceil(config.vocab_size / tp) * D  # elements of the embedding, and of the output
+    output, embedding = (
+        matrix if module is not None and module.weight.requires_grad else 0
+        for module in (model.output, model.tok_embeddings)
+    )
+    embedding = 0 if config.tie_embeddings and output else embedding  # tied, `output` is both
+    norms = (p for n, p in model.named_parameters() if p.ndim == 1 and ".lora_" not in n)
+    frozen = not next(norms).requires_grad
+    stream = tokens * D * w
+    # With offloaded activations, those of one block stay, and backward has those of two.
+    blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
+    elements = saved_elements(config, parallel, masked, frozen)
+    saved, recomputed = (n * tokens * w for n in elements)
+    with_adapters, matrix_in_4_bits = of_adapters(model, parallel, fused)
+    if parallel.checkpointing == "none":
+        saved += with_adapters * tokens * w
+    else:  # what need not be saved exists in the recomputation all the same
+        recomputed += max(0.0, with_adapters) * tokens * w
+    gate = tokens * F * w / tp  # its gradient exists with that of up, or w2's input's with w2
+    block_backward = recomputed + stream / tp + gate + max(gate, matrix_in_4_bits)
+    # What a block has offloaded is freed all at once, and more of backward adds to it.
+    freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
+    block_backward += freed_at_once * gate
+    lora = adapter_settings(first_block(model))
+    if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
+        block_backward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
+    if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
+        block_backward += 8 * tokens * max(F / tp, D)
+    last_block_backward = blocks_in_backward * saved + block_backward
+    last_norm = (stream_width(parallel, frozen) + 2) * stream
+    logits = loss_bytes(config, parallel, tokens, fused, output > 0)
+    loss = blocks * saved + last_norm + logits
+    if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
+        p, v = parallel.pp, parallel.stages_per_rank
+        order, stages = make_schedule(parallel.schedule, p, microbatches, v)[pp_rank], p * v
+        ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
+        deferred, wait_for_w = (
+            splits_backward([order]) * n * tokens * w for n in deferred_elements(config, tp)
+        )
+        kept, later = {}, {}
+        for stage in range(pp_rank, stages, p):
+            blocks = len(layers_of(stage, stages, config.n_layers))
+            kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
+            later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
+        loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1, sums)
+        loss += last_norm + logits - ends
+        last_block_backward += block_backward + wait_for_w
+
+    # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
+    # through the block, and those of output, last norm and embedding together at the very end.
+    gradients = state["gradients"]
+    shards = _shards(parallel, "gradients")
+    block_0 = units(shards)["block"][1]
+    all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
+    norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
+
+    # The memory beside parameters and optimizer, at four moments. With several microbatches or in
+    # DDP's buckets, `sums` has room for all gradients; else count those computed so far.
+    # 1. The loss: sums, weights to compute with, what all blocks have saved, logits.
+    in_loss = sums + weights + loss
+    # 2. The last block's backward: the same without logits, with the output matrix's gradient.
+    in_last_block = max(sums, output * w) + weights + last_block_backward
+    # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
+    #    yet; activations of this block alone.
+    in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
+    in_block_0 += saved + block_backward
+    # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient.
+    if parallel.offload_activations and L > 1:
+        in_block_0 += max(0, saved - block_0 * g // shards)
+    # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
+    #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
+    in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
+    peak += tokens * masked * (w if parallel.cp > 1 else 1)  # the mask, numbers or truth values
+    return state | {
+        "gathered": int(weights + max(0, sums - gradients)),
+        "activations": int(max(loss, last_block_backward)),
+        "peak": int(state["parameters"] + state["optimizer"] + peak),
+    }
+
+
+def _held_in_pipeline(
+    order: list[Action], kept: dict[int, float], later: dict[int, list[float]], last: int, sums: int
+) -> tuple[float, float]:
+    """Return the most bytes of activations that a rank holds after a forward of the last stage, and
+    at a moment of a backward. A stage's forward keeps `kept` bytes until its backward, and B keeps
+    `later` bytes of each block until W. The first backward makes the `sums` of gradients, so that
+    until then they are subtracted."""
+    now, forward, backward = -sums, 0.0, 0.0
+    for kind, _, stage in order:
+        if kind == "F":
+            now += kept[stage]
+            forward = max(forward, now * (stage == last))
+        elif kind == "B":
+            backward = max(backward, now, now - kept[stage] + sum(later[stage][1:]))
+            now += sum(later[stage]) - kept[stage] + sums
+            sums = 0
+        else:
+            now -= sum(later[stage])
+    return forward, backward
+
+
+def _shards(parallel: ParallelConfig, kind: str) -> int:
+    """Return over how many ranks "parameters", "gradients" or "optimizer" are sharded."""
+    dim = parallel.strategy.sharded.get(kind)
+    return getattr(parallel, dim) if dim else 1
+
+
+def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str, int]:
+    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step.
+    units(shards) are what sizes_of returns."""
+    g = parallel.grad_bytes
+    moment = parallel.moment_bytes
+
+    def of_model(shards: int) -> list[int]:
+        """The bytes of frozen parameters, and the elements of trainable ones."""
+        root, block = units(shards).values()
+        return [(r + len(model.layers) * b) // shards for r, b in zip(root, block)]
+
+    frozen_bytes, _ = of_model(_shards(parallel, "parameters"))
+    if parallel.reshard == "adapters":  # the frozen base is unsharded
+        frozen_bytes, _ = of_model(1)
+    elements = {kind: of_model(_shards(parallel, kind))[1] for kind in EVERYTHING}
+
+    trainable = {
+        unit: sum(parameter.requires_grad for parameter in module.parameters())
+        for unit, module in modules_of(model).items()
+    }
+    tensors = trainable["root"] + len(model.layers) * trainable["block"]
+    optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
+    if parallel.optimizer == "muon":  # one momentum for each of these, and no count
+        shards = _shards(parallel, "optimizer")
+        for _, (rows, columns) in matrices_of(model, parallel):
+            optimizer -= len(model.layers) * (math.ceil(rows / shards) * columns * moment + 4)
+    return {
+        "parameters": elements["parameters"] * g + frozen_bytes,
+        "gradients": elements["gradients"] * g,
+        "optimizer": optimizer,
+    }
+
+
+def _unsharded(
+    parallel: ParallelConfig, units: Callable, L: int, microbatches: int
+) -> tuple[int, ...]:
+    """Return the bytes that a rank holds unsharded for a while: weights to compute with, and those
+    of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
+    root, and of one block, until they are sharded."""
+    g, w = parallel.grad_bytes, parallel.weight_bytes
+    shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
+    (frozen_root, trainable_root), (frozen_block, trainable_block) = units(shards).values()
+    trainable = trainable_root + L * trainable_block
+    if not parallel.strategy.uses_fsdp:
+        replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
+        copies = trainable * w if w < g else 0  # that autocast makes
+        sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
+        sharded = replicated and not in_buckets  # ZeRO-1
+        return copies, 0, sums, trainable_root * g * sharded, trainable_block * g * sharded
+    if parallel.reshard == "adapters":
+        frozen_root = frozen_block = 0
+    root, block = frozen_root + trainable_root * w, frozen_block + trainable_block * w
+    weights = root + min(2, L) * block  # of the block that computes, and of the next
+    if parallel.reshard == "none" or parallel.shard == 1:
+        weights = root + L * block
+    sums = trainable * g // (parallel.shard if parallel.reshard == "all" else 1)
+    return (
+        weights,
+        root,
+        sums if microbatches > 1 else 0,
+        trainable_root * w,
+        trainable_block * w,
+    )
+
+
+def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
+    """Return the size of the residual stream in units of D elements of the compute dtype. Autocast
+    leaves it in float32, the embedding's dtype; a frozen embedding is in the compute dtype."""
+    is_autocast = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp
+    return 2 if is_autocast and not frozen else 1
+
+
+def mask_width(
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    seq_len: int,
+    device: torch.device,
+    documents: bool,
+) -> int:
+    """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
+    mask, since each sequence is one document or the device has a kernel that needs none. With
+    context parallelism, on average over a rank's two chunks, each of which has keys to its end."""
+    if config.head_dim in kernel_widths(device.type, parallel.dtype):
+        return 0
+    if parallel.cp > 1:
+        has_mask = documents or device.type != "cpu"
+        return has_mask * (2 * parallel.cp + 1) * seq_len // (4 * parallel.cp)
+    return seq_len if documents else 0
+
+
+def saved_elements(
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    masked: int = 0,
+    frozen: bool = False,
+) -> tuple[float, float]:
+    """Return the elements a token that a block saves for backward, and that backward recomputes.
+    `frozen`: embedding and norms are not trained, as with adapters.
+
+    Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
+    its input and its output (under tensor parallelism after the all-gather); KV E wide:
+    k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
+    row, which attention turns into numbers in each block, and k and v for each query head."""
+    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
+    stream = stream_width(parallel, frozen) * D
+    # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
+    norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
+    everything = norm_outputs + (2 * stream + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    if parallel.cp > 1:
+        # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
+        # of two chunks. And attention's output of each chunk beside that of both.
+        keys = (parallel.cp + 1 / 2) * D if masked else parallel.cp * kv_dim
+        everything += (2 * (keys - kv_dim) + D) / parallel.tp
+    elif masked:
+        everything += masked + 2 * (D - kv_dim) / parallel.tp
+    if parallel.float8 == "tensorwise":  # each product saves codes of a byte in place of its input
+        inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
+        everything += inputs * D * byte - norm_outputs + ((D + F) * byte - F) / parallel.tp
+    reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
+    if parallel.async_tp:  # or messages of wo
+        reduced = (parallel.tp - 1) * D
+    saved = {
+        "none": everything,
+        # The output of wo, a partial sum for all tokens; then the block's input, attention's
+        # output, and the outputs of wk and w3.
+        "selective": D + (stream + D + kv_dim + F + lse + reduced) / parallel.tp,
+        "full": stream / parallel.tp,  # the block's input
+    }[parallel.checkpointing]
+    return saved, everything - saved
+
+
+def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[float, int]:
+    """Return how many elements a token a block with adapters saves beyond saved_elements, or fewer;
+    and the bytes of the largest matrix that backward makes of 4 bits.
+
+    Each adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
+    and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
+    need x, but attention saves its output anyway."""
+    tp, w = parallel.tp, parallel.weight_bytes
+    elements, largest, inputs = 0.0, 0, {}  # inputs: of which layers -> whether saved, and width
+    for path, layer in first_block(model).named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        rows = path.endswith(("wo", "w2"))  # each rank of tp has a part of them, else of columns
+        x_width = layer.in_features / (tp if rows else 1)
+        y_width = layer.out_features / (1 if rows else tp)
+        lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
+        if lora:
+            mask = 1 / w if fused else 1
+            elements += lora.rank + lora.dora * y_width
+            elements += (1 + mask) * x_width if lora.dropout else 0
+        if not path.endswith("wo"):
+            needed = not lora.dropout if lora else layer.weight.requires_grad
+            reads = path.split(".")[0], rows
+            inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
+        if getattr(layer, "row_scale", None) is not None:
+            largest = max(largest, layer.in_features * layer.out_features // tp * w)
+    return elements - sum(width for needed, width in inputs.values() if not needed), largest
+
+
+def loss_bytes(
+    config: LlamaConfig, parallel: ParallelConfig, tokens: int, fused: bool, trainable: bool
+) -> int:
+    """Return the most that the loss holds: logits of a chunk and their softmax, while those of the
+    chunk before still exist; and the gradient of the output matrix, if that is trainable."""
+    vocab, w = math.ceil(config.vocab_size / parallel.tp), parallel.weight_bytes
+    # Bytes per logit, beside the w of the logit itself.
+    softmax = max(4, w)
+    softmax_input = softmax if w < 4 and not fused else 0  # the logits, cast
+    gradient = w if w < 4 else 0  # cast for the product
+    if tokens > LOSS_CHUNK:
+        per_logit = w + softmax_input + softmax + softmax + gradient  # the last two: chunk before
+    else:
+        per_logit = w + softmax + max(softmax_input, gradient)
+    n, matrix = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim
+    if not trainable:
+        return n * per_logit
+    in_product = n * (w + softmax + gradient) + matrix * w  # a chunk's gradient of the matrix
+    return matrix * softmax + max(n * per_logit, in_product)
+
+
+def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
+    """Return the elements a token that a block keeps from B to W: inputs of its seven matrices, and
+    gradients of their outputs; and how many of them a backward that is not split would free at
+    once, gradients of q, k and v, and at wo and w2. Under tensor parallelism those of the whole
+    stream are not sharded: inputs of wq, wk, wv and of w1, w3, and gradients at wo and w2."""
+    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    narrow = 2 * D + (D + 2 * kv_dim) / tp
+    return narrow + 2 * D + (D + 3 * F) / tp, narrow
+
+
+# ------------------------------------------------------------------------------ a changed model
+
+
+def prediction_caveat(model: Llama) -> str:
+    """Return a one-line warning if the formulas above do not describe this model, else "".
+
+    They read the parameters off the model, but take for granted that a block saves for backward,
+    and sends under tensor parallelism, what a Llama's does. What it saves is counted here."""
+    shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
+    if any(other != shapes[0] for other in shapes):
+        return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
+    counted = _counted_saved_elements(model.config)
+    known, _ = saved_elements(model.config, ParallelConfig())
+    if abs(counted / known - 1) < 0.01:
+        return ""
+    return (
+        f"note: a block of this model saves {counted:,.0f} elements a token for backward, one of a "
+        f"Llama {known:,.0f}. Predictions of memory and communication are those of a Llama; "
+        f"bench.py step counts"
+    )
+
+
+def _counted_saved_elements(config: LlamaConfig) -> float:
+    """Return the float32 elements a token that one more block saves for backward."""
+    T = 8
+
+    def saved_bytes(n_layers: int) -> int:
+        storages = {}
+
+        def count(saved: Tensor) -> Tensor:
+            storages[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+            return saved
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
+        with torch.device("cpu"), FakeTensorMode(), hooks:  # shapes without memory
+            model = Llama(replace(config, n_layers=n_layers))
+            tokens = torch.zeros(1, T, dtype=torch.int64)
+            loss = model(tokens, targets=tokens)
+        for parameter in model.parameters():
+            storages.pop(parameter.untyped_storage()._cdata, None)
+        del loss  # until here it has kept what was saved, so that no address was used twice
+        return sum(storages.values())
+
+    return (saved_bytes(2) - saved_bytes(1)) / 4 / T

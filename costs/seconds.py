@@ -1,0 +1,460 @@
+"""Estimate the time of a training step from a roofline model, for `bench.py plan`.
+
+The estimate is a sum of parts:
+
+    products     matrix products: FLOPs / (peak x MATMUL_FRACTION), and in 8 bits in half that time.
+                 Attention is causal, so half of its square counts, and its rate is peak x
+                 ATTENTION_FRACTION
+    recompute    the same for what backward recomputes under activation checkpointing
+    passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss,
+                 FSDP's copies and rounding to 8 bits read and write, recomputation included /
+                 memory bandwidth
+    handling     overhead of FSDP's own code, where `bench.py comm` has measured it
+    optimizer    bytes that clipping and AdamW read and write / memory bandwidth; with Muon also the
+                 products that orthogonalize, of whole matrices on each rank
+    to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
+                 forward, and copies back longer than backward
+    tp, cp, shard, replicate
+                 for each of these dimensions, the exposed time of its collectives: the time that is
+                 not hidden behind computation
+    pp           the time that a rank of a pipeline waits for other stages: the schedule is
+                 simulated with the time of each action and message. Parts are the busiest rank's
+
+A collective takes a latency, and then its bytes over each link at the speed of the link. Hidden is:
+
+    shard        as much as computation takes. While a block computes, FSDP all-gathers the weights
+                 of the next block and reduce-scatters the gradients of the one before. The first
+                 and the last all-gather are exposed, and the first and the last reduce-scatter
+    replicate    as much as the last microbatch's backward takes, beside which the gradients are
+                 all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
+                 all-gather of updated weights, which comes after the optimizer; and whatever Muon
+                 sends, over all dimensions
+    tp, cp       nothing: the next operation always needs the result. With --async-tp, a message as
+                 much as the product beside it takes: a rank's share of wq, wo, w1 or w2
+
+gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
+--model NAME --out FILE` replaces them with measurements.
+
+Times are in seconds, rates per second. Letters: D model width, F feed-forward width, V vocabulary,
+L layers; w bytes of a weight in computation.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from costs.devices import GPU, GPUS, LINKS
+from costs.memory import of_adapters, predict_memory, saved_elements
+from costs.traffic import first_block, muon_flops, muon_traffic, parts_of, predict_traffic
+from lora import LoRA, adapter_settings
+from model import Llama, LlamaConfig
+from parallel import ParallelConfig
+from plumbing.processes import UserError
+from techniques.float8 import recipes_of
+from techniques.pipeline import layers_of
+from techniques.schedules import has_w, make_schedule, simulate
+
+MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
+ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
+EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
+COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
+HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
+CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
+
+
+def update_bytes(moment: int) -> int:
+    """Return the bytes per parameter of an update with moments of `moment` bytes: the norm reads 4;
+    clipping reads 4, writes 4; AdamW reads weight, gradient and moments, writes weight and moments.
+    """
+    return 4 + 8 + 12 + 4 * moment
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware of one process, from data sheets or measured."""
+
+    name: str
+    peak: float  # FLOP/s of dense matrix products in bfloat16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    node_link: float  # bytes/s to other ranks of the node, one way
+    link: float = math.inf  # bytes/s of each GPU to other nodes, one way
+    per_node: int = 8
+    matmul_fraction: float = MATMUL_FRACTION
+    attention_fraction: float = ATTENTION_FRACTION
+    overlaps: bool = True  # whether collectives run beside computation
+    fsdp_overhead: float = 0.0  # seconds per microbatch
+    measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
+    recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
+
+
+NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
+
+
+def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
+    """Return the machine that --gpu and --link describe by a name or by numbers.
+
+    A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
+    if gpu.lower() in GPUS:
+        row = GPUS[gpu.lower()]
+    elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
+        teraflops, *others = map(float, gpu.split(":"))
+        row = GPU(teraflops * 1e12, *others)
+    else:
+        raise UserError(
+            f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
+            f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
+        )
+    return Machine(
+        gpu,
+        peak=row.peak_flops,
+        memory=row.memory * 1e9,
+        bandwidth=row.bandwidth * 1e9,
+        node_link=row.node_link * 1e9,
+        link=link_speed(link),
+        per_node=per_node,
+        recipes=recipes_of(row.capability),
+    )
+
+
+def link_speed(text: str) -> float:
+    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
+
+    Raises UserError where it is neither."""
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text.lower())
+    if not match:
+        raise UserError(
+            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
+            f"as 400gbit or 50GB"
+        )
+    return float(match[1]) * units[match[2]]
+
+
+def read_measurement(file: Path) -> dict:
+    """Return the report that `bench.py comm --model NAME --out FILE` wrote.
+
+    Raises UserError where the file is no such report."""
+    try:
+        report = json.loads(file.read_text())
+        if report["compute"]:
+            measured_machine(report)  # fails where something is missing
+            return report
+        problem = "it was written without --model"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
+
+
+def measured_machine(report: dict) -> Machine:
+    """Return the machine that `bench.py comm` measured.
+
+    Two times give two rates. The optimizer's update is memory-bound: its time gives the memory
+    bandwidth, and with that the time of `passes`. What forward and backward take beyond `passes` is
+    the time of the matrix products, and gives their rate."""
+    computed = report["compute"]
+    config = LlamaConfig(**computed["config"])
+    parallel = ParallelConfig(dtype=getattr(torch, computed["dtype"]))
+    moment = getattr(torch, computed.get("moments", "float32")).itemsize
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(config).parameters())
+    machine = Machine(
+        report["device"],
+        peak=1.0,
+        memory=report["memory"],
+        bandwidth=update_bytes(moment) * parameters / computed["update"],
+        node_link=math.inf,
+        per_node=report["per_node"],
+        matmul_fraction=1.0,
+        attention_fraction=1.0,
+        overlaps=report["backend"] == "nccl",
+        fsdp_overhead=max(0.0, computed["forward_backward_in_fsdp"] - computed["forward_backward"]),
+        measured=report["groups"],
+    )
+    tokens, seq_len = computed["tokens"], computed["seq_len"]
+    parts = compute_time(config, parallel, tokens, seq_len, machine)
+    flops, passes = parts["products"], parts["passes"]  # at 1 FLOP/s, products take FLOPs seconds
+    # In a noisy measurement the passes may leave no time for products: keep the rate positive.
+    products = max(computed["forward_backward"] - passes, 0.1 * passes)
+    return replace(machine, peak=flops / products)
+
+
+# ------------------------------------------------------------------------------ the time of a step
+
+
+def compute_time(
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    seq_len: int,
+    machine: Machine,
+    stage: int | None = None,
+    lora: LoRA | None = None,
+    in_4_bits: bool = False,
+) -> dict[str, float]:
+    """Return seconds of forward and backward of a microbatch of `tokens` on one rank, by part,
+    without communication: of the whole model, or of a `stage` of a pipeline; with adapters beside a
+    frozen base, which may be `in_4_bits`."""
+    D, F, V = config.dim, config.ffn_dim, config.vocab_size
+    L, w = config.n_layers, parallel.weight_bytes
+    stages = parallel.pp * parallel.stages_per_rank
+    if stage is not None:
+        L = len(layers_of(stage, stages, L))
+    has_output = stage in (None, stages - 1)
+    kv_dim = config.n_kv_heads * config.head_dim
+    checkpointing = parallel.checkpointing
+
+    # Forward FLOPs per token: 2 per element of a matrix.
+    block = 2 * (2 * D * (D + kv_dim) + 3 * D * F)
+    attention = 2 * seq_len * D  # scores and weighted sums, over half of the square
+    output = 2 * D * V * has_output
+    selective = 2 * D * (D + kv_dim + F)  # wq, wv and w1: parallel.py's recompute saves the others
+    block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
+    attention_again = attention if checkpointing == "full" else 0
+
+    # Bytes per token read and written. Elements: norms 4 D, residual sums 6 D, RoPE 2 (D + kv_dim),
+    # SwiGLU 3 F. Backward moves twice those of forward.
+    forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if parallel.compile else EAGER_FACTOR)
+    # Softmax, exponential and cast to the gradient: each reads and writes V, in float32 but for the
+    # logits and the gradient.
+    loss = (2 * w + 16) * V * has_output
+    passes = L * forward * (3 if checkpointing == "none" else 4) + loss
+
+    matmul_rate = machine.peak * machine.matmul_fraction
+    attention_rate = machine.peak * machine.attention_fraction
+    # Backward takes twice the FLOPs of forward, and as many where weights are frozen. Attention's
+    # also recomputes the scores: 2.5 times.
+    in_8_bits = parallel.float8 != "none"
+    block_rate = matmul_rate * (2 if in_8_bits else 1)
+    products = (2 if lora else 3) * (L * block / block_rate + output / matmul_rate)
+    products += 3.5 * L * attention / attention_rate
+    recompute = L * (block_again / block_rate + attention_again / attention_rate)
+    tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
+    weights = L * block / 2 / parallel.tp  # of the blocks on this rank
+    bytes_of_weights = L * rounding_bytes(config, parallel, tokens) if in_8_bits else 0
+    forwards = 1 if checkpointing == "none" else 2
+    if in_4_bits:  # read, and written as numbers for a product that reads them, by each pass
+        bytes_of_weights += weights * (0.52 + w) * (forwards + 1)
+    if lora and lora.dora:  # W, B A, their sum and its squares, for norms in float32
+        bytes_of_weights += weights * ((0.52 if in_4_bits else w) + 16) * forwards
+    if lora:  # counted as if all seven matrices were targets
+        widths = 9 * D + 2 * kv_dim + 3 * F  # of their inputs and outputs
+        products += 6 * L * widths * lora.rank / matmul_rate
+        passes += L * widths * w * 2.5 * (lora.dora + (lora.dropout > 0))  # of outputs, of inputs
+    return {
+        "products": tokens_of_rank * products,
+        "recompute": tokens_of_rank * recompute,
+        "passes": (tokens_of_rank * passes + bytes_of_weights) / machine.bandwidth,
+    }
+
+
+def rounding_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int) -> float:
+    """Return the bytes that rounding to 8 bits reads and writes for a block and a microbatch.
+
+    A tensor is read for its largest number, and again for its codes. Tensorwise codes are copied to
+    be transposed; other recipes round along both dimensions."""
+    D, F, w, tp = config.dim, config.ffn_dim, parallel.weight_bytes, parallel.tp
+    kv_dim = config.n_kv_heads * config.head_dim
+    weights = (2 * D * (D + kv_dim) + 3 * D * F) / tp
+    # Compiled, wq, wk and wv share the codes of their input, as do w1 and w3.
+    inputs = tokens * ((2 if parallel.compile else 5) * D + (D + F) / tp)
+    gradients = tokens * (2 * D + (D + 2 * kv_dim + 2 * F) / tp)
+    cast = w + 1 if parallel.compile else w + 25  # eager: four passes, between them in float32
+    rounding = w + cast
+    forward = rounding * (inputs + weights)
+    if parallel.float8 == "tensorwise":
+        backward = cast * weights + (rounding + 2) * gradients + 2 * inputs
+    else:
+        backward = rounding * (weights + inputs + 2 * gradients)
+    return backward + forward * (1 if parallel.checkpointing == "none" else 2)
+
+
+def step_time(
+    model: Llama,
+    parallel: ParallelConfig,
+    microbatch: int,
+    microbatches: int,
+    seq_len: int,
+    machine: Machine,
+    document: int = 0,
+) -> dict[str, float]:
+    """Return seconds of a training step by part, as listed at the top of this file.
+
+    `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
+    sequences; where these are packed, a `document` has so many tokens."""
+    tokens = microbatch * seq_len // parallel.cp
+    block = first_block(model)
+    lora = adapter_settings(block)
+    in_4_bits = any(not parameter.is_floating_point() for parameter in block.parameters())
+    documents = document or seq_len
+    of_stages = [
+        compute_time(model.config, parallel, tokens, documents, machine, stage, lora, in_4_bits)
+        for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])
+    ]
+    of_ranks = [of_stages[rank :: parallel.pp] for rank in range(parallel.pp)]
+    busiest = max(range(parallel.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
+    parts = {name: microbatches * sum(stage[name] for stage in of_ranks[busiest])
+             for name in of_stages[0]}  # fmt: skip
+    memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=busiest)
+    updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
+    parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
+    rate = machine.peak * machine.matmul_fraction
+    has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
+    parts["optimizer"] += has_muon * muon_flops(of_rank, parallel) / rate
+    parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
+    others = replace(parallel, optimizer="adamw")  # nothing hides what Muon sends
+    traffic = predict_traffic(model, others, microbatches, microbatch, seq_len, pp_rank=busiest)
+    messages = traffic.pop(("pp", "send"), (0, 0))
+    # FSDP copies each payload between parameters and buffers; keys and values are put in order.
+    copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
+    parts["passes"] += 2 * copied / machine.bandwidth
+
+    # Backward is two thirds of products and passes; beside a frozen base, half.
+    forward = (parts["products"] + parts["passes"]) / (2 if lora else 3)
+    backward = parts["products"] + parts["passes"] - forward + parts["recompute"]
+    saved, _ = saved_elements(model.config, parallel)
+    saved += of_adapters(model, parallel, fused=True)[0] * (parallel.checkpointing == "none")
+    moved = saved * tokens * parallel.weight_bytes * model.config.n_layers * microbatches / CPU_LINK
+    parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)
+    parts["to the CPU"] *= parallel.offload_activations
+    computation = {  # seconds behind which collectives over a dimension can hide
+        "tp": microbatches * beside_messages(model.config, parallel, tokens, machine),
+        "cp": 0.0,
+        "shard": parts["products"] + parts["recompute"] + parts["passes"],
+        "replicate": backward / microbatches,
+    }
+    exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
+    total, hideable = dict.fromkeys(computation, 0.0), dict.fromkeys(computation, 0.0)
+    for (dim, collective), (calls, nbytes) in traffic.items():
+        seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
+        total[dim] += calls * seconds
+        follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
+        if not follows_update and (dim != "tp" or collective == "send"):
+            hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
+    for dim in total:
+        hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
+        parts[dim] = total[dim] - hidden
+    waits = parts["tp"] + parts["cp"]  # of forward and backward
+    for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel) if has_muon else ():
+        if getattr(parallel, dim) > 1:
+            parts[dim] += calls * collective_time(collective, nbytes, dim, parallel, machine)
+    if parallel.pp > 1:
+        parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
+    return parts
+
+
+def beside_messages(
+    config: LlamaConfig, parallel: ParallelConfig, tokens: int, machine: Machine
+) -> float:
+    """Return the seconds of those products of a microbatch beside which asynchronous tensor
+    parallelism has a message under way: of wq, wo, w1 and w2, with all but one of the n chunks."""
+    if not parallel.async_tp:
+        return 0.0
+    n, layers = parallel.tp, config.n_layers // parallel.pp
+    flops = 3 * 2 * (2 * config.dim**2 + 2 * config.dim * config.ffn_dim) * layers
+    rate = machine.peak * machine.matmul_fraction * (1 if parallel.float8 == "none" else 2)
+    return (n - 1) / n * flops * tokens / n / rate
+
+
+def bubble_time(
+    of_stages: list[dict[str, float]],
+    waits: float,
+    messages: tuple[int, float],
+    parallel: ParallelConfig,
+    microbatches: int,
+    machine: Machine,
+) -> float:
+    """Return seconds that the busiest rank of a pipeline waits for other stages. `of_stages` are
+    what compute_time returned for each; a rank `waits` so many seconds for tp and cp in a step, and
+    sends `messages`, (calls, bytes)."""
+    p, v = parallel.pp, parallel.stages_per_rank
+    splits, seconds = has_w(parallel.schedule), {}
+    waits /= 3 * microbatches * v  # of a forward; a backward waits twice as long
+    for stage, parts in enumerate(of_stages):
+        forward = (parts["products"] + parts["passes"]) / 3
+        weights = splits * parts["products"] / 3
+        seconds["F", stage] = forward + waits
+        seconds["B", stage] = 2 * (forward + waits) + parts["recompute"] - weights
+        seconds["W", stage] = weights
+    calls, nbytes = messages
+    message = collective_time("send", nbytes / calls, "pp", parallel, machine)
+
+    def end_and_work(m: int) -> np.ndarray:
+        """Return when m microbatches are done, and for how long the busiest rank computes."""
+        schedule = make_schedule(parallel.schedule, p, m, v)
+        spans = simulate(schedule, lambda action: seconds[action.kind, action.stage], message)
+        work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
+        return np.array([max(of_rank[-1].end for of_rank in spans), max(work)])
+
+    few, more = p, 2 * p  # of more microbatches each takes as long as the last p on average
+    end, work = end_and_work(min(microbatches, more))
+    if microbatches > more:
+        each = (np.array([end, work]) - end_and_work(few)) / p
+        end, work = (end, work) + each * (microbatches - more)
+    return max(end, calls * message) - work  # a link may have more to do than any rank
+
+
+def collective_time(
+    collective: str, nbytes: float, dim: str, parallel: ParallelConfig, machine: Machine
+) -> float:
+    """Return seconds of one collective with a payload of `nbytes` over a mesh dimension.
+
+    In a ring of n ranks each rank sends (n - 1)/n of the payload to the next, in an all-reduce
+    twice. Where several ranks of a group share a node, they divide what goes to the next node among
+    their links. Raises KeyError on a measured machine without a group of this shape. labs/ring.py
+    writes a ring."""
+    n, in_node = group_shape(dim, parallel, machine)
+    if machine.measured:
+        group = machine.measured[find_measured_group(n, in_node, machine)]
+        if collective == "send":  # as long as an all-gather in which a rank sends as much
+            return interpolate(group["times"]["all-gather"], nbytes * n / (n - 1))
+        return interpolate(group["times"][collective], nbytes)
+    nodes = n / in_node
+    speed = machine.node_link if nodes == 1 else in_node * machine.link
+    if in_node > 1:
+        speed = min(speed, machine.node_link)
+    if collective == "send":  # to one other rank, which may be in another node
+        return COLLECTIVE_LATENCY + nbytes / (machine.node_link if nodes == 1 else machine.link)
+    rounds = 2 if collective == "all-reduce" else 1
+    hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
+    return COLLECTIVE_LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
+
+
+def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[int, int]:
+    """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
+    n = getattr(parallel, dim)
+    # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
+    stride = parallel.size // parallel.pp if dim == "pp" else 1
+    if dim in ("shard", "replicate", "cp"):
+        stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
+    return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
+
+
+def find_measured_group(n: int, in_node: int, machine: Machine) -> str | None:
+    """Return the name of the measured group with n ranks, of which `in_node` share a node; None if
+    there is none. bench.py comm measures the world, a node, and one rank of each node (across)."""
+    for name, group in machine.measured.items():
+        # A group of as many ranks as the world is the world.
+        measured_in_node = {"world": in_node, "node": n, "across": 1}[name]
+        if (group["ranks"], measured_in_node) == (n, in_node):
+            return name
+    return None
+
+
+def interpolate(points: list[tuple[int, float]], nbytes: float) -> float:
+    """Return seconds for a payload, given measured points (bytes, seconds) in ascending order.
+
+    Linear between points. A payload smaller than the first point takes as long as that, its
+    latency; one larger than the last is transferred at the last point's bytes per second."""
+    sizes, seconds = zip(*points)
+    return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])

@@ -1,0 +1,244 @@
+"""Save, open, load and merge adapters in the format of PEFT, Hugging Face's adapter library.
+
+    adapter_config.json           rank, alpha, dropout, and the matrices that have an adapter
+    adapter_model.safetensors     A and B of every such matrix, and DoRA's magnitudes
+
+So peft and transformers load adapters trained here, and theirs load here. In these files matrices
+have Hugging Face's names, and B and magnitudes of wq and wk have Hugging Face's order of rows.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from files.formats import (
+    HF_NAMES,
+    JsonFile,
+    check_weights,
+    hf_name,
+    to_hf_rows,
+    to_meta_rows,
+)
+from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
+from model import Llama, LlamaConfig
+from plumbing.processes import UserError
+from techniques.nf4 import rounded
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# The accepted values of settings in adapter_config.json. Most of these settings belong to features
+# that lora.py does not have, and must be off.
+ACCEPTED = dict(
+    peft_type=("LORA",),
+    bias=("none",),
+    use_rslora=(False, True, None),
+    use_dora=(False, True, None),
+    # Other initializations, such as pissa, change the base model.
+    init_lora_weights=(True, False, "gaussian", "orthogonal", "eva"),
+    **dict.fromkeys(
+        "lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save "
+        "layers_to_transform layer_replication trainable_token_indices target_parameters "
+        "use_qalora alora_invocation_tokens arrow_config exclude_modules use_bdlora".split(),
+        (None, False, {}, []),
+    ),
+)
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of an adapter's parameter.
+
+    layers.3.attention.wq.lora_A ->
+    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"""
+    matrix, kind = name.rsplit(".", 1)
+    kind = "lora_magnitude_vector" if kind == "lora_magnitude" else f"{kind}.weight"
+    return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
+
+
+def _peft_target(target: str) -> str:
+    """Return PEFT's name of a target: wq -> q_proj."""
+    return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]
+
+
+# ----------------------------------------------------------------------------------------- saving
+
+
+@torch.no_grad()
+def gather_adapters(
+    model: Llama, holders: Iterable[int] = (0,), group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """All-gather every factor and return copies on the CPU, by name. All ranks call it together.
+
+    In a pipeline a rank returns those of its layers, but rank 0 all of them: `holders` are ranks
+    that together have all, and send theirs to it."""
+    factors = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).to("cpu", copy=True)
+        for name, p in adapters(model).items()
+    }
+    for holder in holders:
+        box = [factors]
+        if holder > 0 and dist.get_rank() == holder:
+            dist.send_object_list(box, 0, group)
+        elif holder > 0 and dist.get_rank() == 0:
+            dist.recv_object_list(box, holder, group)
+            factors |= box[0]
+    return factors
+
+
+def save_adapter(
+    directory: Path, lora: LoRA, config: LlamaConfig, factors: dict[str, Tensor], base: str
+) -> None:
+    """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
+    stored = {
+        peft_name(name): StoredTensor(
+            factor.dtype, tuple(factor.shape), partial(to_hf_rows, name, config, factor)
+        )
+        for name, factor in factors.items()
+    }
+    save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "target_modules": [_peft_target(target) for target in lora.targets],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / PEFT_FILES[0]).write_text(json.dumps(content, indent=1))
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / PEFT_FILES[0]).is_file()
+
+
+def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, StoredTensor]]:
+    """Return an adapter's settings and its factors, with lora.py's names and Meta's order of rows.
+
+    Raises UserError if it does not fit a Llama of this configuration, or is not plain LoRA on the
+    seven matrices of a block."""
+    path, file = (directory / name for name in PEFT_FILES)
+    if not path.is_file() or not file.is_file():
+        raise UserError(f"no adapter in '{directory}': it has no {' and '.join(PEFT_FILES)}")
+    content, found = JsonFile(path), open_safetensors(file)
+    for key, values in ACCEPTED.items():
+        if (value := content.get(key, values[0])) not in values:
+            raise UserError(f"{path} has {key} {value!r:.80}: here only LoRA and DoRA work")
+
+    targets = {_peft_target(target): target for target in TARGETS}  # q_proj -> wq
+    # Matrices that have factors in the file, and those that the config lists: q_proj, k_proj, ...
+    in_file = {name.split(".lora_")[0].split(".")[-1] for name in found if ".lora_" in name}
+    listed = content.get("target_modules")
+    listed = {str(name).split(".")[-1] for name in listed} if isinstance(listed, list) else in_file
+    if "lm_head" in in_file | listed:
+        raise UserError(
+            f"{directory} adapts lm_head: here LoRA works only on the seven matrices of a block, "
+            f"{', '.join(targets)}"
+        )
+    missing = (listed & targets.keys()) - in_file
+    if missing or not in_file:
+        raise UserError(f"{file} has no factors for {', '.join(sorted(missing)) or 'any matrix'}")
+
+    def number(key: str, kind: type, limit: float = 2**31) -> int | float:
+        return content.checked(key, content[key], kind, limit)
+
+    lora = LoRA(
+        rank=number("r", int),
+        alpha=number("lora_alpha", float),
+        dropout=number("lora_dropout", float, limit=1) if content.get("lora_dropout") else 0.0,
+        rslora=bool(content.get("use_rslora")),
+        dora=bool(content.get("use_dora")),
+        targets=tuple(target for name, target in targets.items() if name in in_file),
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+        add_adapters(model, lora)
+    shapes = {name: tuple(factor.shape) for name, factor in adapters(model).items()}
+    check_weights(found, {peft_name(name): shape for name, shape in shapes.items()}, file)
+    return lora, {
+        name: found[peft_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
+    }
+
+
+def bits_of_base(directory: Path) -> int:
+    """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
+    say it, PEFT's files do not."""
+    path = directory / "config.json"
+    return JsonFile(path).get("flags", {}).get("base_bits", 16) if path.is_file() else 16
+
+
+@torch.no_grad()
+def load_adapter(model: Llama, directory: str | Path) -> None:
+    """Load an adapter into a model that holds the base's weights, in place.
+
+    Layers of other types than LoRALinear become adapters' layers. Their weights are rounded to what
+    the adapter saw, if the base was in 4 bits when it was trained."""
+    lora, stored = open_adapter(Path(directory), model.config)
+    if adapter_settings(model) != lora:
+        if bits_of_base(Path(directory)) == 4:
+            for name, layer in model.named_modules():
+                if name.endswith(TARGETS):
+                    layer.weight.copy_(rounded(layer.weight))
+        add_adapters(model, lora)
+    for name, factor in adapters(model).items():
+        factor.copy_(stored[name].read())
+
+
+class Merged:
+    """The weights of a base with an adapter added, each of which is merged when it is read.
+
+    The base is what the adapter saw in training: rounded, if it was in 4 bits."""
+
+    def __init__(self, weights: dict[str, StoredTensor], adapter: Path, config: LlamaConfig):
+        self.lora, self.stored = open_adapter(adapter, config)
+        self.bits = bits_of_base(adapter)
+        self.squares = Counter()  # sums of squares of all matrices, and of differences
+        self.weights = weights | {
+            name: weight.map(partial(self.merge, name.removesuffix("weight")))
+            for name, weight in weights.items()
+            if name.removesuffix(".weight").endswith(TARGETS)
+        }
+
+    def merge(self, layer: str, weight: Tensor) -> Tensor:
+        """Return the merged weight of a layer, such as `layers.0.attention.wq.`; add to the sums
+        what it changed and lost."""
+        original = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        base = rounded(original) if self.bits == 4 else original
+        names = ("lora_A", "lora_B", *["lora_magnitude"] * self.lora.dora)
+        parameters = [self.stored[layer + n].read() for n in names if layer + n in self.stored]
+        exact = merged_weight(base, self.lora.scale, *parameters) if parameters else base
+        merged = exact.to(weight.dtype)
+        self.squares += {
+            "base": original.square().sum().item(),
+            "in 4 bits": (base - original).square().sum().item(),
+            "change": (exact - base).square().sum().item(),
+            "lost": (merged - exact).square().sum().item(),
+        }
+        return merged
+
+    def describe(self) -> str:
+        """Return what was lost, in a line, when all weights have been read."""
+
+        def share(part: str, whole: str) -> str:
+            return f"{math.sqrt(self.squares[part] / (self.squares[whole] or 1)):.2%}"
+
+        in_4_bits = f"in 4 bits the base is off by {share('in 4 bits', 'base')}, and merged so; "
+        return (
+            f"{in_4_bits if self.bits == 4 else ''}merged weights are rounded to the base's dtype, "
+            f"an error of {share('lost', 'change')} of what the adapter changes"
+        )

@@ -1,0 +1,365 @@
+"""Find and open the directories that hold a model's weights, or an adapter.
+
+A directory with weights is a checkpoint in our own format (checkpoint.py), or a model in the format
+of Meta or Hugging Face (formats.py). The output directory of a run stands for the newest of its
+checkpoints.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pickle
+import re
+import shutil
+import socket
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from files import formats
+from files.adapters import PEFT_FILES, is_adapter
+from files.safetensors import StoredTensor
+from lora import LoRA
+from model import LlamaConfig
+from plumbing import endings
+from plumbing.processes import UserError
+from text.tokenizer import Tokenizer, find_tokenizer
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first."""
+    found = [path for path in out.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether this is a checkpoint in our format that holds weights."""
+    return (directory / "weights").is_dir()
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """Return the directory with weights: the given one, or the newest checkpoint of a run.
+
+    Raises UserError if neither is one of our checkpoints or a directory of Meta or Hugging Face."""
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if has_weights(found) or formats.is_meta(found) or formats.is_hf(found):
+            return found
+        if is_adapter(found):
+            base = formats.JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path")
+            raise UserError(
+                f"{found} is an adapter: generate.py takes it as --adapter, with "
+                f"{base or 'its base'} as the model, and python checkpoint.py merge makes a model "
+                f"of both"
+            )
+    raise UserError(
+        f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
+        f"with params.json (Meta) or config.json (Hugging Face) and weights"
+    )
+
+
+def find_adapter(directory: Path) -> Path:
+    """Return the directory with an adapter: the given one, or the newest checkpoint of a run."""
+    for found in (directory, *checkpoints(directory)[-1:]):
+        if is_adapter(found):
+            if (found / CHECKSUMS).exists():
+                verify(found, "adapter")
+            return found
+    raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
+
+
+def read_config(directory: Path) -> dict:
+    """Return the metadata of a directory from find_checkpoint, or of an adapter's checkpoint.
+
+    `model` is a LlamaConfig, `tokenizer` an argument for load_tokenizer or None, and `directory`
+    the directory itself. Our checkpoints also have `tokenizer_hash`, `step` and `flags`."""
+    if not has_weights(directory) and not (directory / CHECKSUMS).exists():
+        config, _ = open_weights(directory)
+        file = find_tokenizer(directory)
+        return {"model": config, "tokenizer": file and str(file), "directory": directory}
+    verify(directory, "config.json", "tokenizer.model")
+    content = formats.JsonFile(directory / "config.json")
+    try:
+        metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{directory} was saved with another model.py: {error}")
+    if metadata["tokenizer"] == "tokenizer.model":
+        metadata["tokenizer"] = str(directory / "tokenizer.model")
+    return metadata
+
+
+def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a tokenizer does not fit the model whose metadata read_config returned:
+    if it is not the model's own or, where that is unknown, has more tokens than the model."""
+    directory, vocab_size = metadata["directory"], metadata["model"].vocab_size
+    if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
+        raise UserError(
+            f"{directory} was trained with another tokenizer than {tokenizer.name}: "
+            f"give --tokenizer {metadata['tokenizer']}"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model in "
+            f"{directory} {vocab_size}: give the --tokenizer it was trained with"
+        )
+
+
+def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+    """Return the configuration and the weights of any directory that find_checkpoint returns.
+
+    It does not communicate."""
+    if not has_weights(directory):
+        is_meta = formats.is_meta(directory)
+        return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
+    verify(directory, "weights", alone=True)
+    entries = read_index(directory / "weights").state_dict_metadata
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+        load_tensors({name: tensor}, directory / "weights", alone=True)
+        return tensor
+
+    return read_config(directory)["model"], {
+        name: StoredTensor(entry.properties.dtype, tuple(entry.size), partial(read, name))
+        for name, entry in entries.items()
+    }
+
+
+def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> str:
+    """Return the fields in which two configurations differ, as in `dim 256, not 512`."""
+    fields = zip(asdict(theirs).items(), asdict(ours).values())
+    return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)
+
+
+# ---------------------------------------------------------------------------- files of a checkpoint
+# A directory is written under a hidden name and renamed last, after its files have been synced to
+# disk. So a directory with its final name is complete, even if the process is killed. Weights and
+# optimizer state are written by torch.distributed.checkpoint (DCP), each as a directory. Its file
+# __RANK_0.distcp holds what that rank has written; .metadata is the index, which says where in
+# these files each tensor lies.
+
+
+CHECKSUMS = "SHA256SUMS"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of no_dist=True
+
+# -------------------------------------------------------------------------------------- checksums
+
+
+def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """Return the SHA-256 digests of files by name, relative to a directory."""
+    digests = {}
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        digests[str(path.relative_to(directory))] = digest.hexdigest()
+    return digests
+
+
+def write_checksums(directory: Path, digests: dict[str, str]) -> None:
+    """Write SHA256SUMS in the format of the command sha256sum. The last line is a comment with the
+    digest of the lines above it."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    own = hashlib.sha256(lines.encode()).hexdigest()
+    (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n")
+
+
+def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
+    """Raise UserError if files whose names begin with one of `prefixes` are missing or damaged.
+
+    Every rank checks all small files. The large files, in weights/ and optimizer/, are divided
+    among the ranks; a rank that reads `alone` checks all of them."""
+    in_run = directory.name.startswith("step-")
+    advice = f"Remove {directory} to use the checkpoint before it" if in_run else "Make it again"
+    path = directory / CHECKSUMS
+    content = path.read_bytes() if path.exists() else b""
+    *lines, last = content.splitlines(keepends=True) or [b""]
+    if last != b"# complete: %s\n" % hashlib.sha256(b"".join(lines)).hexdigest().encode():
+        raise UserError(f"{directory} is not complete: {CHECKSUMS} is missing or damaged. {advice}")
+    shared = dist.is_initialized() and not alone
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    digests = {name: digest for digest, name in (line.decode().split() for line in lines)}
+    names = [name for name in digests if name.startswith(prefixes)]
+    small = [name for name in names if "/" not in name]
+    large = [name for name in names if "/" in name]
+    for name in small + large[rank::size]:
+        file = directory / name
+        if not file.exists():
+            raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
+        if checksums(directory, [file]) != {name: digests[name]}:
+            raise UserError(
+                f"{file} is damaged: its checksum is not the one in {CHECKSUMS}. {advice}"
+            )
+
+
+# ------------------------------------------------------------------------------- DCP's directories
+
+
+def read_index(directory: Path) -> Metadata:
+    """Return DCP's index of the tensors in weights/ or optimizer/.
+
+    The index is a pickle, which could run any code when it is loaded. This reader accepts only the
+    classes that an index of tensors consists of, and raises UserError for anything else. Call it
+    before any function of DCP, which would load the pickle unchecked."""
+    path = directory / ".metadata"
+    with open(path, "rb") as file:
+        try:
+            index = _IndexUnpickler(file).load()
+            entries = index.state_dict_metadata.values()
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise UserError(f"{path} holds more than an index of tensors: {error}")
+    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+        raise UserError(f"{path} is an index of more than tensors")
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    ALLOWED = (
+        "Metadata MetadataIndex StorageMeta TensorStorageMetadata TensorProperties "
+        "ChunkStorageMetadata _MEM_FORMAT_ENCODING _StorageInfo Size _get_layout PosixPath"
+    ).split()
+
+    def find_class(self, module: str, name: str):
+        allowed = name in self.ALLOWED and module.split(".")[0] in ("torch", "pathlib")
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if allowed or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = False) -> None:
+    """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by name.
+
+    All ranks call it together, or one rank `alone`, without communication.
+    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more."""
+    saved = read_index(directory).state_dict_metadata.keys()
+    needed = set(tensors)
+    if dist.is_initialized() and not alone:  # in a pipeline, ranks have different ones
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, needed)
+        needed = set().union(*of_ranks)
+    left_out = set() if alone else saved - needed
+    for which, names in {"it": needed - saved, "this run": left_out}.items():
+        if names:
+            raise UserError(
+                f"cannot load {directory}: {which} lacks {min(names)}; use the flags and the code "
+                f"that it was saved with"
+            )
+    try:
+        dcp.load(tensors, checkpoint_id=directory, no_dist=alone)
+    except CheckpointException as error:
+        raise UserError(f"cannot load {directory}: {failure_reason(error)}")
+
+
+def save_stored_tensors(stored: dict[str, StoredTensor], directory: Path) -> None:
+    """Write weights/ from one process, which holds one tensor at a time."""
+    on_meta = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in stored.items()
+    }
+    dcp.save(on_meta, checkpoint_id=directory, planner=_ReadWhenWritten(stored), no_dist=True)
+
+
+class _ReadWhenWritten(dcp.DefaultSavePlanner):
+    """Lets DCP plan with tensors on `meta`, and reads each one only when DCP writes it."""
+
+    def __init__(self, stored: dict[str, StoredTensor]):
+        super().__init__()
+        self.stored = stored
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.stored[index.fqn].read()
+
+
+def failure_reason(error: OSError | CheckpointException) -> str:
+    """Return in one line why reading or writing failed."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    if isinstance(error, OSError):
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
+# ------------------------------------------------------------------------------------ directories
+
+
+def sync(*paths: Path) -> None:
+    """Flush files or directories to disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def lock_directory(out: Path) -> None:
+    """Make the directory OUT if there is none, and lock it for this process until it ends.
+
+    Raises UserError if OUT cannot be written, or if another run has locked it: two runs would
+    remove each other's files."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # The file stays open until the process ends: closing it would unlock OUT.
+        descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        reason = "it is a file" if out.is_file() else error.strerror
+        raise UserError(f"cannot write to --out {out}: {reason}; give another directory")
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.read(descriptor, 200).decode(errors="replace")
+        raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
+    except OSError as error:
+        print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yield a hidden directory to write to, and rename it to `target` if nothing was raised.
+
+    Raises UserError if the target exists."""
+    if target.exists():
+        raise UserError(f"{target} exists: give the name of a new directory")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        with endings.ctrl_c_raises():
+            yield temporary
+        os.rename(temporary, target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, or print a warning where that fails.
+
+    It is first renamed to a hidden name, since half of one must not look complete. Some disks
+    refuse to remove files that are being read; the next run removes what is left (lock_run)."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}")
+    try:
+        os.rename(checkpoint, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
+
+
+def use_gpu(gpu: int) -> None:
+    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
+    otherwise wait for training."""
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(torch.cuda.Stream())

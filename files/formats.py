@@ -1,0 +1,442 @@
+"""Read and write the model directories of Hugging Face and of Meta.
+
+Both hold the same weights. They differ in the names of the weights, in the order of the rows of wq
+and wk, in the number of files, and in how they describe the model's shape. Opening either gives a
+LlamaConfig and a StoredTensor for each weight, with Meta's names and Meta's order of rows.
+
+Files are memory-mapped, and a weight is read only when `StoredTensor.read` is called. So a process
+that loads its shard of a 70B model holds one full matrix at a time beside its shard.
+"""
+
+import json
+import re
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from model import Llama, LlamaConfig
+from plumbing.processes import UserError
+
+# -------------------------------------------------------------------------- names and row orders
+
+HF_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+
+
+def hf_name(name: str) -> str:
+    """Return Hugging Face's name of a weight.
+
+    layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
+    match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name)
+    if not match or match[2] not in HF_NAMES:
+        raise UserError(f"Hugging Face's Llama has no parameter like {name} of model.py")
+    return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.weight"
+
+
+def rotated_heads(name: str, config: LlamaConfig) -> int:
+    """Return the number of heads of wq or wk, which RoPE rotates, or of their adapter's B and
+    magnitudes; 0 for any other tensor. Only these have rows in another order at Meta than at
+    Hugging Face."""
+    *_, matrix, kind = name.split(".")
+    heads = {"wq": config.n_heads, "wk": config.n_kv_heads}
+    return 0 if kind == "lora_A" else heads.get(matrix, 0)
+
+
+def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows from Meta's order to Hugging Face's.
+
+    RoPE rotates the rows of a head in pairs. Meta puts the two rows of a pair next to each other;
+    Hugging Face puts row i of a head with row i + E/2.
+    weight [heads * E, any] -> a copy of the same shape."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_hf_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
+    """Return a weight or LoRA factor with its rows in Hugging Face's order."""
+    heads = rotated_heads(name, config)
+    return pairs_to_halves(tensor, heads) if heads else tensor
+
+
+def to_meta_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
+    """Return a weight or LoRA factor with its rows in Meta's order: the inverse of to_hf_rows."""
+    heads = rotated_heads(name, config)
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else tensor
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of model.py's Llama. A tied output is not listed."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
+
+
+def published_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a published Llama, whatever model.py has."""
+    D, F, V = config.dim, config.ffn_dim, config.vocab_size
+    kv_dim = config.n_kv_heads * config.head_dim
+    block = {
+        "attention_norm": (D,),
+        "attention.wq": (D, D),
+        "attention.wk": (kv_dim, D),
+        "attention.wv": (kv_dim, D),
+        "attention.wo": (D, D),
+        "ffn_norm": (D,),
+        "feed_forward.w1": (F, D),
+        "feed_forward.w2": (D, F),
+        "feed_forward.w3": (F, D),
+    }
+    layers = [f"layers.{i}" for i in range(config.n_layers)]
+    shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in block.items()}
+    shapes |= {"tok_embeddings": (V, D), "norm": (D,)}
+    if not config.tie_embeddings:
+        shapes["output"] = (V, D)
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def check_weights(
+    found: dict[str, StoredTensor] | dict[str, Tensor],
+    expected: dict[str, tuple[int, ...]],
+    source: Path,
+    model: str = "this Llama",
+) -> None:
+    """Raise UserError unless the weights have exactly the expected names and shapes."""
+    common = found.keys() & expected.keys()
+    problems = {
+        "lacks {} tensor(s)": expected.keys() - found.keys(),
+        "has {} unknown tensor(s)": found.keys() - expected.keys(),
+        "has {} tensor(s) of other shapes": {
+            f"{name} {list(found[name].shape)}, not {list(expected[name])}"
+            for name in common
+            if tuple(found[name].shape) != expected[name]
+        },
+        "has {} tensor(s) of integers": {n for n in common if not found[n].dtype.is_floating_point},
+    }
+    messages = [
+        f"{problem.format(len(names))}: {', '.join(sorted(names)[:5])}"
+        f"{', ...' if len(names) > 5 else ''}"
+        for problem, names in problems.items()
+        if names
+    ]
+    if messages:
+        raise UserError(f"the weights in {source} are not {model}'s: it {'; it '.join(messages)}")
+
+
+class JsonFile(dict):
+    """The JSON object in a file. Raises UserError for a damaged file and for a missing key."""
+
+    def __init__(self, path: Path):
+        try:
+            content = json.loads(path.read_text())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is damaged: {error}")
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object")
+        super().__init__(content)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise UserError(f"{self.path} has no '{key}'")
+
+    def checked(self, name: str, value: Any, kind: type, limit: float = 2**31) -> Any:
+        """Return a value from this file, converted to `kind`: bool, int or float.
+
+        Raises UserError for another type, and for a number not above 0 and below `limit`."""
+        if kind is bool:
+            valid = type(value) is bool
+        else:
+            valid = type(value) in (kind, int) and 0 < value < limit
+        if not valid:
+            raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
+        return kind(value)
+
+    def llama_config(self, **fields: Any) -> LlamaConfig:
+        """Return a LlamaConfig with these fields, which come from this file and are checked."""
+        default = LlamaConfig()
+        for name, value in fields.items():
+            limit = 2**10 if name == "n_layers" else 2**31  # building a million layers takes hours
+            fields[name] = self.checked(name, value, type(getattr(default, name)), limit)
+        try:
+            return LlamaConfig(**fields)
+        except ValueError as error:
+            raise UserError(f"{self.path} describes an impossible Llama: {error}")
+
+
+# ---------------------------------------------------------------------------------- Hugging Face
+
+MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
+
+# The only values of a config.json that this project supports, in general and for scaled RoPE.
+SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
+SUPPORTED_SCALING = dict(
+    rope_type="llama3", low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
+)
+
+
+def is_hf(directory: Path) -> bool:
+    path = directory / "config.json"
+    return path.is_file() and "model_type" in JsonFile(path)
+
+
+def hf_config(directory: Path) -> LlamaConfig:
+    """Return the configuration in a config.json of transformers 4 or 5.
+
+    Raises UserError for models other than Llama, and for variants that model.py does not have."""
+    path = directory / "config.json"
+    content = JsonFile(path)
+    # transformers 4 has rope_theta, and rope_scaling beside it, which is null without scaling.
+    # transformers 5 has both in one dictionary, rope_parameters.
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path} is damaged: its RoPE is {rope}")
+    if content.get("quantization_config"):
+        raise UserError(f"{path} has quantized weights: give the model they were made from")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
+    found = SUPPORTED | content | rope | {"rope_type": rope_type}
+    supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    for key, value in supported.items():
+        if found.get(key) != value:
+            raise UserError(f"{path} has {key} {found.get(key)}: only {value} works here")
+    config = content.llama_config(
+        dim=content["hidden_size"],
+        n_layers=content["num_hidden_layers"],
+        n_heads=content["num_attention_heads"],
+        n_kv_heads=content.get("num_key_value_heads", content["num_attention_heads"]),
+        ffn_dim=content["intermediate_size"],
+        vocab_size=content["vocab_size"],
+        max_seq_len=content["max_position_embeddings"],
+        norm_eps=content["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
+        rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
+        tie_embeddings=content.get("tie_word_embeddings", False),
+    )
+    if content.get("head_dim") not in (None, config.head_dim):
+        raise UserError(
+            f"{path} has head_dim {content['head_dim']}: only {config.head_dim}, "
+            f"which is hidden_size / num_attention_heads, works here"
+        )
+    return config
+
+
+def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+    """Open a directory that transformers' save_pretrained has written."""
+    config = hf_config(directory)
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = JsonFile(index)["weight_map"]
+        if not isinstance(weight_map, dict) or any(
+            Path(str(file)).name != file for file in weight_map.values()
+        ):
+            raise UserError(f"{index} is damaged: weight_map does not list files beside it")
+        files = sorted(set(weight_map.values()))
+    else:
+        files = sorted(path.name for path in directory.glob("model*.safetensors"))
+    if missing := [name for name in files if not (directory / name).is_file()]:
+        raise UserError(f"{directory} lacks {', '.join(missing)}, which {index.name} lists")
+    if not files:
+        raise UserError(f"{directory} has a config.json and no model.safetensors beside it")
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        tensors = open_safetensors(directory / name)
+        if duplicates := found.keys() & tensors.keys():
+            raise UserError(f"{directory} has {min(duplicates)} in two files")
+        found |= tensors
+    found = {name: t for name, t in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings and "lm_head.weight" in found:
+        output, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
+        if embedding and not torch.equal(output.read(), embedding.read()):
+            raise UserError(f"{directory} ties embeddings, but has another lm_head.weight")
+
+    shapes = parameter_shapes(config)
+    check_weights(found, {hf_name(name): shape for name, shape in shapes.items()}, directory)
+    return config, {
+        name: found[hf_name(name)].map(partial(to_meta_rows, name, config)) for name in shapes
+    }
+
+
+def save_hf(
+    directory: Path,
+    config: LlamaConfig,
+    weights: dict[str, StoredTensor],
+    bos: int | None = None,
+    eos: list[int] | None = None,
+) -> None:
+    """Write a directory that from_pretrained of transformers 4 or 5 loads.
+
+    transformers stops generating at any token of `eos`, and with None never. Therefore eos_token_id
+    is always written: if it were left out, transformers would stop at token 2."""
+    files, file_bytes = [{}], 0
+    for name, weight in weights.items():
+        if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
+            files.append({})
+            file_bytes = 0
+        files[-1][hf_name(name)] = weight.map(partial(to_hf_rows, name, config))
+        file_bytes += weight.nbytes
+    file_names = ["model.safetensors"]
+    if len(files) > 1:
+        n = len(files)
+        file_names = [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+        index = {
+            "metadata": {"total_size": sum(weight.nbytes for weight in weights.values())},
+            "weight_map": {name: file for file, part in zip(file_names, files) for name in part},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for file_name, tensors in zip(file_names, files):
+        save_safetensors(directory / file_name, tensors, {"format": "pt"})
+
+    scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
+    dtype = weights["tok_embeddings.weight"].dtype
+    content = SUPPORTED | {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (directory / "config.json").write_text(json.dumps(content, indent=1))
+
+
+# ------------------------------------------------------------------------------------------ Meta
+
+
+def is_meta(directory: Path) -> bool:
+    return (directory / "params.json").is_file()
+
+
+def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+    """Open a directory with params.json and consolidated.00.pth, consolidated.01.pth, ...
+
+    Several files are the shards of tensor parallelism: each has some rows or some columns of every
+    matrix, and all norms. What params.json lacks is taken from the weights or from a rule:
+
+        vocab_size, ffn_dim   the sizes of their matrices
+        tie_embeddings        there is no output, or its shards equal those of the embedding
+        rope_scaling          1 without use_scaled_rope; else rope_scaling_factor, which save_meta
+                              writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
+                              and 8 for others
+        max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without
+    """
+    path, files = directory / "params.json", sorted(directory.glob("consolidated.*.pth"))
+    if not files:
+        raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
+    params, shards = JsonFile(path), [_load_pth(file) for file in files]
+    n_shards = len(shards)
+    shard_shapes = {name: tuple(weight.shape) for name, weight in shards[0].items()}
+    for file, shard in zip(files, shards):
+        check_weights(shard, shard_shapes, file)
+    embedding, w1 = "tok_embeddings.weight", "layers.0.feed_forward.w1.weight"
+    if not all(len(shard_shapes.get(name, ())) == 2 for name in (embedding, w1)):
+        raise UserError(f"the weights in {directory} are not this Llama's: no {embedding}, {w1}")
+    rows, columns = shard_shapes[embedding]
+    rows_sharded = columns == params["dim"]  # Llama 2 shards the columns of the embedding
+    tied = "output.weight" not in shard_shapes or all(
+        torch.equal(shard["output.weight"], shard[embedding]) for shard in shards
+    )
+    scaled, default_scaling = params.get("use_scaled_rope"), 32.0 if tied else 8.0
+    config = params.llama_config(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        ffn_dim=shard_shapes[w1][0] * n_shards,
+        vocab_size=rows * n_shards if rows_sharded else rows,
+        max_seq_len=131_072 if scaled else 8192,
+        norm_eps=params["norm_eps"],
+        rope_theta=params.get("rope_theta", 10_000.0),
+        rope_scaling=params.get("rope_scaling_factor", default_scaling) if scaled else 1.0,
+        tie_embeddings=tied,
+    )
+    full_shapes = parameter_shapes(config)
+
+    def join(name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """Concatenate the shards of a weight along the dimension in which they are not full."""
+        sizes = zip(shape, full_shapes.get(name, shape))
+        dim = next((d for d, (size, full_size) in enumerate(sizes) if size != full_size), None)
+        dtype = shards[0][name].dtype
+        if dim is None:  # a norm, which is full in every shard, or the only shard
+            return StoredTensor(dtype, shape, lambda: shards[0][name])
+        joined_shape = (*shape[:dim], shape[dim] * n_shards, *shape[dim + 1 :])
+        read = partial(torch.cat, [shard[name] for shard in shards], dim)
+        return StoredTensor(dtype, joined_shape, read)
+
+    weights = {name: join(name, shape) for name, shape in shard_shapes.items()}
+    if tied:
+        weights.pop("output.weight", None)
+    check_weights(weights, full_shapes, directory)
+    return config, weights
+
+
+def _load_pth(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that torch.save has written, memory-mapped.
+
+    weights_only lets pickle build tensors and nothing else, so no code of the file can run."""
+    with path.open("rb") as file:
+        can_be_mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format
+    try:
+        content = torch.load(path, map_location="cpu", mmap=can_be_mapped, weights_only=True)
+    except Exception as error:  # a damaged file can raise nearly anything
+        raise UserError(f"{path} is damaged, or holds more than weights ({type(error).__name__})")
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str)
+        and isinstance(weight, Tensor)
+        and weight.layout == torch.strided
+        and not weight.is_meta
+        for name, weight in content.items()
+    ):
+        raise UserError(f"{path} is no Llama: it holds more than named tensors")
+    return {name: weight for name, weight in content.items() if name != "rope.freqs"}
+
+
+def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, StoredTensor]) -> None:
+    """Write params.json and one consolidated.00.pth. The full model must fit in the CPU's memory.
+
+    max_seq_len is lost, since params.json has no field for it. The output is always written, since
+    Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
+    int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`."""
+    tensors = {name: weight.read().clone() for name, weight in weights.items()}
+    tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
+    torch.save(tensors, directory / "consolidated.00.pth")
+    params = {
+        "dim": config.dim,
+        "n_layers": config.n_layers,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "vocab_size": config.vocab_size,
+        "ffn_dim_multiplier": config.ffn_dim / int(8 * config.dim / 3),
+        "multiple_of": config.ffn_dim,
+        "norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+    }
+    if config.rope_scaling != 1.0:
+        params["use_scaled_rope"] = True
+    if config.rope_scaling not in (1.0, 32.0 if config.tie_embeddings else 8.0):
+        params["rope_scaling_factor"] = config.rope_scaling
+    (directory / "params.json").write_text(json.dumps(params, indent=1))

@@ -1,0 +1,448 @@
+"""Measuring instruments, and what the commands of bench.py share.
+
+    time_interleaved    seconds of several contestants, run in turns
+    Counted             collectives of a rank and their payload
+    Live                bytes of the tensors on a rank, and their peak
+    silenced            a step whose collectives return at once
+    emulate             the same counts for one rank of a cluster that does not exist
+
+On a shared machine the speed changes from one minute to the next. So contestants take turns in one
+process, and a result is the median, over all rounds, of the ratio of two times of the same round.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from costs.traffic import Traffic
+from lora import LoRA, add_adapters, init_adapters, quantize_base
+from model import Llama, LlamaConfig
+from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
+from plumbing.parser import Parser
+from plumbing.processes import Process, UserError
+from plumbing.shards import assign_shard, to_local
+from runs.flags import add_optimizer_flags
+from techniques.context_parallel import share_sequences
+from techniques.recompute import is_attention
+from techniques.zero1 import optimizer_parameters
+from text.batch import Batch
+from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
+
+# ---------------------------------------------------------------------------------------- timing
+
+
+Seconds = dict[str, list[float]]  # contestant -> its time in each round
+
+
+def count_rounds(repeats: int, what: str = "") -> Iterator[int]:
+    """Yield 0, for the round that warms up, to `repeats`. Where rounds take more than a second,
+    rank 0 prints the time left, after `what` is measured."""
+    start = time.perf_counter()
+    for number in range(repeats + 1):
+        yield number
+        average = (time.perf_counter() - start) / (number + 1)
+        left = round(average * (repeats - number))
+        if average > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
+            progress = f"{what}round {number} of {repeats}  {left // 60}:{left % 60:02d} left"
+            print(progress, file=sys.stderr, flush=True)
+
+
+def time_interleaved(
+    contestants: dict[str, Callable[[], object]], repeats: int, what: str = ""
+) -> Seconds:
+    """Call every contestant once in each of `repeats` rounds, after a warm-up round that does not
+    count. `what` is for the lines of progress."""
+    seconds = {name: [] for name in contestants}
+    for round_number in count_rounds(repeats, what):
+        for name, step in contestants.items():
+            if dist.is_initialized():
+                dist.barrier()  # a rank that still runs the previous contestant would disturb
+            start = time.perf_counter()
+            step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if round_number > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def timing_table(
+    seconds: Seconds, tokens: int, columns: dict[str, list[str]] | None = None
+) -> list[str]:
+    """Return the lines of a table with one row per contestant: its median time, tokens per second,
+    and its ratio to the first contestant. A step has `tokens` tokens; `columns` maps the heading of
+    an additional column to its cells, one per contestant."""
+    columns, rows = columns or {}, []
+    for (name, times), *cells in zip(seconds.items(), *columns.values()):
+        median = statistics.median(times)
+        lower, middle, upper = quartiles(ratios_to_first(seconds, name))
+        ratio = f"{middle:.3f} ({lower:.3f}-{upper:.3f})"
+        rows.append([name, f"{median:.3f}", f"{tokens / median:,.0f}", ratio, *cells])
+    headings = ["step", "seconds", "tokens/s", "ratio to the first (quartiles)", *columns]
+    return markdown_table(headings, rows)
+
+
+def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
+    """Return the lines of a table in Markdown, aligned right but for the first column."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in [headings, *rows]]
+    return [lines[0], f"|---|{'--:|' * (len(headings) - 1)}", *lines[1:]]
+
+
+def ratios_to_first(seconds: Seconds, name: str) -> list[float]:
+    """Return, for each round, the time of contestant `name` divided by the first contestant's."""
+    first = next(iter(seconds.values()))
+    return [own_time / first_time for own_time, first_time in zip(seconds[name], first)]
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
+
+
+# ----------------------------------------------------------------------- counting collectives
+
+# torch's operators -> the collective that each runs. Any other is counted under its own name.
+COLLECTIVES = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "broadcast_": "broadcast",
+    "recv_": None,  # counted where it is sent
+}
+
+
+class Counted(TorchDispatchMode):
+    """A context that counts this rank's collectives, and its forward runs of attention.
+
+    `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
+    A group of all ranks that is no dimension of the mesh is called "world"; a group without a name,
+    as all are without a `world`, is a tuple of its ranks. Collectives in a group of one rank are
+    not counted. Avoid when blocks are compiled: under a dispatch mode they would run uncompiled.
+    """
+
+    def __init__(self, world: World | None):
+        super().__init__()
+        self.group_names = {}  # ranks of a group -> its name
+        self.cp_group = ""  # torch's name for it: the same ranks may also be a group of the mesh
+        if world:
+            self.group_names[tuple(range(world.size))] = "world"
+            self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
+        for dim in world.mesh.mesh_dim_names if world else ():
+            group = world.mesh.get_group(dim)
+            self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
+        self.sent: Traffic = {}
+        self.attentions = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op._opname
+        if name == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
+            name = "send"
+        if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if len(ranks) > 1 and COLLECTIVES.get(name, name):
+                # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
+                payload = max(
+                    sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
+                    for operand in (*args, result)
+                )
+                is_cp = group.group_name == self.cp_group
+                dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
+                key = dim, COLLECTIVES.get(name, name)
+                calls, nbytes = self.sent.get(key, (0, 0))
+                self.sent[key] = calls + 1, nbytes + payload
+        self.attentions += is_attention(name)
+        return result
+
+
+def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
+    """Return the process group in which an operator communicates, None if it does not."""
+    named = {argument.name: value for argument, value in zip(op._schema.arguments, args)}
+    if "group_name" in named:
+        return dist.distributed_c10d._resolve_process_group(named["group_name"])
+    return dist.ProcessGroup.unbox(named["process_group"]) if "process_group" in named else None
+
+
+# ---------------------------------------------------------------------------- counting memory
+
+
+class Live(TorchDispatchMode):
+    """A context that counts the bytes of tensors on this rank: `now`, and at their `peak`.
+
+    It counts the tensors `held` from the start, and every tensor that an operator touches, until
+    the tensor's storage is freed. It does not see what a kernel allocates for itself. Avoid when
+    blocks are compiled, like Counted."""
+
+    def __init__(self, held: Iterable[Tensor] = ()):
+        super().__init__()
+        # Address of a storage -> a weak reference to it, and its bytes when it was last counted.
+        self.storages: dict[int, tuple[weakref.ref, int]] = {}
+        self.now = self.peak = 0
+        self._count_tensors(held)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace in ("fsdp", "c10d"):  # FSDP allocates and frees by resizing storages
+            for address, (storage, _) in list(self.storages.items()):
+                self._count_storage(address, storage())
+        result = op(*args, **(kwargs or {}))
+        self._count_tensors(tree_leaves((args, kwargs, result)))
+        return result
+
+    def _count_tensors(self, values: Iterable) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type != "meta":  # that has no memory
+                tensor = to_local(value)
+                tensor = getattr(tensor, "elem", tensor)  # what an AsyncCollectiveTensor wraps
+                storage = tensor.untyped_storage()
+                self._count_storage(storage._cdata, storage)
+        self.peak = max(self.peak, self.now)
+
+    def _count_storage(self, address: int, storage: torch.UntypedStorage) -> None:
+        if address not in self.storages:
+            self.storages[address] = weakref.ref(storage, lambda _: self._forget(address)), 0
+        reference, counted = self.storages[address]
+        self.storages[address] = reference, storage.nbytes()
+        self.now += storage.nbytes() - counted
+
+    def _forget(self, address: int) -> None:
+        self.now -= self.storages.pop(address)[1]
+
+
+def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """Return the parameters, the gradients (as the optimizer sees them: ZeRO-1's are sharded), and
+    the optimizer state."""
+    updated = optimizer_parameters(model).values()
+    return {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in updated if p.grad is not None],
+        "optimizer": [t for state in optimizer.state.values() for t in state.values()],
+    }
+
+
+def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of each kind of state_tensors on this rank."""
+    kinds = state_tensors(model, optimizer)
+    return {kind: sum(to_local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
+
+
+# --------------------------------------------------------------------------------------- silencing
+
+
+@contextlib.contextmanager
+def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]:
+    """Make collectives over the mesh dimensions `dims` return at once, without communicating.
+
+    The process group of each dimension gets torch's fake backend for a while. Results are garbage,
+    which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
+    stops its collectives."""
+    no_sync = contextlib.nullcontext()
+    if isinstance(runner, DistributedDataParallel) and "replicate" in dims:
+        no_sync, dims = runner.no_sync(), [dim for dim in dims if dim != "replicate"]
+    device, backend_types = world.device, dist.ProcessGroup.BackendType
+    meshes = [world.cp_mesh if dim == "cp" else world.mesh[dim] for dim in dims]
+    groups = [mesh.get_group() for mesh in meshes]
+    real_backends = [group._get_backend(device) for group in groups]
+    try:
+        for group in groups:
+            options = FakeProcessGroup.Options()
+            fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
+            # A type that no real backend has: a group keeps the first backend of each type.
+            group._register_backend(device, backend_types.UNDEFINED, fake)
+        with no_sync:
+            yield
+    finally:
+        for group, real in zip(groups, real_backends):
+            group._register_backend(device, getattr(backend_types, real.name().upper()), real)
+
+
+# --------------------------------------------------------------------------------- emulating
+
+
+def emulate(
+    model: Llama,
+    parallel: ParallelConfig,
+    local_batch: int,
+    microbatch: int,
+    seq_len: int,
+    pp_rank: int = 0,
+) -> tuple[Traffic, dict[str, int]]:
+    """Run three training steps of one rank of a cluster, in this process alone, and count the last.
+    It is the first rank of those that are `pp_rank` along pp.
+
+    Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
+    `peak`, in predict_memory's. `model` is on meta; the rank has `local_batch` sequences per step.
+
+    The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
+    they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
+    """
+    rank = pp_rank * parallel.size // parallel.pp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
+    try:
+        return _three_steps(model, parallel, rank, local_batch, microbatch, seq_len)
+    finally:
+        dist.destroy_process_group()
+
+
+def _three_steps(
+    model: Llama,
+    parallel: ParallelConfig,
+    rank: int,
+    local_batch: int,
+    microbatch: int,
+    seq_len: int,
+) -> tuple[Traffic, dict[str, int]]:
+    size, cpu = parallel.size, torch.device("cpu")
+    process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
+    world = with_mesh(process, replace(parallel, compile=False))
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+
+    # Only memory is allocated under the mode: parallelize also makes meshes, which need contents.
+    def allocate_fake(model: Llama) -> None:
+        with fake_tensors:
+            allocate(model, cpu)
+
+    if needs_real_tensors(parallel):
+        runner = parallelize(model, world, Llama.init_weights)
+        runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
+        mode = contextlib.nullcontext()
+    else:
+        runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
+        mode = fake_tensors
+    tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
+    batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
+    with mode:
+        given = dict(moments=parallel.moments)
+        given |= dict(optimizer=parallel.optimizer)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **given))
+        for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
+            kinds = state_tensors(model, optimizer)
+            with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
+                accumulate(runner, batch, microbatch, world)
+                held = state_bytes(model, optimizer)
+                optimizer.step()
+                zero_gradients(optimizer, world)
+    return counted.sent, held | {"peak": live.peak}
+
+
+def needs_real_tensors(parallel: ParallelConfig) -> bool:
+    """Return whether an emulation cannot use fake tensors: DDP's C++ code reads the contents."""
+    return parallel.replicate > 1 and parallel.strategy.grads_in_buckets
+
+
+def all_reduce_at_once(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """All-reduce a bucket of DDP without waiting: a fake group's collective never finishes."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+# ------------------------------------------------------------------------------- shared pieces
+
+
+def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
+    """Return a model, with adapters or without, whose parameters have shapes and no memory."""
+    with torch.device("meta"):
+        model = Llama(config)
+        if lora:
+            add_adapters(model, lora, base_bits)
+    return model
+
+
+def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
+    """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
+    if not args.lora and (args.dora or args.base_bits == 4):
+        raise UserError("--dora and --base-bits are for adapters: give --lora, too")
+    if args.lora and args.optimizer == "muon":
+        raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
+    return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
+
+
+def check_adamw(args: argparse.Namespace) -> None:
+    if args.optimizer == "muon":
+        raise UserError("this command measures AdamW: leave out --optimizer muon")
+
+
+def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
+    """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+
+
+def make_step(
+    config: LlamaConfig,
+    args: argparse.Namespace,
+    batch: Batch,
+    microbatch: int,
+    world: World,
+    lora: LoRA | None = None,
+    base_bits: int = 16,
+) -> Callable[[], Totals]:
+    """Return a function that runs train.py's training step of a new model, with adapters or
+    without, on `world`. `args` has the flags of the optimizer; `batch` holds this rank's sequences
+    of the step."""
+    model = build_on_meta(config, lora, base_bits)
+
+    def random_matrix(name: str) -> Tensor:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        return torch.randn(layer.out_features, layer.in_features, device=world.device) / 50
+
+    def initialize(model: Llama) -> None:
+        model.init_weights(assign=assign_shard)
+        quantize_base(model, random_matrix, assign_shard)
+        init_adapters(model, assign=assign_shard, device=world.device)
+
+    runner = parallelize(model, world, initialize)
+    optimizer = make_optimizer(model, args)
+    return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)
+
+
+def describe_machine(world: World) -> dict:
+    """Return the part of a JSON report that says where and when something was measured."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        "ranks": world.size,
+        "per_node": world.per_node,
+        "torch": str(torch.__version__),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def problem_with_files(files: dict[str, Path | None]) -> str | None:
+    """Return why results could not be written to `files` (flag -> its value), None if they can."""
+    for flag, file in files.items():
+        if file and not file.parent.is_dir():
+            return f"{flag} {file}: there is no directory {file.parent}; make it first"
+        if file and file.is_dir():
+            return f"{flag} {file} is a directory: give a file in it"
+    return None

@@ -1,0 +1,184 @@
+"""Command-line flags: the groups that scripts share."""
+
+import argparse
+from pathlib import Path
+
+from lora import TARGETS
+from model import PRESETS
+from parallel import STRATEGIES
+from plumbing.parser import given_int, nonnegative_float, nonnegative_int, positive_int
+from techniques.float8 import RECIPES
+from techniques.schedules import SCHEDULES
+from text.tokenizer import DEFAULT_TOKENIZER
+
+MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
+
+# fmt: off
+
+
+def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of train.py: model, data, and everything that all training scripts share."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help=f"preset: {', '.join(PRESETS)} (default: tiny)")
+    for name in MODEL_SIZES:
+        model.add_argument(f"--{name.replace('_', '-')}", type=positive_int,
+                           help=f"{name} of the model, in place of the preset's")
+    model.add_argument("--init", type=Path, metavar="DIR",
+                       help="initial weights: a checkpoint, or a model directory in Meta's or "
+                            "Hugging Face's format (default: random weights)")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=["python"],
+                      help="text files, directories or token shards (default: python, the source "
+                           "of Python's standard library)")
+    data.add_argument("--tokenizer", help=f"name or tokenizer.model file (default: the one of the "
+                                          f"data or of --init, or {DEFAULT_TOKENIZER})")
+    data.add_argument("--seq-len", type=positive_int, default=256,
+                      help="tokens per sequence (default: %(default)s)")
+    data.add_argument("--document-mask", action="store_true",
+                      help="no attention across documents that share a sequence")
+    data.add_argument("--prompt", default="def",
+                      help="prompt of the text samples at evaluations (default: %(default)s)")
+    add_training_flags(parser)
+    parser.set_defaults(lr=None)  # it depends on the optimizer
+
+
+def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of finetune_lora.py: base model, data, LoRA, and what all scripts share."""
+    base = parser.add_argument_group("base model")
+    base.add_argument("--init", type=Path, metavar="DIR", required=True,
+                      help="the base model: a checkpoint, a run, or a model directory in Meta's or "
+                           "Hugging Face's format")
+    base.add_argument("--tokenizer",
+                      help="name or tokenizer.model file (default: the base model's)")
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", default=["python"],
+                      help="JSON lines, files or directories of them (default: python, docstrings "
+                           "to write for functions of the standard library)")
+    data.add_argument("--seq-len", type=positive_int, default=512,
+                      help="tokens per row of samples (default: %(default)s)")
+    data.add_argument("--long", choices=["truncate", "drop"], default="truncate",
+                      help="treatment of samples longer than a row (default: %(default)s)")
+    data.add_argument("--train-on-prompt", action="store_true",
+                      help="count the loss of prompts too, not of answers alone")
+
+    lora = parser.add_argument_group("LoRA")
+    lora.add_argument("--rank", type=positive_int, default=8,
+                      help="rank of the adapters (default: %(default)s)")
+    lora.add_argument("--alpha", type=nonnegative_float, default=16.0,
+                      help="the adapters' scale is alpha / rank (default: %(default)s)")
+    lora.add_argument("--rslora", action="store_true", help="the scale is alpha / sqrt(rank)")
+    lora.add_argument("--dropout", type=nonnegative_float, default=0.0,
+                      help="dropout probability of the adapters' input (default: %(default)s)")
+    lora.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS),
+                      metavar="MATRIX",
+                      help=f"matrices with an adapter, of {' '.join(TARGETS)} (default: all)")
+    lora.add_argument("--dora", action="store_true",
+                      help="train the length of each row apart from its direction")
+    lora.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
+                      help="4: keep the blocks' frozen matrices in 4 bits (default: the dtype of "
+                           "computation)")
+    lora.add_argument("--merge", action="store_true",
+                      help="write OUT/merged at the end: the model with the adapter added")
+    add_training_flags(parser)
+    parser.set_defaults(steps=200, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
+
+
+def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that train.make_optimizer reads."""
+    parser.add_argument("--optimizer", choices=["muon", "adamw"],
+                        help="muon: for the matrices of the blocks, and adamw for the rest "
+                             "(default: muon where train.py or bench.py step train from "
+                             "scratch, else adamw)")
+    parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
+                        help="peak learning rate (default in training: 0.02 with muon, 0.005 with "
+                             "adamw); larger models need less")
+    parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
+                        help="weight decay of matrices; norms have none (default: %(default)s)")
+    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
+                        help="dtype of the moments of --optimizer adamw: training takes 16 bytes a "
+                             "parameter with float32, 12 with bfloat16 (default: %(default)s)")
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
+    step = parser.add_argument_group("optimizer step")
+    step.add_argument("--batch", type=positive_int, default=8,
+                      help="sequences per step, over all processes (default: %(default)s)")
+    step.add_argument("--microbatch", type=positive_int,
+                      help="sequences that a process computes at a time (default: all of its own)")
+    step.add_argument("--steps", type=positive_int, default=1150,
+                      help="number of optimizer steps (default: %(default)s)")
+    add_optimizer_flags(step)
+    step.add_argument("--warmup", type=given_int, default=50,
+                      help="steps of linear warmup to the peak (default: %(default)s, even where "
+                           "--steps are fewer)")
+    step.add_argument("--clip", type=nonnegative_float, default=1.0,
+                      help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
+    step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")
+
+    parallel = parser.add_argument_group("parallelism")
+    parallel.add_argument("--dp", choices=["auto", *STRATEGIES], default="auto",
+                          help="data parallelism: which state each rank holds a shard of "
+                               "(default: auto, by what fits in memory)")
+    parallel.add_argument("--shard", type=positive_int,
+                          help="ranks that share one copy of the model with --dp hsdp (default: "
+                               "the ranks of a node)")
+    parallel.add_argument("--tp", type=positive_int, default=1,
+                          help="tensor parallelism: ranks that share every matrix product and see "
+                               "the same sequences (default: %(default)s)")
+    parallel.add_argument("--cp", type=positive_int, default=1,
+                          help="context parallelism: ranks of data parallelism that share each "
+                               "sequence, for long ones (default: %(default)s)")
+    parallel.add_argument("--pp", type=positive_int, default=1,
+                          help="pipeline parallelism: ranks that each hold some of the layers and "
+                               "pass microbatches on (default: %(default)s)")
+    parallel.add_argument("--schedule", default="1f1b",
+                          help=f"order of a pipeline's microbatches: {', '.join(SCHEDULES)}, or a "
+                               f"file with a line for each rank (default: %(default)s)")
+    parallel.add_argument("--stages-per-rank", type=positive_int,
+                          help="stages that each rank of a pipeline holds (default: 2 with "
+                               "--schedule interleaved, else 1)")
+    parallel.add_argument("--reshard", choices=["auto", "none", "adapters", "weights", "all"],
+                          default="auto",
+                          help="what fsdp and hsdp shard again after use: none; weights; all, that "
+                               "is gradients of each microbatch too; adapters, leaving a frozen "
+                               "base unsharded (default: weights, or all where memory is short)")
+    parallel.add_argument("--offload", action="store_true",
+                          help="keep parameters and optimizer state of fsdp and hsdp in CPU memory")
+    parallel.add_argument("--offload-activations", action="store_true",
+                          help="keep what blocks save for backward in CPU memory")
+    parallel.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
+                          help="activations that backward recomputes (default: %(default)s)")
+
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
+                       help="dtype of computation (default: bfloat16 on a GPU, else float32)")
+    speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                       help="compile the transformer blocks (default: on a GPU)")
+    speed.add_argument("--float8", choices=["none", *RECIPES], default="none",
+                       help="multiply the blocks' matrices in 8 bits, a scale for each tensor, "
+                            "row or 32 numbers; emulated where the device cannot (default: none)")
+    speed.add_argument("--async-tp", action="store_true",
+                       help="with --tp: send chunks of the tokens while others are multiplied")
+    speed.add_argument("--profile", action="store_true",
+                       help="write a trace of three steps to OUT/trace-RANK.json, for "
+                            "chrome://tracing")
+
+    run = parser.add_argument_group("run")
+    run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
+    run.add_argument("--resume", action="store_true",
+                     help="continue from the newest checkpoint in OUT, if there is one")
+    run.add_argument("--save-every", type=nonnegative_int, default=500,
+                     help="steps between checkpoints, 0 for one at the end (default: %(default)s)")
+    run.add_argument("--async-save", action="store_true",
+                     help="write checkpoints in the background, from a copy in CPU memory")
+    run.add_argument("--keep", type=nonnegative_int, default=2,
+                     help="number of checkpoints to keep, 0 for all (default: %(default)s)")
+    run.add_argument("--eval-every", type=nonnegative_int, default=500,
+                     help="steps between evaluations, 0 for none (default: %(default)s)")
+    run.add_argument("--eval-windows", type=positive_int, default=512,
+                     help="validation sequences per evaluation (default: %(default)s)")
+    run.add_argument("--log-every", type=positive_int, default=10,
+                     help="steps between progress lines (default: %(default)s)")

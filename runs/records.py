@@ -1,0 +1,221 @@
+"""Record a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from costs.devices import peak_flops
+from costs.traffic import flops_per_token
+from files.directories import lock_directory
+from model import Llama
+from parallel import World
+from plumbing.processes import UserError, print_rank_zero
+from techniques.float8 import has_kernel, layers_in_8_bits
+from techniques.nf4 import count
+from techniques.schedules import bubble, check_schedule, make_schedule
+from text.tokenizer import Tokenizer
+
+# Flags that may change when a run is resumed: what they change is the same experiment, or refused.
+RESUMABLE_FLAGS = (
+    "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
+    "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations microbatch "
+    "checkpointing compile async_tp "
+    "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
+    "rank alpha dropout rslora targets data_checksum"
+).split()
+
+
+class Recorder:
+    """Measures the steps of a run and records them on rank 0: in OUT/metrics.jsonl, one JSON object
+    a step, and as progress lines on stderr."""
+
+    def __init__(
+        self, args: argparse.Namespace, world: World, model: Llama, tokenizer: Tokenizer, done: int
+    ):
+        """Continue a record after step `done`: remove later steps, which will run again."""
+        self.args, self.world, self.done = args, world, done
+        on_gpu = world.device.type == "cuda"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+        self.flops_per_token = flops_per_token(model, args.seq_len, world.parallel)
+        self.config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
+        self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
+        if world.rank == 0:
+            self._open(done)
+        self.started = self.step_started = time.perf_counter()
+
+    def measure(self, step: int, totals, lr: float) -> dict:
+        """Return the metrics of a step that has just ended; print them every --log-every steps.
+        `totals` are train.py's Totals."""
+        args, now = self.args, time.perf_counter()
+        seconds = now - self.step_started
+        tokens_per_second = args.batch * args.seq_len / seconds
+        mfu = None
+        if self.peak_flops:
+            achieved = self.flops_per_token * tokens_per_second
+            mfu = achieved / (self.peak_flops * self.world.size)
+        metrics = {
+            "step": step,
+            "loss": totals.mean_loss,
+            "bits_per_byte": totals.bits_per_byte,
+            "grad_norm": totals.grad_norm,
+            "lr": lr,
+            "tokens": step * args.batch * args.seq_len,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "memory_bytes": peak_memory(self.world.device),
+        }
+        if step in (self.done + 1, args.steps) or step % args.log_every == 0:
+            remaining = (now - self.started) / (step - self.done) * (args.steps - step)
+            print_rank_zero(progress_line(metrics, args.steps, remaining), file=sys.stderr)
+        return metrics
+
+    def write(self, metrics: dict) -> None:
+        """Write the metrics of a step on rank 0. If OUT was deleted or moved, begin its files anew;
+        raise UserError if another run uses it now."""
+        if self.world.rank:
+            return
+        path = Path(self.file.name)
+        if not (path.exists() and os.path.samefile(path, self.file.fileno())):
+            step, out = metrics["step"], self.args.out
+            lock_directory(out)
+            print(
+                f"warning: {out} was deleted or moved during the run: its config.json and "
+                f"metrics.jsonl begin again at step {step}",
+                file=sys.stderr,
+            )
+            self._open(step - 1)
+        print(json.dumps(metrics), file=self.file)
+
+    def _open(self, done: int) -> None:
+        """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
+        out = self.args.out
+        text = json.dumps(self.config, indent=1, default=str)
+        write_atomically(out / "config.json", text)
+        path = out / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        complete = (line for line in lines if line.endswith("\n"))
+        kept = [line for line in complete if json.loads(line)["step"] <= done]
+        write_atomically(path, "".join(kept))
+        self.file = open(path, "a", buffering=1)
+
+    def start_step(self) -> None:
+        """Start timing a step, so that an evaluation or a save before it does not count."""
+        self.step_started = time.perf_counter()
+
+
+def progress_line(metrics: dict, steps: int, remaining: float) -> str:
+    """Return a line with the metrics of a step and the `remaining` seconds of the run."""
+    mfu = "" if metrics["mfu"] is None else f"mfu {metrics['mfu']:.1%}  "
+    gigabytes = metrics["memory_bytes"] / 1e9
+    return (
+        f"step {metrics['step']:>5}/{steps}  loss {metrics['loss']:.4f}  "
+        f"{metrics['bits_per_byte']:.3f} bits/byte  norm {metrics['grad_norm']:.2f}  "
+        f"{metrics['tokens_per_second']:,.0f} tokens/s  {mfu}{gigabytes:.2f} GB  "
+        f"{int(remaining) // 60}:{int(remaining) % 60:02d} left"
+    )
+
+
+def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
+    """Return a line that describes the model, the batch, the data and the processes."""
+    parameters = sum(count(p) for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
+    return (
+        f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
+        f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
+        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
+        f"{describe_float8(model, world)}"
+    )
+
+
+def describe_float8(model: Llama, world: World) -> str:
+    """Return which layers are multiplied in 8 bits, and whether the device can; "" if none are."""
+    parallel = world.parallel
+    if parallel.float8 == "none":
+        return ""
+    names = layers_in_8_bits(model, parallel.float8, parallel.tp)
+    layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    emulated = not has_kernel(world.device, parallel.dtype, parallel.float8)
+    how = ", emulated: 8-bit products need bfloat16 and a GPU that has them" if emulated else ""
+    return f"; {parallel.float8} float8 in {layers} of {len(model.layers)} blocks{how}"
+
+
+def describe_mesh(world: World, microbatches: int = 0) -> str:
+    """Return the sizes of the mesh dimensions, which ranks form a group along each, and how long
+    ranks of a pipeline wait, if it has so many microbatches."""
+    mesh, parts = world.mesh, []
+    dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
+    groups = {}  # dimension -> the ranks of each of its groups
+    for dim in dims:
+        groups[dim] = mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1).flatten(0, -2)
+    if (cp := world.parallel.cp) > 1:  # consecutive ranks of replicate x shard
+        groups["cp"] = mesh.mesh.movedim(-1, 1).reshape(-1, cp)
+    for dim, ranks_of_groups in reversed(groups.items()):
+        shown = [f"({' '.join(map(str, ranks))})" for ranks in ranks_of_groups.tolist()]
+        parts.append(f"{dim} groups {' '.join(shown[:8])}{' ...' if len(shown) > 8 else ''}")
+    sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
+    sizes += f", of which each {cp} share sequences" * (cp > 1)
+    if microbatches and (parallel := world.parallel).pp > 1:
+        given = parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank
+        spans = check_schedule(
+            make_schedule(*given), microbatches, parallel.pp * parallel.stages_per_rank
+        )
+        parts.append(
+            f"by {parallel.schedule} and {microbatches} microbatches its ranks wait "
+            f"{bubble(spans):.0%} of the time"
+        )
+    return "; ".join([f"mesh: {sizes}", *parts])
+
+
+def warn_about_changed_flags(before: dict, now: dict) -> None:
+    """Print a warning for each flag that differs from those of the checkpoint and so makes this
+    another experiment, and if the training data differ. Old checkpoints lack some flags. Raises
+    UserError for another optimizer, whose state the checkpoint does not have."""
+    had = before.get("optimizer", "adamw")  # before there was a choice
+    if had != now["optimizer"]:
+        raise UserError(f"the run began with another optimizer: give --optimizer {had}")
+    for name in sorted(now.keys() - set(RESUMABLE_FLAGS)):
+        if name in before and str(before[name]) != str(now[name]):
+            flag = name.replace("_", "-")
+            print_rank_zero(
+                f"warning: --{flag} was {before[name]}, is now {now[name]}", file=sys.stderr
+            )
+    if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
+        print_rank_zero(
+            f"warning: --data {' '.join(now['data'])} no longer gives the sequences that the run "
+            f"began with: steps from here on see others",
+            file=sys.stderr,
+        )
+
+
+def start_profiler(path: Path) -> torch.profiler.profile:
+    """Trace three steps, after two that are not recorded, for chrome://tracing or Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by a complete new one: a crash leaves either the old or the new file."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: on its GPU or, without one, on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

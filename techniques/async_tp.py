@@ -1,0 +1,218 @@
+"""Asynchronous tensor parallelism: messages over tp travel while matrices are multiplied.
+
+Plain tensor parallelism waits for its collectives: it all-gathers all tokens, then multiplies by
+wq, wk and wv; it multiplies by wo, then reduce-scatters (parallel.py). Here tokens are cut
+into chunks, one for each of the n ranks, which pass them around in a ring. What rank 0 of 3 does:
+
+    columns (wq wk wv, w1 w3)                rows (wo, w2)
+    send chunk 0, its own, and multiply it   multiply chunk 2
+    send chunk 2, which has arrived,         send the product, and multiply chunk 1; add rank 2's
+        and multiply it                          product of it, which has arrived
+    multiply chunk 1, which has arrived      send the sum, and multiply chunk 0; add what has
+                                                 arrived: now it is the sum over all ranks
+
+A message is started before a product and waited for after it, so that both happen at once. Backward
+is the mirror image: gradients go around the other way, as sums for columns, as copies for rows.
+
+Communication over tp: a gather or scatter of payload a (parallel.py) becomes n - 1 messages
+of a / n bytes, which is what a ring of n ranks sends for either; embedding and loss keep their
+collectives. If a message takes no longer than the product beside it, the wait is gone. Only the
+first layer that reads gathered tokens hides their arrival: wq, or w1. Recomputing (--checkpointing)
+also repeats the products and messages of w2, except in compiled blocks. A weight's gradient is a
+sum over n chunks in the dtype of computation: in bfloat16 less exact, the larger n is.
+
+Use with --tp where bench.py step shows time exposed over tp, with long enough sequences: chunks
+have T / n tokens, and smaller products use a GPU less well. Avoid where it shows none. A pass of
+torch.compile also fuses products with collectives, but says nothing where it finds none: here
+nothing depends on it. With NVLink, torch's symmetric memory could also do without NCCL's kernels,
+which compete with the products.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+
+from plumbing.processes import UserError
+from plumbing.shards import shard_parameters
+from techniques.parallel_layers import COLUMNS, ROWS
+
+wait = torch.ops._c10d_functional.wait_tensor
+
+
+def check_combination(parallel) -> None:
+    """Raise UserError for a ParallelConfig with which messages in chunks do not combine."""
+    if parallel.async_tp and parallel.tp == 1:
+        raise UserError("--async-tp is for --tp 2 or more: give --tp, or leave it out")
+
+
+# ----------------------------------------------------------------------------------- the messages
+
+
+class Ring:
+    """The ranks along tp, in a ring."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh, self.group = mesh, mesh.get_group().group_name
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+
+    def send(self, x: Tensor, step: int) -> Tensor:
+        """Start to send x to the rank `step` farther on. Returns what arrives from the other side,
+        a flat tensor [x.numel()], valid after `wait`: of this tensor, since torch.compile frees x
+        too early where a view of it is waited for."""
+        sent, received = [0] * self.size, [0] * self.size  # numbers to, and from, each rank
+        sent[(self.rank + step) % self.size] = x.numel()
+        received[(self.rank - step) % self.size] = x.numel()
+        all_to_all = torch.ops._c10d_functional.all_to_all_single
+        return all_to_all(x.contiguous().flatten(), received, sent, self.group)
+
+
+class Depart(torch.autograd.Function):
+    """Start to send a chunk to the next rank, and return what only Arrive may use; in backward,
+    wait for the chunk's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, ring):
+        ctx.shape = x.shape
+        return ring.send(x, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wait(grad).view(ctx.shape), None
+
+
+class Arrive(torch.autograd.Function):
+    """Return the chunk that Depart has begun to receive; in backward, start to send its gradient
+    back."""
+
+    @staticmethod
+    def forward(ctx, under_way, shape, ring):
+        ctx.ring = ring
+        return wait(under_way).view(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.ring.send(grad, -1), None, None
+
+
+def keep_messages_early() -> None:
+    """Stop torch.compile from reordering operators for a lower peak of memory: it would move many a
+    message next to its wait, with nothing to compute in between."""
+    import torch._inductor.config  # takes a second, which only compiled runs have to spend
+
+    torch._inductor.config.reorder_for_peak_memory = False
+
+
+# ----------------------------------------------------------------------------------- the products
+
+
+class Arriving:
+    """The input x [B, T, D] of attention or of a feed-forward, while its chunks arrive.
+
+    The first layer that multiplies it takes each chunk as it comes; others find them all here."""
+
+    def __init__(self, x: DTensor, ring: Ring):
+        self.shape, self.ring = x.shape, ring
+        # Chunk i, [B, ceil(T / n), D], is that of rank (rank - i) % n. At first there is our own.
+        self.chunks = [with_tokens(x.to_local(), math.ceil(x.shape[1] / ring.size))]
+
+    def product(self, multiply) -> Tensor:
+        """Return multiply(chunk) of all chunks, in the order of tokens: [B, T, out / n]."""
+        ring, products = self.ring, {}
+        for step in range(ring.size):
+            chunk, under_way = self.chunks[step], None
+            if len(self.chunks) == step + 1 < ring.size:
+                under_way = Depart.apply(chunk, ring)
+            products[(ring.rank - step) % ring.size] = multiply(chunk)
+            if under_way is not None:
+                self.chunks.append(Arrive.apply(under_way, chunk.shape, ring))
+        return with_tokens(torch.cat([products[i] for i in range(ring.size)], 1), self.shape[1])
+
+
+def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
+    """Return the sum over ranks of multiply(x): [B, T, out], sharded by tokens. x [B, T, in / n].
+    `mark` announces a message to selective checkpointing, which then saves it."""
+    (B, T, _), size = x.shape, math.ceil(x.shape[1] / ring.size)
+    chunks = with_tokens(x, size * ring.size).split(size, 1)
+    total = multiply(chunks[(ring.rank - 1) % ring.size])
+    for step in range(1, ring.size):
+        under_way = Depart.apply(mark(total), ring)
+        try:
+            own = multiply(chunks[(ring.rank - 1 - step) % ring.size])
+        finally:  # also where checkpointing stops a recomputation, by an exception in multiply
+            arrived = Arrive.apply(under_way, total.shape, ring)
+        total = own + arrived
+    D, own_tokens = total.shape[2], min(size, max(0, T - ring.rank * size))
+    whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
+    own = with_tokens(total, own_tokens)
+    return DTensor.from_local(own, ring.mesh, [Shard(1)], run_check=False, **whole)
+
+
+def with_tokens(x: Tensor, n: int) -> Tensor:
+    """Return x [B, T, D] with n tokens, by cutting off or by appending zeros: all chunks have the
+    same length, although the last ranks may have fewer tokens."""
+    return x if x.shape[1] == n else F.pad(x, (0, 0, 0, n - x.shape[1]))
+
+
+def local_operand(operand):
+    """Return the part of a parameter that this rank multiplies by; what is no parameter, such as
+    LoRA's scale, as it is. The gradient of a replicated one is the sum of what ranks compute."""
+    if not isinstance(operand, DTensor):
+        return operand
+    replicated = operand.placements[0].is_replicate()
+    return operand.to_local(grad_placements=[Partial()] if replicated else None)
+
+
+# ------------------------------------------------------------------------------ styles for the PLAN
+
+
+class GatherInChunks(ParallelStyle):
+    """For a module whose input is sharded by tokens: let its layers multiply what arrives."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        ring = Ring(mesh)
+        module.register_forward_pre_hook(lambda _, inputs: (Arriving(inputs[0], ring), *inputs[1:]))
+        return module
+
+
+class InChunks(ParallelStyle):
+    """Shard a linear layer by columns (dimension 0 of its weight) or rows (1); multiply in chunks.
+    recompute.mark_products sets the layer's `saves_chunks`, where selective checkpointing saves its
+    products."""
+
+    def __init__(self, weight_dim: int):
+        self.weight_dim = weight_dim
+
+    def _apply(self, layer: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        shard_parameters(layer, mesh, self.weight_dim)
+        ring, product = Ring(mesh), getattr(layer, "product", F.linear)
+        layer.saves_chunks = False
+
+        def product_in_chunks(x, *operands):
+            mark = torch.ops.aten.alias if layer.saves_chunks else lambda x: x
+            parts = [local_operand(operand) for operand in operands]
+
+            def multiply(chunk: Tensor) -> Tensor:
+                # One matrix product over all tokens of the chunk, also where the weight is frozen.
+                return product(mark(chunk.contiguous()), *parts)
+
+            if self.weight_dim == 1:
+                return summed_product(x, multiply, ring, mark)
+            return x.product(multiply)
+
+        if hasattr(layer, "product"):
+            layer.product = product_in_chunks
+        else:
+            layer.forward = lambda x: product_in_chunks(x, layer.weight)
+        return layer
+
+
+def in_chunks(style: ParallelStyle) -> ParallelStyle:
+    """Return the style that does the same while messages travel, if there is one."""
+    if isinstance(style, PrepareModuleInput):
+        return GatherInChunks()
+    return InChunks(style.weight_dim) if style in (COLUMNS, ROWS) else style

@@ -1,0 +1,227 @@
+"""Context parallelism: several ranks share each sequence, where sequences are too long for one.
+
+A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r. Where each
+row is one document, all ranks then attend to equally many tokens:
+
+    chunk   0  1  2  3  4  5  6  7        n = 4. The queries of chunk c attend to c + 1 chunks:
+    rank    0  1  2  3  3  2  1  0        those of rank 0 to 1 and 8, those of rank 3 to 4 and 5
+
+A rank computes everything for its own tokens alone, but attention needs the others. So each block
+all-gathers the keys and values of whole sequences, and the queries of a chunk attend, causally, to
+keys up to the chunk's end. Grouped-query attention makes this cheap: keys and values are narrow. In
+backward each rank has a part of their gradients, and a reduce-scatter sums them. (Llama 3 was
+trained like this: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.)
+
+All of it hangs on the batch: `share_sequences` leaves a rank its own tokens, and hands attention
+what it needs to know of the others. To everything else, ranks along cp are data ranks, which have
+different tokens: FSDP shards over them, DDP averages over them, and losses and targets add up. They
+are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension for them: on 4 ranks
+with --tp 2 --cp 2, ranks 0 and 2 share sequences, and ranks 1 and 3.
+
+Letters as in parallel.py; T tokens of a whole sequence, of which a rank has T/n, while in model.py
+T are the tokens of a rank. Communication over cp, a block and microbatch, with
+kv = 2 B T KV E w / tp bytes: all-gather of kv in forward, reduce-scatter of kv in backward.
+Checkpointing, selective or full, repeats the all-gather in backward.
+
+Use when the activations of one sequence do not fit, even with checkpointing, or when there are
+more ranks than sequences. Avoid for short sequences: attention waits for each collective. Without
+checkpointing a block saves keys and values of whole sequences for backward, at least n times its
+own; and where attention needs a mask, for each query head.
+
+A ring (Liu et al. 2023, arXiv:2310.01889) passes keys and values from rank to rank in place of the
+all-gather, and adds up the softmax part by part. It never holds a whole sequence's keys, and can
+compute while it sends; but in backward keys travel again, and their gradients with them: it sends
+(3 n - 2) / n kv a block where this sends 2 (n - 1) / n kv.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from model import attend, document_mask
+from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
+
+
+def chunks_of(rank: int, n: int) -> tuple[int, int]:
+    """Return which of the 2 n chunks of a sequence a rank has."""
+    return rank, 2 * n - 1 - rank
+
+
+def own_tokens(tensor: Tensor, rank: int, n: int) -> Tensor:
+    """Return a rank's part [B, T/n] of a tensor [B, T], of which 2 n must divide T."""
+    chunks = tensor.chunk(2 * n, 1)
+    return torch.cat([chunks[i] for i in chunks_of(rank, n)], 1)
+
+
+def whole_sequences(parts: Tensor) -> Tensor:
+    """Put the chunks of all ranks in order: the first ones by rank, then the second ones backwards.
+
+    parts [n, ..., T/n, KV, E] -> [..., T, KV, E]."""
+    first, second = parts.chunk(2, -3)
+    return torch.cat([*first.unbind(0), *second.flip(0).unbind(0)], -3)
+
+
+class SharedSequences(NamedTuple):
+    """Attention of a rank's tokens to whole sequences. It takes the place of a mask (model.py).
+    labs/context.py writes it for sequences of one document."""
+
+    mesh: DeviceMesh  # the ranks that share
+    ends: list[int]  # where each of the rank's two chunks ends in the sequence
+    masks: list  # for each chunk, its queries' mask or Documents; None for causal attention alone
+
+    def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return True  # with or without masks: those of Llama.forward know nothing of other ranks
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, T/n, H, E], k and v [B, T/n, KV, E] of this rank's tokens -> as q."""
+        own = torch.stack([k, v])[None]  # [1, 2, B, T/n, KV, E], of which ranks are sharded
+        parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+        # An all-gather; in backward, gradients that are partial sums make it a reduce-scatter.
+        parts = parts.full_tensor(grad_placements=[Partial()])  # [n, 2, B, T/n, KV, E]
+        k, v = whole_sequences(parts)  # [B, T, KV, E] both
+        return self.attend_to(q, k, v)
+
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same, given keys and values [B, T, KV, E] of whole sequences."""
+        attended = []
+        for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
+            seen = queries, k[:, :end], v[:, :end]
+            out = causal_lower_right(*seen)[0] if mask is None else attend(*seen, mask)
+            attended.append(out)
+        return torch.cat(attended, 1)
+
+
+@dataclass
+class SharedBatch(Batch):
+    """This rank's tokens of a batch. `starts` and `max_length` are those of whole sequences."""
+
+    all_positions: Tensor | None = None  # [B, T] of whole sequences
+    packed: bool = False  # whether rows may hold several documents: positions were given
+    mesh: DeviceMesh | None = None  # the ranks that share
+    dtype: torch.dtype = torch.float32  # of computation
+
+    @property
+    def documents(self) -> SharedSequences:
+        """Return what a model's forward takes as `documents`."""
+        rank, n = self.mesh.get_local_rank(), self.mesh.size()
+        size = self.all_positions.shape[1] // (2 * n)
+        ends = [(chunk + 1) * size for chunk in chunks_of(rank, n)]
+        device = self.tokens.device.type
+        if device == "cpu" and not self.packed:
+            return SharedSequences(self.mesh, ends, [None, None])
+        has_kernel = kernel_widths(device, self.dtype)
+        make = self.documents_until if has_kernel else self.mask_until
+        return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
+
+    def mask_until(self, end: int, queries: int) -> Tensor:
+        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. Truth values
+        would become such numbers in each block, which saves them."""
+        visible = document_mask(self.all_positions[:, :end], queries)  # [B, 1, queries, end]
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
+
+    def documents_until(self, end: int, queries: int) -> Documents:
+        """Return the same by lengths: of each document its queries in the chunk, of which some have
+        none, and its keys up to the chunk's end. The kernel lets the last query attend to the last
+        key, the one before to all keys but the last, and so on."""
+        of_queries = self.starts.clamp(end - queries, end) - (end - queries)
+        return Documents(
+            flat_starts(of_queries, queries),
+            flat_starts(self.starts.clamp(max=end), end),
+            min(queries, self.max_length),
+            min(end, self.max_length),
+        )
+
+
+def share_sequences(batch: Batch, world) -> Batch:
+    """Return this rank's tokens of a batch of whole sequences, which all ranks along cp have. Raise
+    ValueError for sequences that cannot be cut into 2 cp equal chunks."""
+    mesh, n, positions = world.cp_mesh, world.parallel.cp, batch.positions
+    if n == 1:
+        return batch
+    rank, T = mesh.get_local_rank(), batch.tokens.shape[1]
+    if T % (2 * n):
+        raise ValueError(f"sequences of {T} tokens cannot be cut into {2 * n} equal chunks")
+    if positions is None:
+        positions = torch.arange(T, device=batch.tokens.device).repeat(len(batch.tokens), 1)
+    starts, max_length = document_starts(positions)
+    tokens, targets, own_positions = (
+        own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)
+    )
+    return SharedBatch(
+        tokens,
+        targets,
+        own_positions,
+        text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
+        starts=starts,
+        max_length=max_length,
+        all_positions=positions,
+        packed=batch.positions is not None,
+        mesh=mesh,
+        dtype=world.parallel.dtype,
+    )
+
+
+# ------------------------------------------------------------------------------- attention on a CPU
+# The queries of a chunk are the last tokens of the rows that they attend to. The scores of T
+# queries and S keys form a rectangle, and the triangle of causal attention belongs in its lower
+# right corner. But without a mask, torch's kernel for the CPU lets query i attend to keys 0..i. So
+# the tokens attend in two parts: to those before them, all of which they see, and to each other.
+# Beside its output, each part returns the logarithm of the sum of its exponentials:
+#
+#     log_sum = log(exp(log_sum_1) + exp(log_sum_2))
+#     output = sum of output_i exp(log_sum_i - log_sum)
+#
+# The gradients of a part need only the final output and the final log_sum. Parts from other ranks
+# could be added alike: that is a ring.
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+# A single operator, for torch.compile and so that selective checkpointing saves its output, which
+# parallel.is_attention knows by the name.
+@torch.library.custom_op("flatllama::scaled_dot_product_lower_right", mutates_args=())
+def causal_lower_right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return causal attention of the last tokens of rows to the rows, and logarithms for backward.
+
+    q [B, T, H, E] of the last T tokens, k and v [B, S, KV, E] of all -> as q, [B, T, H]."""
+    past = k.shape[1] - q.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, log_sum = _flash(q, k[:, :, past:], v[:, :, past:], is_causal=True)
+    if past:
+        out_past, log_sum_past = _flash(q, k[:, :, :past], v[:, :, :past])
+        parts, log_sums = (out, out_past), (log_sum, log_sum_past)
+        log_sum = torch.logaddexp(*log_sums)
+        out = sum(x * (part - log_sum).exp()[..., None].to(x) for x, part in zip(parts, log_sums))
+    return out.transpose(1, 2).contiguous(), log_sum.transpose(1, 2).contiguous()
+
+
+@causal_lower_right.register_fake
+def _(q, k, v):
+    log_sum = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), log_sum
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx, grad, _):
+    q, k, v, out, log_sum = ctx.saved_tensors
+    past = k.shape[1] - q.shape[1]
+    grad, q, k, v, out, log_sum = (t.transpose(1, 2) for t in (grad, q, k, v, out, log_sum))
+    own = k[:, :, past:], v[:, :, past:]
+    q_grad, *gradients = _flash_backward(grad, q, *own, out, log_sum, 0.0, True)
+    if past:
+        seen = k[:, :, :past], v[:, :, :past]
+        q_grad_past, *before = _flash_backward(grad, q, *seen, out, log_sum, 0.0, False)
+        q_grad = q_grad + q_grad_past
+        gradients = [torch.cat(pair, 2) for pair in zip(before, gradients)]
+    return tuple(gradient.transpose(1, 2) for gradient in (q_grad, *gradients))
+
+
+causal_lower_right.register_autograd(_backward, setup_context=_save_for_backward)

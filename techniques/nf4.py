@@ -1,0 +1,140 @@
+"""NF4: a frozen matrix in 4 bits a weight (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+
+The weights of a trained matrix are about normally distributed, so the 16 values that 4 bits can
+name are quantiles of the normal distribution: close together around 0, where most weights are, and
+scaled to [-1, 1]. A row of the matrix is cut into blocks of 64 weights. Each block has a scale, so
+that an outlier spoils mostly its own block:
+
+    weight = NF4[code] * (scale of the block) * (scale of the row)
+             4 bits       8 bits a block         32 bits a row
+
+    weight     [out, in / 64, 33] uint8. Of a block: its scale, then 64 codes, two in a byte, the
+               first in its high half
+    row_scale  [out, 4] uint8, the bytes of one float32 a row
+
+That is 4 + 8 / 64 + 32 / in bits a weight: 4.13 at in = 4096. The scale of a block is its largest
+absolute value, rounded to a multiple, 1 to 255, of the scale of the row. bitsandbytes compresses
+scales with numbers of other rows. Here a row is whole in itself, so that FSDP and column-parallel
+layers cut between rows, and row-parallel ones between blocks. All of it is bytes, because FSDP in
+bfloat16 would round a scale in float32.
+
+Precision: the error of normally distributed weights is 9 % of their root mean square, as large as
+with bitsandbytes.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from plumbing.processes import UserError
+
+BLOCK = 64
+# fmt: off
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+# fmt: on
+PAIRS = [(high, low) for high in NF4 for low in NF4]  # what each byte of two codes stands for
+WEIGHTS_AT_ONCE = 1 << 20  # weights that are converted at a time: a CPU's caches hold them
+ON_A_GPU = 1 << 26  # likewise, with few enough kernels
+
+
+def packed_shape(out: int, width: int) -> tuple[int, int, int]:
+    """Return the shape of `weight` for a matrix [out, width]."""
+    if width % BLOCK:
+        raise UserError(f"4 bits need rows of a multiple of {BLOCK} weights: {width} is none")
+    return out, width // BLOCK, 1 + BLOCK // 2
+
+
+def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (weight, row_scale) of a matrix [out, in]: the nearest of the 16 values to each
+    (labs/nf4.py writes it with a scale in float32 for each block)."""
+    out, width = matrix.shape
+    weight = matrix.new_empty(packed_shape(out, width), dtype=torch.uint8)
+    row_scale = matrix.new_empty(out, 1, dtype=torch.float32)
+    values = torch.tensor(NF4, device=matrix.device)
+    middles = (values[:-1] + values[1:]) / 2
+    for rows, packed, scale in some_rows(width, matrix, weight, row_scale):
+        blocks = rows.float().unflatten(1, (-1, BLOCK))  # [rows, in / 64, 64]
+        largest = blocks.abs().amax(-1)
+        # These views fill row_scale and weight. A row of zeros has a scale too: 0 / scale is 0.
+        scale.copy_(largest.amax(1, keepdim=True) / 255).clamp_(min=1e-30)
+        packed[..., 0] = (largest / scale).round().clamp(1, 255)
+        blocks = blocks / (packed[..., :1] * scale[..., None])
+        codes = torch.bucketize(blocks, middles, out_int32=True)
+        packed[..., 1:] = codes[..., ::2] * 16 + codes[..., 1::2]
+    return weight, row_scale.view(torch.uint8)
+
+
+def some_rows(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors, whose rows belong together, some rows at a time, to take little memory."""
+    n = max(1, (ON_A_GPU if tensors[0].is_cuda else WEIGHTS_AT_ONCE) // width)
+    yield from zip(*(tensor.split(n) for tensor in tensors))
+
+
+@torch.library.custom_op("flatllama::dequantized", mutates_args=())
+def dequantized(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix [out, in] that (weight, row_scale) stand for.
+
+    A single operator: a compiler that saw inside could save its result for backward."""
+    if weight.is_cuda:
+        return _compiled_numbers()(weight, row_scale, dtype)
+    matrix = weight.new_empty(len(weight), weight.shape[1] * BLOCK, dtype=dtype)
+    for rows, packed, scale in some_rows(matrix.shape[1], matrix, weight, row_scale):
+        rows.copy_(_numbers(packed, scale, dtype))
+    return matrix
+
+
+@dequantized.register_fake
+def _(weight, row_scale, dtype):
+    return weight.new_empty(weight.shape[0], weight.shape[1] * BLOCK, dtype=dtype)
+
+
+def _numbers(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    pairs = torch.tensor(PAIRS, device=weight.device)
+    scale = weight[..., 0] * row_scale.view(torch.float32)  # [out, in / 64]
+    numbers = pairs.index_select(0, weight[..., 1:].flatten().int())  # two for each byte
+    return (numbers.view(*scale.shape, BLOCK) * scale[..., None]).flatten(1).to(dtype)
+
+
+@functools.cache
+def _compiled_numbers():
+    """On a GPU, one kernel that reads 0.5 bytes a weight and writes 2."""
+    return torch.compile(_numbers, dynamic=True)
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """Return what is left of a matrix in 4 bits, in its dtype."""
+    return dequantized(*quantized(matrix), matrix.dtype)
+
+
+def count(parameter: Tensor) -> int:
+    """Return how many weights a parameter stands for: codes are 3-D, and row_scale has none."""
+    if parameter.dtype != torch.uint8:
+        return parameter.numel()
+    return parameter.shape[0] * parameter.shape[1] * BLOCK if parameter.ndim == 3 else 0
+
+
+def check_blocks(config, tp: int = 1) -> None:
+    """Raise UserError if the rows of a matrix, of which tp ranks have parts, are no whole number of
+    blocks of 4-bit weights."""
+    for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
+        if width % (BLOCK * tp):
+            whose = f"{BLOCK} weights" + f" for each of {tp} ranks" * (tp > 1)
+            raise UserError(
+                f"--base-bits 4 needs blocks of {whose}, and the base has {flag} {width}: give "
+                f"{'a smaller --tp, or ' * (tp > 1)}--base-bits 16"
+            )
+
+
+def check_shardable(model: nn.Module, reshard: str) -> None:
+    """Raise UserError where this torch's FSDP cannot shard the bytes of a base in 4 bits."""
+    in_4_bits = any(not parameter.is_floating_point() for parameter in model.parameters())
+    if in_4_bits and reshard != "adapters" and torch.__version__ < "2.13":
+        raise UserError(
+            f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
+            f"adapters, or torch 2.13"
+        )

@@ -1,0 +1,191 @@
+"""Optimizers: Muon, and AdamW with moments in bfloat16.
+
+Muon is an optimizer for matrices (Jordan 2024, kellerjordan.github.io/posts/muon).
+
+AdamW treats a matrix as a list of numbers. But in the gradient of a matrix a few directions, which
+most tokens share, are far larger than all others. Muon makes all directions of an update nearly
+equally long: of its singular value decomposition U S Vᵀ it takes U Vᵀ. So what is rare in the text
+is learnt too.
+
+    gradient ── momentum ── orthogonalize: U S Vᵀ -> U Vᵀ ── scale ── weight
+
+That is for the matrices of the blocks. AdamW updates all others, with the same learning rate: rows
+of embedding and output belong to single tokens, and norms are not matrices. The state of a matrix
+is one number for each weight, where AdamW has two.
+
+A shard of a matrix cannot be orthogonalized alone: a rank all-gathers the update over the ranks
+that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
+parallelism send the matrices' bytes once more a step, and DDP sends no more than before. Every rank
+orthogonalizes all matrices of its layers, so replicas stay equal only where ranks round alike: on
+devices of one kind, with as many threads. On many ranks it would be faster if each did only some.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from plumbing.processes import UserError
+from plumbing.shards import assign_shard, to_local
+
+MOMENTUM = 0.95
+# The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
+# and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
+A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
+
+
+def check_combination(parallel) -> None:
+    """Raise UserError for a ParallelConfig with which an optimizer does not combine."""
+    if parallel.optimizer == "muon" and (parallel.moments == "bfloat16" or parallel.offload):
+        flag = "--offload" if parallel.offload else "--moments bfloat16"
+        raise UserError(f"{flag} is for AdamW: give --optimizer adamw, too")
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks, AdamW for all other parameters.
+
+    groups: as for any optimizer, but of (name, parameter); each has its own weight_decay"""
+
+    def __init__(self, groups, lr: float, betas: tuple[float, float], eps: float = 1e-8):
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters."""
+        for group in self.param_groups:
+            others = []
+            for name, parameter in zip(group["param_names"], group["params"]):
+                if not is_block_matrix(name, parameter):
+                    others.append(parameter)
+                    continue
+                update = self.advance(parameter)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(update, alpha=group["lr"])
+            if others:
+                self.update_by_adamw(others, group)
+
+    def advance(self, parameter: Tensor) -> Tensor:
+        """Advance the momentum of a matrix, and return what to subtract for a learning rate of 1.
+
+        Its numbers have a root mean square of 0.1. Liu et al. 2025 (arXiv:2502.16982) take 0.2, as
+        AdamW's updates have; with the same learning rate for both, 0.1 was better here."""
+        gradient, state = parameter.grad, self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(gradient)
+        momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+        update = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: the momentum one step ahead
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
+        assign_shard(update, 0.1 * math.sqrt(max(whole.shape)) * orthogonalize(whole))
+        return update
+
+    def update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        keys = "exp_avg", "exp_avg_sq", "step"
+        means, squares, steps = ([self.state[p][key] for p in parameters] for key in keys)
+        beta1, beta2 = group["betas"]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        settings |= dict(beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, fused=True)
+        gradients = [parameter.grad for parameter in parameters]
+        adamw(parameters, gradients, means, squares, [], steps, **settings)
+
+
+def is_block_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon takes the parameter of this name, or AdamW."""
+    return name.startswith("layers.") and parameter.ndim == 2
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of a matrix U S Vᵀ, nearly. The matrix is divided by its norm, the root of the
+    sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵. In bfloat16 on
+    a GPU, where that is many times faster."""
+    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    if len(x) > x.shape[1]:
+        return orthogonalize(x.T).T.type_as(matrix)  # with the smaller of the two gram matrices
+    x = x / x.norm().clamp(min=1e-30)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T  # U S² Uᵀ
+        polynomial = torch.addmm(gram, gram, gram, beta=B, alpha=C)  # B gram + C gram²
+        x = torch.addmm(x, polynomial, x, beta=A)  # A x + polynomial x
+    return x.type_as(matrix)
+
+
+# ------------------------------------------------------------------- AdamW with moments in bfloat16
+# With both moments in bfloat16, a parameter takes 12 bytes: weight 4, gradient 4, moments 2 + 2.
+# With float32 moments it takes 16. torch's AdamW refuses moments of another dtype than the
+# parameters' (torch 2.13), so this is a step of our own. A moment changes by a share of 1 - beta in
+# each step, and bfloat16 rounds to 1 in 256: with beta 0.95 the changes are larger than the
+# rounding, with 0.999 they would be lost.
+
+
+ELEMENTS_AT_A_TIME = 1 << 24  # updated together on a CPU; what is in float32 takes some 256 MB
+
+
+class BFloat16AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as torch's, except that the moments are
+    rounded to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
+    Each group has its own weight_decay.
+
+    Raises ValueError for a beta above 0.99."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], eps: float = 1e-8):
+        if max(betas) > 0.99:
+            raise ValueError(f"betas {betas}: bfloat16 moments need betas of at most 0.99")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """Update all parameters that have a gradient. `closure`, for callers that pass None, is
+        ignored."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        # [n] each. What is written must be a view; the gradient may be a copy.
+        written = parameter, state["exp_avg"], state["exp_avg_sq"]
+        weight, mean, square = (to_local(tensor).view(-1) for tensor in written)
+        gradient = to_local(parameter.grad).reshape(-1)
+        # Numbers that change in every step: tensors, so that nothing is compiled anew, and on the
+        # CPU, where reading them waits for nothing.
+        (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
+        keep = torch.full_like(step, 1 - lr * group["weight_decay"])
+        numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
+        on_gpu = weight.device.type == "cuda"
+        update = make_update(beta1, beta2, group["eps"], compiled=on_gpu)
+        size = max(1, len(weight)) if on_gpu else ELEMENTS_AT_A_TIME
+        for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
+            update(*parts, *numbers)
+
+
+@functools.cache
+def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Callable[..., None]:
+    """Return a function that updates a part of a parameter and of its moments in place. Compiled it
+    is one kernel; uncompiled it reads and writes several times as many bytes."""
+
+    def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep):
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        grad = grad.to(dtype)
+        mean = exp_avg.to(dtype).lerp_(grad, 1 - beta1)
+        square = exp_avg_sq.to(dtype).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        exp_avg.copy_(mean)
+        exp_avg_sq.copy_(square)
+        denominator = (square / correction).sqrt_().add_(eps)
+        weight.mul_(keep).sub_((mean * rate).div_(denominator))
+
+    return torch.compile(update, dynamic=True) if compiled else update

@@ -1,0 +1,89 @@
+"""Layers of tensor parallelism: how torch's styles shard them here, and which ones they cannot.
+
+parallel.py chooses a style for every layer (PLAN). The styles here shard a layer parameter by
+parameter, since a layer with an adapter has more of them than a weight.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from model import Llama
+from plumbing.processes import UserError
+from plumbing.shards import dims_of, shard_parameters
+
+
+def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
+    """Shard a layer's parameters, and let it multiply by its shards."""
+    shard_parameters(layer, mesh, style.weight_dim)
+    if hasattr(layer, "shard_product"):
+        layer.shard_product(mesh)
+
+
+class ColumnParallel(ColwiseParallel):
+    """Shard the output features of a linear layer: weight [out, in] on dimension 0."""
+
+    weight_dim, _partition_linear_fn = 0, shard_linear
+
+
+class RowParallel(RowwiseParallel):
+    """Shard the input features of a linear layer: weight [out, in] on dimension 1."""
+
+    weight_dim, _partition_linear_fn = 1, shard_linear
+
+
+class VocabularyParallel(RowwiseParallel):
+    """Shard the rows of an embedding: weight [V, D] on dimension 0."""
+
+    weight_dim = 0
+
+
+REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
+NORM = SequenceParallel(use_local_output=False)
+COLUMNS = ColumnParallel()
+ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
+
+
+def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> dict[str, int | None]:
+    """Return the dimension on which a style shards each parameter of the layer at `path`, None for
+    a replicated one.
+
+    Raises UserError for a parameter that the style does not cover. A rank would otherwise keep its
+    own part of the gradient, which should be summed over tp, and train on without an error."""
+    dims = {}
+    names = [name for name, _ in layer.named_parameters(recurse=False)]
+    if isinstance(style, SequenceParallel):
+        dims = dict.fromkeys(names)
+    elif hasattr(style, "weight_dim"):
+        dims = dims_of(layer, style.weight_dim)
+    for name in names:
+        if name not in dims:
+            remedy = "add its layer to PLAN in parallel.py, as COLUMNS, ROWS or NORM"
+            if any(layer.children()):
+                remedy = "move it into a module of its own, and add that to PLAN"
+            elif style:
+                remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
+            raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
+    return dims
+
+
+def copy_uneven_inputs(model: Llama) -> None:
+    """Make contiguous what attention and feed-forward read where tp does not divide the tokens, as
+    for a prompt: the uneven all-gather leaves x [B, T, D] non-contiguous, and the matrix products
+    of torch 2.11 need contiguous inputs."""
+
+    def copy(module: nn.Module, inputs: tuple) -> tuple | None:
+        x, *others = inputs
+        if x.shape[1] % x.device_mesh.size():  # the shape of a DTensor is that of the whole tensor
+            return x.clone(memory_format=torch.contiguous_format), *others
+
+    for block in model.layers.values():
+        for module in (block.attention, block.feed_forward):
+            module.register_forward_pre_hook(copy)

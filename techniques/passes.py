@@ -1,0 +1,166 @@
+"""RMSNorm, RoPE and SwiGLU in few passes over memory: what model.py writes as the papers do.
+
+Between matrix products, time goes into reading and writing: an operator on [B, T, D] is a pass over
+memory, however little it computes. On a CPU, torch's RMSNorm makes 4 such passes in forward and 11
+in backward, and RoPE written with cosines 7 and 8, over half of x each. Here the norm makes 3 and
+8, half of them in place, and RoPE one in each direction: a complex product. In bfloat16 each has
+two or three more, to compute in float32. torch.compile, the default on a GPU, makes one kernel of
+what lies between matrix products, so there only SwiGLU differs, which saves less for backward.
+
+parallelize() puts these functions in for training, each only if a small model computes the same
+with it as without it: model.py may have been changed.
+"""
+
+import functools
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, rotate
+
+
+def use_fewer_passes(model: Llama) -> None:
+    """Let the norms, RoPE and SwiGLU of a model compute by the functions below."""
+    for name in PASSES:
+        if computes_the_same(type(model), model.config.norm_eps, name):
+            put_in(model, name)
+
+
+def put_in(model: nn.Module, name: str) -> None:
+    """Replace one kind of function, a name in PASSES, wherever a model has it."""
+    for module in model.modules():
+        if isinstance(module, PASSES[name][0]):
+            PASSES[name][1](module)
+
+
+@functools.cache
+def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
+    """Return whether a small model has the same loss and gradients with a function of PASSES as
+    with that of model.py; if not, say so once."""
+    config, found = LlamaConfig(16, 1, 2, 1, ffn_dim=12, vocab_size=11, norm_eps=eps), []
+    tokens = torch.arange(12).view(2, 6) ** 2 % 11
+    for replaced in (False, True):
+        with torch.device("meta"):
+            model = model_class(config)
+        model.double().to_empty(device="cpu").tie_weights()
+        with torch.no_grad():
+            for i, parameter in enumerate(model.parameters()):
+                values = torch.arange(parameter.numel()).double() ** 2 + i
+                parameter.copy_(values.sin().view(parameter.shape))
+        if replaced:
+            put_in(model, name)
+        loss = model(tokens, targets=tokens)
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    same = all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*found))
+    if not same:
+        note = f"note: model.py's own {name} is used: techniques/passes.py computes another one"
+        print(note, file=sys.stderr)
+    return same
+
+
+def torch_fuses(x: Tensor) -> bool:
+    """Return whether torch's own operators need no help: on a GPU, and where they are compiled."""
+    return x.is_cuda or torch.compiler.is_compiling()
+
+
+def norm_in_few_passes(norm: RMSNorm, x: Tensor) -> Tensor:
+    """Return norm(x) for x [..., D]."""
+    if torch_fuses(x):
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    return Normalized.apply(x, norm.weight, norm.eps)
+
+
+class Normalized(torch.autograd.Function):
+    """Saves x itself. With r = 1 / sqrt(mean(x²) + eps) and z = x r, the result is z w. If h is its
+    gradient, that of w is the sum of h z over all tokens, that of z is g = h w, and that of x is
+    r (g - z mean(g z))."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x32 = in_float(x)
+        r = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)  # [..., 1]; one pass over x
+        r = r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x32 * r).mul_(weight).type_as(x)
+
+    @staticmethod
+    @once_differentiable  # r has no graph
+    def backward(ctx, grad):
+        saved, weight, r = ctx.saved_tensors
+        x, grad = in_float(saved), in_float(grad)
+        product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
+        weight_grad = None
+        if ctx.needs_input_grad[1]:  # the weight is not frozen
+            weight_grad = product.reshape(-1, len(weight)).sum(0).type_as(weight)
+        mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
+        x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
+        return x_grad.type_as(saved), weight_grad, None
+
+
+def rotate_in_one_pass(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return model.py's rotate(x, cos, sin)."""
+    return rotate(x, cos, sin) if torch_fuses(x) else Rotation.apply(x, cos, sin)
+
+
+class Rotation(torch.autograd.Function):
+    """RoPE by complex numbers: a pair of features times cos + i sin. Backward rotates back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(in_float(x).contiguous().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).type_as(x)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, saving only gate and up [B, T, F] for backward. Autograd would save
+    silu(gate) as well; computing it again in backward takes less time than writing and reading."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def in_float(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _use_norm(norm: RMSNorm) -> None:
+    norm.forward = partial(norm_in_few_passes, norm)
+
+
+def _use_rotation(attention: Attention) -> None:
+    attention.rotate = rotate_in_one_pass
+
+
+def _use_swiglu(feed_forward: FeedForward) -> None:
+    feed_forward.swiglu = SwiGLU.apply
+
+
+# name -> the modules that have such a function, and what puts a faster one into them
+PASSES = {
+    "RMSNorm": (RMSNorm, _use_norm),
+    "RoPE": (Attention, _use_rotation),
+    "SwiGLU": (FeedForward, _use_swiglu),
+}

@@ -1,0 +1,375 @@
+r"""Pipeline parallelism: each rank has some of the layers, and microbatches pass through the ranks.
+
+    torchrun --nproc-per-node 4 train.py --pp 4 --microbatch 1 --out out/pp
+
+A model is cut into *stages* of consecutive layers. A stage sends its output to the next one, and in
+backward the gradient of its input to the one before. A rank without work waits: the *bubble*. To
+keep all ranks busy, a batch is cut into microbatches. A *schedule* says in which order each rank
+computes them (schedules.py).
+
+Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches;
+B, T, D, V as in model.py; w bytes of an element of the residual stream, g of a gradient.
+Communication, of the ranks of a pipeline together, a step: 2 m (v p - 1) messages of B T D w bytes.
+With tied embeddings the first and the last rank also exchange gradients of V D g bytes.
+Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
+microbatches: ranks wait (p - 1) / (m + p - 1) of the time.
+"""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from model import KVCache, Llama
+from plumbing.processes import UserError
+from plumbing.shards import chunk_of, to_local
+from techniques.schedules import Action, check_schedule, has_w, make_schedule
+
+# ----------------------------------------------------------------------------------------- runner
+
+
+class Pipeline(nn.Module):
+    """One rank of a pipeline, which computes the steps of training by a schedule.
+
+    All ranks go through the ticks of a schedule in one order, and after each post what they send
+    and receive. A rank waits only for what it has posted already, so no two wait for each other,
+    with gloo, which matches sends and receives in pairs, and with NCCL, which runs them in order.
+    torch.distributed.pipelining has the same schedules. But in torch 2.13, with FSDP, zero-bubble
+    loses gradients without an error, and 1F1B refuses fewer microbatches than stages.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        stages: list[Llama],
+        world,
+        gradient_sync: Callable[[Llama, bool], contextlib.AbstractContextManager],
+    ):
+        """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
+        World of parallel.py. gradient_sync(stage, last) is a context for a backward, which
+        communicates gradients if it is the last of a step."""
+        super().__init__()
+        self.parallel, self.gradient_sync = world.parallel, gradient_sync
+        self.splits = has_w(self.parallel.schedule)
+        if self.splits:
+            make_deferrable(model)
+        self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
+        self.message = partial(dist.P2POp, group=self.group)
+        width, dtype = model.config.dim, world.parallel.dtype
+        self.empty_stream = partial(empty_stream, tp=self.tp, width=width, dtype=dtype)
+        self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
+        self.last = self.p * len(stages) - 1  # the last stage of all
+        self.model, embedding = model, model.tok_embeddings  # on the first and, tied, the last rank
+        self.tied = model.config.tie_embeddings and embedding and embedding.weight.requires_grad
+        if self.tied:
+            embedding.weight.copies = 2  # each counts half in the gradient norm
+        self.deferred: dict[tuple, list[Callable]] = {}  # (microbatch, stage) -> what W computes
+        model.forward = self.forward  # for evaluation and generation
+        for blocks in (list(stage.layers.values()) for stage in stages):
+            # In backward FSDP prefetches the block whose forward came before. For block 0 that is a
+            # block of another microbatch; so it names itself, which does nothing.
+            for before, block in zip([blocks[0], *blocks], blocks):
+                block.set_modules_to_backward_prefetch([before])
+        self.ticks = functools.cache(self.make_ticks)
+        dist.barrier(self.group)  # NCCL wants all ranks in the first call of a group
+
+    def make_ticks(self, m: int) -> list[dict[int, Action]]:
+        """Return for each tick in which an action ends: rank -> action."""
+        schedule = make_schedule(self.parallel.schedule, self.p, m, len(self.stages))
+        ticks = defaultdict(dict)  # time -> rank -> action
+        for rank, spans in enumerate(check_schedule(schedule, m, self.last + 1)):
+            for action, _, end in spans:
+                ticks[end][rank] = action
+        return [ticks[end] for end in sorted(ticks)]
+
+    def accumulate(self, microbatches: list) -> Tensor:
+        """Run forward and backward of all microbatches, Batches of data.py; gradients add up. All
+        ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
+        with the last stage, 0 on the others."""
+        ticks = self.ticks(len(microbatches))
+        self.microbatches, self.kept = microbatches, {}
+        self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
+        self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
+        self.unfinished = dict.fromkeys(self.stages, len(microbatches))
+        posted = []
+        for tick in ticks:
+            action = tick.get(self.rank)
+            received, works = self.inbox.pop(action, (None, []))
+            wait(works)
+            result = action and self.compute(action, received)
+            posted.append(self.exchange(tick, result))
+            if len(posted) > self.p:  # sent by now: waiting lets go of the tensors
+                wait(posted.pop(0))
+        for works in posted:
+            wait(works)
+        if self.tied:
+            self.sum_tied_gradients()
+        return self.loss
+
+    def compute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run an action on what another rank has sent for it. Return what the next stage, or the
+        one before, waits for."""
+        kind, i, stage = action
+        microbatch, module = self.microbatches[i], self.stages[stage]
+        if kind == "F":
+            x = microbatch.tokens if stage == 0 else received.requires_grad_()
+            targets = microbatch.targets if stage == self.last else None
+            stream = as_stream(x, microbatch.tokens, self.tp)
+            y = module(stream, targets, microbatch.positions, documents=microbatch.documents)
+            if stage == self.last:
+                self.loss += y.detach()
+            self.kept[i, stage] = x, y
+            return to_local(y).detach()
+
+        x, y = self.kept.pop((i, stage))
+        if kind == "B" and self.splits:
+            self.kept[i, stage] = None, y  # for W
+        else:
+            self.unfinished[stage] -= 1
+        is_last = self.unfinished[stage] == 0
+        with self.gradient_sync(module, is_last):
+            # Embedding and output stay unsharded until the last, as other microbatches need them.
+            module.set_reshard_after_backward(is_last, recurse=False)
+            if kind == "W":
+                for add_gradient in self.deferred.pop((i, stage)):
+                    add_gradient()
+                # FSDP takes gradients at the end of a backward, and W has none. So run one that
+                # computes nothing, from y to itself: y has the hook with which FSDP begins.
+                torch.autograd.grad(y, y, torch.zeros_like(y))
+            else:
+                leave = leave_for_later(self.deferred, (i, stage))
+                with leave if self.splits else contextlib.nullcontext():
+                    to_local(y).backward(received)
+        return x.grad if kind == "B" else None
+
+    def exchange(self, tick: dict[int, Action], result: Tensor | None) -> list[dist.Work]:
+        """Send this rank's result of a tick, and receive what others computed for it."""
+        operations, expected = [], {}
+        for source, (kind, i, stage) in sorted(tick.items()):
+            receiver = stage + 1 if kind == "F" else stage - 1  # a stage
+            if kind == "W" or not 0 <= receiver <= self.last:
+                continue
+            target = receiver % self.p
+            if source == self.rank:
+                operations.append(self.message(dist.isend, result.contiguous(), group_peer=target))
+            elif target == self.rank:
+                buffer = self.empty_stream(self.microbatches[i].tokens)
+                operations.append(self.message(dist.irecv, buffer, group_peer=source))
+                expected[Action(kind, i, receiver)] = buffer
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.inbox |= {action: (buffer, works) for action, buffer in expected.items()}
+        return works
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Add the gradients of the embedding, on the first rank, and of the output, on the last."""
+        own = to_local(self.model.tok_embeddings.weight.grad)
+        other, peer = torch.empty_like(own), self.p - 1 - self.rank
+        pairs = (dist.isend, own.contiguous()), (dist.irecv, other)
+        wait(dist.batch_isend_irecv([self.message(*pair, group_peer=peer) for pair in pairs]))
+        own += other
+
+    @torch.no_grad()
+    def forward(self, tokens, targets=None, positions=None, cache=None, documents=None) -> Tensor:
+        """Compute what the whole model would, stage by stage, for evaluation and generation. All
+        ranks have the logits; the rank with the last stage has the loss, the others 0."""
+        caches = cache and vars(cache).setdefault("of_stages", {s: KVCache() for s in self.stages})
+        x = tokens
+        for stage in range(self.last + 1):
+            here, there = stage % self.p, (stage + 1) % self.p
+            if here == self.rank:
+                given = as_stream(x, tokens, self.tp), targets if stage == self.last else None
+                x = self.stages[stage](*given, positions, caches and caches[stage], documents)
+                if stage < self.last:
+                    dist.send(to_local(x).contiguous(), group=self.group, group_dst=there)
+            elif there == self.rank and stage < self.last:
+                x = self.empty_stream(tokens)
+                dist.recv(x, group=self.group, group_src=here)
+        is_last = self.last in self.stages
+        if targets is not None:
+            return x if is_last else torch.zeros((), dtype=torch.float64, device=tokens.device)
+        if not is_last:  # with a cache, logits are those of the last token
+            T = tokens.shape[1] if cache is None else 1
+            shape = len(tokens), T, self.model.config.vocab_size
+            x = torch.empty(shape, dtype=self.parallel.dtype, device=tokens.device)
+        dist.broadcast(x, group=self.group, group_src=self.p - 1)
+        return x
+
+
+def wait(works: list[dist.Work]) -> None:
+    """Wait for works and remove them from the list, which others share: gloo would take a second
+    wait for one of another message."""
+    while works:
+        works.pop().wait()
+
+
+# ------------------------------------------------------------------------------------------- stages
+# Stage s of p v stages lies on rank s % p. With tied embeddings the last rank keeps the embedding
+# too, as its output.
+
+# FSDP warns of views because changing them in place would be an error, and nothing here does.
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def check_combination(parallel) -> None:
+    """Raise UserError for a ParallelConfig with which a pipeline does not combine."""
+    if parallel.pp == 1:
+        return
+    if parallel.offload or parallel.offload_activations:
+        raise UserError("--pp does not combine with offloading: give one of them")
+    if not has_w(parallel.schedule):
+        return
+    if parallel.compile:
+        raise UserError("compiled blocks cannot split backward: give --no-compile")
+    if parallel.async_tp or parallel.float8 != "none":
+        flag = "--async-tp" if parallel.async_tp else "--float8"
+        raise UserError(
+            f"a backward in two parts does not combine with {flag}: use --schedule 1f1b"
+        )
+    if parallel.reshard == "all":
+        raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
+
+
+def layers_of(stage: int, stages: int, n_layers: int) -> range:
+    """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
+    each, more = divmod(n_layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def cut(model: Llama, rank: int, p: int, v: int) -> None:
+    """Leave of a model what a rank of a pipeline needs; names stay those of the whole model. Raises
+    UserError for a parameter of which no stage would know."""
+    stages = p * v
+    own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
+    parts = {"tok_embeddings", "layers", "norm", "output"}
+    for name, _ in model.named_parameters():
+        if name.split(".")[0] not in parts:
+            raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+    for stage in range(stages):
+        blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
+        if not any(p.requires_grad for block in blocks for p in block.parameters()):
+            raise UserError(f"stage {stage} has nothing to train: use fewer stages, or --pp 1")
+    for name in model.layers.keys() - own:
+        del model.layers[name]
+    is_last = rank == p - 1
+    if rank > 0 and not (is_last and model.config.tie_embeddings):
+        model.tok_embeddings = None
+    if not is_last:
+        model.norm = model.output = None
+
+
+def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
+    """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    part = copy.copy(model)
+    part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
+    cut(part, rank, p, v)
+    return part
+
+
+def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
+    """Return a rank's stages as modules of their own, which share the parts of `model`; the model
+    itself, if it is not cut."""
+    if p == 1:
+        return [model]
+    stages, made = p * v, []
+    for s in range(rank, stages, p):
+        with torch.device("meta"):
+            stage = type(model)(replace(model.config, n_layers=0))
+        own = layers_of(s, stages, model.config.n_layers)
+        stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
+        stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
+        stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
+        stage.config, stage.loss = model.config, model.loss
+        # FSDP puts a hook on the tensor that a module returns. The last block and the stage would
+        # return the same one, so that W, which needs the stage's hook alone, would all-gather the
+        # block for nothing. A view is another tensor.
+        stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
+        made.append(stage)
+    return made
+
+
+def empty_stream(tokens: Tensor, tp: DeviceMesh, width: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
+    own = chunk_of(tokens, tp, 0, dim=1)
+    return own.new_empty(*own.shape, width, dtype=dtype)
+
+
+def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
+    """Return x, a shard of the residual stream or the tokens themselves, as a stage takes it: under
+    tensor parallelism, the stream is a DTensor sharded by tokens."""
+    if tp.size() == 1 or x is tokens:
+        return x
+    B, T, D = *tokens.shape, x.shape[2]
+    shape, stride = torch.Size((B, T, D)), (T * D, D, 1)
+    return DTensor.from_local(x, tp, [Shard(1)], shape=shape, stride=stride)
+
+
+# -------------------------------------------------------------------------- a backward in two parts
+# Gradients of inputs are computed now, those of weights later. Autograd computes both gradients of
+# a matrix product in one node. So the products of a block become nodes of our own: within
+# `leave_for_later` their backward computes the gradient of the input alone, and leaves a function
+# that will compute that of the weight and add it.
+
+
+class DeferrableLinear(torch.autograd.Function):
+    """x @ weight.T, x [..., in], whose backward can leave the gradient of the weight for later."""
+
+    later: list[Callable] | None = None  # receives what is left for later, within leave_for_later
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # itself, to set its .grad: checkpointing would give back a copy
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), weight, later = ctx.saved_tensors, ctx.weight, DeferrableLinear.later
+        if later is None:
+            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+        later.append(partial(add_gradient, weight, grad, x))
+        return grad @ weight, None
+
+
+@torch.no_grad()
+def add_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    new = grad.flatten(0, -2).T @ x.flatten(0, -2)
+    if isinstance(new, DTensor):
+        new = new.redistribute(placements=weight.placements)
+    weight.grad = new if weight.grad is None else weight.grad.add_(new)
+
+
+@contextlib.contextmanager
+def leave_for_later(deferred: dict[tuple, list], key: tuple) -> Iterator[None]:
+    """Within this context, backward leaves gradients of matrices as functions in deferred[key]."""
+    DeferrableLinear.later = deferred.setdefault(key, [])
+    try:
+        yield
+    finally:
+        DeferrableLinear.later = None
+
+
+def make_deferrable(model: Llama) -> None:
+    """Let the blocks' matrices leave their gradients for W. All else, such as norms, adapters and
+    layers with a bias, gets its gradients in B."""
+    for block in model.layers.values():
+        for module in block.modules():
+            is_matrix = type(module) is nn.Linear and module.bias is None
+            if is_matrix and module.weight.requires_grad:
+                module.forward = partial(_deferrable_forward, module)
+
+
+def _deferrable_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return DeferrableLinear.apply(x, module.weight)

@@ -1,0 +1,97 @@
+"""Activation checkpointing and torch.compile, block by block."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from model import Block, Llama
+from plumbing.processes import UserError
+
+
+def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
+    """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
+
+    Parameters keep their names, and FSDP's all-gather stays outside. Full checkpointing calls the
+    compiled block a second time; selective goes inside, where the compiler sees what to save. One
+    graph serves all blocks, except block 0 above a frozen embedding, whose input needs no gradient.
+    Each input shape has its own graph (dynamic shapes would confuse DTensor).
+    Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
+    """
+    if compile:
+        torch._dynamo.config.optimize_ddp = False  # it would break graphs at DDP's buckets
+        torch._dynamo.config.recompile_limit = 64  # packed documents have several shapes
+    for name, block in model.layers.items():
+        if not isinstance(block, Block) or "forward" in vars(block):
+            raise UserError(
+                f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
+                f"attention three times; pass parallelize a model as it was built"
+            )
+        if compile and checkpointing == "full":
+            block.forward = torch.compile(block.forward, dynamic=False)
+        if checkpointing == "selective":
+            for module in block.modules():
+                for layer in getattr(module, "saved_products", ()):
+                    mark_products(getattr(module, layer))
+        if checkpointing != "none":
+            block.forward = recompute(block.forward, selective=checkpointing == "selective")
+        if compile and checkpointing != "full":
+            block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def recompute(forward: Callable, selective: bool) -> Callable:
+    """Activation checkpointing: backward recomputes what forward then need not save
+    (labs/recompute.py writes it by hand).
+
+                   elements saved per token and block                        attention forwards
+        none       6 D + 2 KV E + 3 F                                        1
+        selective  3 D + KV E + F: the block's input, the outputs of         1
+                   attention, wk, wo and w3
+        full       D: the block's input                                      2
+
+    Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
+    all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
+    reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
+    Use when activations do not fit. Avoid when only a larger microbatch is gained.
+    """
+    context = {"context_fn": _selective_context} if selective else {}
+    return partial(checkpoint, forward, use_reentrant=False, **context)
+
+
+def mark_products(layer: nn.Module) -> None:
+    """Let an operator that does nothing run before each matrix product of the layer: the policy
+    below sees operators, in compiled blocks too, but not the layers they belong to."""
+    if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
+        layer.saves_chunks = True
+    else:
+        layer.register_forward_pre_hook(lambda _, inputs: (torch.ops.aten.alias(inputs[0]),))
+
+
+def is_attention(operator: str) -> bool:
+    """Return whether an operator is a forward of attention; its kernels differ between devices."""
+    is_forward = not operator.removesuffix(".default").endswith("_backward")
+    return is_forward and ("scaled_dot_product" in operator or "varlen_attn" in operator)
+
+
+def _selective_context():
+    """Save attention and the products of the layers that a module names in `saved_products`, with
+    what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
+    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear", "all_to_all_single"
+    marked = {}  # whether this is a recomputation -> whether the next product is marked
+
+    def policy(context, op, *args, **kwargs):
+        name = op.__name__
+        if name == "alias.default":
+            marked[context.is_recompute] = True
+        save = name.removesuffix(".default") in products and marked.pop(context.is_recompute, False)
+        if save or is_attention(name) or "reduce_scatter" in name:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,351 @@
+r"""Schedules of a pipeline: in which order its ranks compute the microbatches.
+
+    python -m techniques.schedules --stages 4 --microbatches 8 --schedule 1f1b        draws one
+
+A schedule is text, a line for each rank, which is checked, timed and drawn here; pipeline.py runs
+it:
+
+    F0 F1 B0 F2 B1 B2      F2 is the forward of microbatch 2, B2 its backward
+    F0@0 F0@2 B0@2 B0@0    @2: at stage 2, where a rank has several stages
+    F0 B0 F1 W0 B1 W1      B computes the gradient of the input alone, W those of the weights
+
+Stage s lies on rank s % p. Letters: p ranks of a pipeline, v stages of a rank, m microbatches.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from plumbing.parser import Parser, positive_int
+from plumbing.processes import UserError, run
+
+
+def gpipe(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv:1811.06965). Holds m microbatches.
+
+    rank 0 F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+    rank 1 .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .
+    """
+    return [f"F{i}" for i in range(m)] + [f"B{i}" for i in range(m)]
+
+
+def one_f_one_b(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """Backwards as soon as possible, one after each forward (Narayanan et al. 2020,
+    arXiv:2006.09503). The bubble is GPipe's, but a rank holds min(m, p - rank) microbatches.
+
+        rank 0 F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+        rank 1 .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
+    """
+    forwards, backwards = [f"F{i}" for i in range(m)], [f"B{i}" for i in range(m)]
+    return alternate(forwards, backwards, first=min(m, p - 1 - rank))
+
+
+def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
+    """1F1B with v stages on a rank: p microbatches pass through its first stage, then through its
+    second, and so on (Narayanan et al. 2021, arXiv:2104.04473). The bubble is v times shorter, and
+    v times as much is sent. m must be a multiple of p. Holds min(m v, 2 (p - 1 - rank) + (v - 1) p
+    + 1) microbatches, each of one stage.
+
+        rank 0 F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B0@2 .    B1@2 B1@2 B0@0 B0@0 B1@0 B1@0
+        rank 1 .    F0@1 F1@1 F0@3 B0@3 B0@3 F1@3 B1@3 B1@3 B0@1 B0@1 B1@1 B1@1 .    .
+    """
+    if m % p:
+        raise UserError(f"interleaved takes a multiple of {p} microbatches, not {m}")
+    turns = [(first + i, c) for first in range(0, m, p) for c in range(v) for i in range(p)]
+    forwards = [f"F{i}@{c * p + rank}" for i, c in turns]
+    backwards = [f"B{i}@{(v - 1 - c) * p + rank}" for i, c in turns]
+    return alternate(forwards, backwards, first=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
+
+
+def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[str]:
+    """1F1B that splits backward: the rank before waits for B alone, and W fills the waiting (Qi et
+    al. 2023, arXiv:2401.10241, ZB-H1). Rank r puts off W by r backwards. The bubble is a third of
+    1F1B's, and every rank holds min(m, p) microbatches, until their W. labs/pipeline.py writes it.
+
+        rank 0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+        rank 1 .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    """
+    order, backwards = [], 0
+    for action in one_f_one_b(rank, p, m):
+        order.append(action)
+        if action.startswith("B"):
+            backwards += 1
+            if backwards > rank:
+                order.append(f"W{backwards - 1 - rank}")
+    return order + [f"W{i}" for i in range(max(0, m - rank), m)]
+
+
+def alternate(forwards: list[str], backwards: list[str], first: int) -> list[str]:
+    """Return the `first` forwards, then a forward and a backward in turn, then what is left."""
+    turns = [action for pair in zip(forwards[first:], backwards) for action in pair]
+    return forwards[:first] + turns + backwards[len(forwards) - first :]
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
+STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
+
+
+def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
+    """Return the text of a schedule, a line for each rank: by its name, or from a file."""
+    if name in SCHEDULES:
+        if v > 1 and name not in STAGES:
+            raise UserError(f"{name} has one stage on each rank: --stages-per-rank 1")
+        return [" ".join(SCHEDULES[name](rank, p, m, v)) for rank in range(p)]
+    if not Path(name).is_file():
+        raise UserError(f"no schedule '{name}': choose from {', '.join(SCHEDULES)}, or give a file")
+    lines = [line.partition("#")[0] for line in Path(name).read_text().splitlines()]
+    return [line for line in lines if line.strip()]
+
+
+def has_w(name: str) -> bool:
+    """Return whether a schedule splits backward."""
+    return "W" in "".join(lines_of(name))
+
+
+# ----------------------------------------------------------------------------- reading and checking
+
+
+class Action(NamedTuple):
+    """What a rank computes: forward (F) or backward (B, W) of a microbatch at a stage."""
+
+    kind: str
+    microbatch: int
+    stage: int
+
+    def __str__(self):
+        return f"{self.kind}{self.microbatch}@{self.stage}"
+
+
+class Span(NamedTuple):
+    """When an action is computed."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Schedule = list[list[Action]]  # of each rank
+Timeline = list[list[Span]]  # of each rank
+
+
+def read_schedule(lines: list[str]) -> Schedule:
+    """Read a schedule from lines, one for each rank, of actions such as F0, or B0@2 for stage 2.
+    Raises ValueError for another word."""
+    schedule = []
+    for rank, line in enumerate(lines):
+        order = []
+        for position, word in enumerate(line.split(), 1):
+            match = re.fullmatch(r"([FBW])(\d+)(?:@(\d+))?", word)
+            if not match:
+                raise ValueError(
+                    f"rank {rank}, position {position}: '{word}' is no action such as F0 or B0@2"
+                )
+            kind, microbatch, stage = match.groups()
+            order.append(Action(kind, int(microbatch), int(stage or rank)))
+        schedule.append(order)
+    return schedule
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    return any(action.kind == "W" for order in schedule for action in order)
+
+
+def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
+    """Return the timeline of a schedule of m microbatches, in ticks: a forward takes one, a
+    backward two, or B and W one each. Raises ValueError where gradients would be wrong or ranks
+    would wait for each other; the message names rank and position."""
+    p, splits = len(schedule), splits_backward(schedule)
+    needs = {"B": "F", "W": "B"}
+    for rank, order in enumerate(schedule):
+        kinds = "FBW" if splits else "FB"
+        wanted = {Action(k, i, s) for k in kinds for i in range(m) for s in range(rank, stages, p)}
+        seen = set()
+        for position, action in enumerate(order, 1):
+            where = f"rank {rank}, position {position}: {action}"
+            if action not in wanted:
+                raise ValueError(f"{where} is not for this rank, {m} microbatches, {stages} stages")
+            if action in seen:
+                raise ValueError(f"{where} was there before")
+            if action.kind in needs:
+                first = action._replace(kind=needs[action.kind])
+                if first not in seen:
+                    raise ValueError(f"{where} comes before {first}")
+            seen.add(action)
+        if missing := wanted - seen:
+            raise ValueError(f"rank {rank}, position {len(order) + 1}: {min(missing)} is missing")
+    ticks = {"F": 1, "B": 1 if splits else 2, "W": 1}
+    return simulate(schedule, lambda action: ticks[action.kind])
+
+
+def simulate(
+    schedule: Schedule, seconds: Callable[[Action], float], message: float = 0.0
+) -> Timeline:
+    """Return when each rank computes what, if an action takes seconds(action), and a message to
+    another rank `message` seconds. Raises ValueError where ranks wait for each other."""
+    p, last = len(schedule), max(action.stage for order in schedule for action in order)
+    ended: dict[Action, float] = {}
+    spans: Timeline = [[] for _ in schedule]
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(schedule):
+            while len(spans[rank]) < len(order):
+                action = order[len(spans[rank])]
+                needed = inputs_of(action, last)
+                if not all(other in ended for other in needed):
+                    break
+                free = spans[rank][-1].end if spans[rank] else 0.0
+                arrivals = (ended[o] + message * (o.stage % p != rank) for o in needed)
+                start = max([free, *arrivals])
+                ended[action] = start + seconds(action)
+                spans[rank].append(Span(action, start, ended[action]))
+                progress = True
+    for rank, order in enumerate(schedule):
+        if len(spans[rank]) < len(order):
+            action, position = order[len(spans[rank])], len(spans[rank]) + 1
+            other = next(other for other in inputs_of(action, last) if other not in ended)
+            raise ValueError(
+                f"rank {rank}, position {position}: {action} waits for {other}, which rank "
+                f"{other.stage % p} never reaches: ranks wait for each other"
+            )
+    return spans
+
+
+def inputs_of(action: Action, last: int) -> list[Action]:
+    """Return the actions whose results an action needs; `last` is the last stage."""
+    kind, microbatch, stage = action
+    if kind == "F":
+        return [Action("F", microbatch, stage - 1)] * (stage > 0)
+    own = Action("F" if kind == "B" else "B", microbatch, stage)
+    return [own] + [Action("B", microbatch, stage + 1)] * (kind == "B" and stage < last)
+
+
+def held(order: list[Action]) -> int:
+    """Return the most microbatches, of a stage each, whose activations a rank holds at a time."""
+    frees = "W" if splits_backward([order]) else "B"
+    now = most = 0
+    for action in order:
+        now += (action.kind == "F") - (action.kind == frees)
+        most = max(most, now)
+    return most
+
+
+def bubble(timeline: Timeline) -> float:
+    """Return the share of all ranks' time in which they wait."""
+    end = max(spans[-1].end for spans in timeline)
+    busy = sum(span.end - span.start for spans in timeline for span in spans)
+    return 1 - busy / (end * len(timeline))
+
+
+@functools.cache
+def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return a schedule of m microbatches, by its name or from a file. Raises UserError for one
+    that cannot be carried out."""
+    if len(lines := lines_of(name, p, m, v)) != p:
+        raise UserError(f"schedule {name} has {len(lines)} lines, and {p} ranks need one each")
+    try:
+        schedule = read_schedule(lines)
+        check_schedule(schedule, m, p * v)
+    except ValueError as error:
+        raise UserError(f"schedule {name}: {error}")
+    return schedule
+
+
+# ---------------------------------------------------------------------------------------- drawing
+
+
+def draw_text(timeline: Timeline) -> str:
+    """Return a line for each rank, with a column for each tick."""
+    several = max(span.action.stage for spans in timeline for span in spans) >= len(timeline)
+    lines = []
+    for rank, spans in enumerate(timeline):
+        cells = ["."] * int(max(spans[-1].end for spans in timeline))
+        for action, start, end in spans:
+            name = str(action) if several else f"{action.kind}{action.microbatch}"
+            cells[int(start) : int(end)] = [name] * int(end - start)
+        lines.append([f"rank {rank}", *cells])
+    width = max(len(cell) for line in lines for cell in line[1:])
+    return "\n".join(
+        " ".join([line[0], *(c.ljust(width) for c in line[1:])]).rstrip() for line in lines
+    )
+
+
+FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}
+
+
+def draw_svg(
+    timeline: Timeline,
+    title: str,
+    lanes: list[str] | None = None,
+    ticks: dict[float, str] | None = None,
+) -> str:
+    """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait.
+
+    `lanes` are the names of the rows, if these are no ranks; `ticks` maps times to the labels of an
+    axis below them."""
+    width, row, left, top = 900, 26, 70 if lanes else 60, 34
+    right = 28 if ticks else 10  # room for half a label
+    scale = (width - left - right) / max(span.end for spans in timeline for span in spans)
+    bottom = top + row * len(timeline)
+    height = bottom + (24 if ticks else 8)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12">',
+        "<style>text { fill: #1f2328 } @media (prefers-color-scheme: dark) "
+        "{ text { fill: #e6edf3 } } .inside { fill: #ffffff }</style>",
+        f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>',
+    ]
+    for rank, spans in enumerate(timeline):
+        y = top + row * rank
+        name = lanes[rank] if lanes else f"rank {rank}"
+        parts.append(f'<text x="8" y="{y + 16}">{name}</text>')
+        for action, start, end in spans:
+            x, w = left + start * scale, (end - start) * scale
+            # Later stages of a rank are paler.
+            opacity = 1 / (1 + 0.4 * (action.stage // len(timeline)))
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="{row - 4}" '
+                f'fill="{FILLS[action.kind]}" fill-opacity="{opacity:.2f}"/>'
+            )
+            if w > max(14, 7 * len(str(action.microbatch))):
+                parts.append(f'<text class="inside" x="{x + w / 2:.1f}" y="{y + 16}" '
+                             f'text-anchor="middle">{action.microbatch}</text>')  # fmt: skip
+    for time, label in (ticks or {}).items():
+        x = left + time * scale
+        parts.append(f'<path d="M {x:.1f} {bottom} v 4" stroke="#6e7781"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = Parser(description="Draw a schedule.")
+    parser.add_argument("--stages", type=positive_int, default=4, help="stages (default: 4)")
+    parser.add_argument("--microbatches", type=positive_int, default=8, help="(default: 8)")
+    parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or a file")
+    parser.add_argument("--stages-per-rank", type=positive_int, help="(default: 1; interleaved: 2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it there, too")
+    args = parser.parse_args()
+    v = args.stages_per_rank or STAGES.get(args.schedule, 1)
+    p, rest = divmod(args.stages, v)
+    if rest:
+        raise UserError(f"--stages {args.stages} is no multiple of --stages-per-rank {v}")
+    schedule = make_schedule(args.schedule, p, args.microbatches, v)
+    spans = check_schedule(schedule, args.microbatches, args.stages)
+    print(draw_text(spans))
+    most = ", ".join(str(held(order)) for order in schedule)
+    waits = f"{bubble(spans):.1%} of the time is waiting, if backward takes two forwards"
+    print(f"{waits}; ranks hold {most} microbatches{' of a stage each' * (v > 1)}")
+    if args.plot:
+        args.plot.write_text(draw_svg(spans, f"{args.schedule}: {waits}"))
+
+
+if __name__ == "__main__":
+    run(main)

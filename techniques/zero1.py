@@ -1,0 +1,82 @@
+"""ZeRO-1: every rank holds the whole model, and AdamW's state of a slice of it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from model import Llama
+from plumbing.shards import chunk_of
+
+
+class ZeRO1(nn.Module):
+    """ZeRO-1: DDP whose AdamW state is sharded (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+        rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
+        rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
+
+    A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
+    gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
+    has reduce-scattered them. labs/zero1.py takes such a step by hand.
+    Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
+    the last backward computes, all-gather of P g bytes after the update. Together they send what
+    DDP's all-reduce sends.
+    Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
+    DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
+    """
+
+    def __init__(self, model: Llama, world):
+        """`world` is a World of parallel.py."""
+        super().__init__()
+        self.model, self.mesh = model, world.mesh["replicate"]
+        self.is_last_microbatch = True
+        self.pending: list[tuple[Tensor, DTensor]] = []  # slices, and gradients under way to them
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                rows = chunk_of(parameter.detach(), self.mesh, 0, 0)
+                shape, stride = parameter.shape, parameter.stride()
+                parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
+                    rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+                parameter.optimizer_slice.whole = parameter
+                parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
+
+    def forward(self, *inputs, **options):
+        return self.model(*inputs, **options)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context backward leaves gradients on the rank, as DDP's no_sync does."""
+        self.is_last_microbatch = False
+        yield
+        self.is_last_microbatch = True
+
+    def reduce_scatter(self, parameter: Tensor) -> None:
+        """Start to sum a complete gradient over the ranks, each receiving its slice of the sum."""
+        if self.is_last_microbatch:
+            gradient = DTensor.from_local(parameter.grad, self.mesh, [Partial()], run_check=False)
+            gradient = gradient.redistribute(placements=[Shard(0)], async_op=True)
+            self.pending.append((parameter.optimizer_slice, gradient))
+            parameter.grad = None
+
+    def finish_gradients(self) -> None:
+        """Wait for the sums and turn them into averages, as in DDP and FSDP."""
+        for optimizer_slice, gradient in self.pending:
+            optimizer_slice.grad = gradient / self.mesh.size()
+        self.pending.clear()
+
+
+def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
+    """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: getattr(p, "optimizer_slice", p) for name, p in named.items()}
+
+
+def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Complete each parameter from the updated slices of all ranks, under ZeRO-1."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, "whole"):
+                parameter.whole.data.copy_(parameter.detach().full_tensor())

@@ -1,0 +1,112 @@
+"""A batch of token ids, where its documents begin, and attention that stays within them."""
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths of their heads
+ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
+
+
+def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
+    """Return the widths of heads with which a kind of device has a kernel for documents."""
+    return DOCUMENT_KERNELS.get((device, dtype), ())
+
+
+class Documents(NamedTuple):
+    """Where the documents of a microbatch are, for attention that computes nothing between them."""
+
+    starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
+    key_starts: Tensor  # the same of keys, of which there may be more than queries
+    max_length: int  # no document has more queries; some may have none
+    max_keys: int  # nor more keys
+
+    def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether `attention` can be used; if not, model.document_mask does the same."""
+        return head_dim in kernel_widths(self.starts.device.type, dtype)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
+        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
+        return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
+
+
+@dataclass
+class Batch:
+    """B sequences of T tokens: one rank's share of a step's batch."""
+
+    tokens: Tensor  # [B, T] int64
+    targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
+    positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
+    text_bytes: int  # bytes of text in the targets
+    # With positions, what document_starts returns for them.
+    starts: Tensor | None = None  # [B, R] int32
+    max_length: int = 0
+
+    def __post_init__(self):
+        if self.positions is not None and self.starts is None:
+            self.starts, self.max_length = document_starts(self.positions)
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the first arguments of a model's forward."""
+        return self.tokens, self.targets, self.positions
+
+    @property
+    def documents(self) -> Documents | None:
+        """Return where the documents are, as a model's forward takes it; None without positions."""
+        if self.positions is None:
+            return None
+        starts = flat_starts(self.starts, self.tokens.shape[1])
+        return Documents(starts, starts, self.max_length, self.max_length)
+
+    def microbatches(self, size: int) -> list["Batch"]:
+        """Return microbatches of `size` sequences, the last of which may have fewer. Their
+        `text_bytes` are those of the whole batch."""
+        rows = (slice(start, start + size) for start in range(0, len(self.tokens), size))
+        return [self._with_tensors(itemgetter(part)) for part in rows]
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """Copy to pinned memory, which a GPU can read directly."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+
+def document_starts(positions: Tensor) -> tuple[Tensor, int]:
+    """Return the columns where documents start, [B, R] filled up with T, and a number of tokens
+    that none exceeds. R is a power of 2, and that number a power of 2 or T, since a compiled model
+    compiles again for each value.
+
+    positions [B, T]: 0 starts a document, and so does a row."""
+    T = positions.shape[1]
+    is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
+    number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
+    starts = positions.new_full((len(positions), _power_of_2(int(number.max()))), T)
+    rows, columns = is_start.nonzero(as_tuple=True)
+    starts[rows, number[rows, columns] - 1] = columns
+    return starts.int(), min(T, _power_of_2(int(positions.max()) + 1))
+
+
+def flat_starts(starts: Tensor, T: int) -> Tensor:
+    """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
+    first_of_row = torch.arange(0, len(starts) * T, T, dtype=torch.int32, device=starts.device)
+    return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=len(starts) * T)
+
+
+def _power_of_2(n: int) -> int:
+    """Return the smallest power of 2 that is not below n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,409 @@
+"""Turn conversations into packed batches, the data of fine-tuning.
+
+A sample is one conversation. The targets are the assistant's answers, each with the end token that
+follows, so that the model learns to stop. All other messages are only input: the targets there are
+IGNORE. Samples are short and rows are long, so several samples share a row; the rest is padding:
+
+    tokens      bos  Hi   >   Hel  lo  | bos  1+1  >   2  | pad  pad
+    targets      -   -   Hel  lo   eot |  -    -   2  eot |  -    -      (- is IGNORE)
+    positions    0   1    2    3    4  |  0    1   2   3  |  0    1
+
+Positions begin at 0 with every sample, and attention stays between one position 0 and the next
+(`document_mask` in model.py). So a sample has the same loss and gradient as in a row of its own.
+A sample of n ids takes n - 1 slots of a row: its last id is only a target, its first only an input.
+
+The default data set needs no download: it is the functions of Python's standard library, for which
+the model learns to write the docstring.
+"""
+
+import ast
+import bisect
+import itertools
+import operator
+import re
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from model import IGNORE
+from plumbing.processes import UserError
+from text.batch import Batch
+from text.corpora import (
+    document_name,
+    hash_fraction,
+    read_json_lines,
+    replace_lone_surrogates,
+    split_of,
+    standard_library,
+)
+from text.tokenizer import Tokenizer
+
+Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
+
+# --------------------------------------------------------------------------- conversation files
+
+ROLES = ("system", "user", "assistant")
+MESSAGES = '{"messages": [{"role", "content"}, ...]}'
+ONE_TURN_KEYS = (("instruction", "input", "output"), ("prompt", "completion"))  # answer last
+LINE_FORMATS = f'{MESSAGES}, {{"instruction", "input", "output"}} or {{"prompt", "completion"}}'
+
+
+def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
+    """Yield (line number, conversation) for each line of a JSONL file; blank lines are skipped.
+
+    A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
+    last answer are left out, since they have no targets. Raise UserError where a line is something
+    else, and where the file has none."""
+    if not path.is_file():
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"{path} {problem}: give a file with lines like {LINE_FORMATS}")
+    number = 0
+    for number, record in read_json_lines(path, LINE_FORMATS):
+        yield number, _conversation(record, f"{path}, line {number}")
+    if number == 0:
+        raise UserError(f"{path} holds no conversation: give lines like {LINE_FORMATS}")
+
+
+def _conversation(record: dict, where: str) -> Conversation:
+    """Return the conversation in an object of any of the LINE_FORMATS."""
+    if "messages" in record:
+        return _check_messages(record["messages"], where)
+    fields = record | {"input": record.get("input") or ""}  # it may be missing, null or empty
+    for keys in ONE_TURN_KEYS:
+        if set(keys) <= fields.keys():
+            for key in keys:
+                if not isinstance(fields[key], str):
+                    raise UserError(f'{where}: "{key}" is {fields[key]!r:.60}: give it as a string')
+            *prompts, answer = (fields[key] for key in keys)
+            return _check_messages(_one_turn("\n\n".join(filter(None, prompts)), answer), where)
+    found = ", ".join(map(repr, record)) or "nothing"
+    raise UserError(f"{where}: an object with {found:.200}: give {LINE_FORMATS}")
+
+
+def _one_turn(prompt: str, answer: str) -> Conversation:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _check_messages(messages: object, where: str) -> Conversation:
+    """Return the messages up to the last answer. Raise UserError where they are not valid."""
+    if not isinstance(messages, list):
+        raise UserError(f'{where}: "messages" is not a list: give {MESSAGES}')
+    checked = []
+    for number, message in enumerate(messages, 1):
+        which = f"{where}: message {number}"
+        if not isinstance(message, dict):
+            raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
+        if not isinstance(content, str):
+            raise UserError(f'{which} has the "content" {content!r:.60}: give it as a string')
+        if role == "assistant" and not content.strip():
+            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
+        checked.append({"role": role, "content": replace_lone_surrogates(content)})
+    while checked and checked[-1]["role"] != "assistant":
+        checked.pop()
+    if not checked:
+        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
+    return checked
+
+
+# ------------------------------------------------------------------------- the default data set
+
+MAX_SOURCE_LENGTH = 1200  # characters
+SUMMARY_LENGTHS = range(15, 301)  # characters: less says nothing, more is not a summary
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def docstrings() -> Iterator[tuple[str, str, Conversation]]:
+    """Yield (split, module, conversation): the user shows a function of the standard library, and
+    the assistant answers with the first paragraph of its docstring.
+
+    Modules are held out as files are in pretraining on `python`, so validation is on functions
+    that a model pretrained there has not seen. Each source occurs once. Training modules come
+    first, so a function that is also in a training module is never held out."""
+    modules = []
+    for path in standard_library():
+        name = document_name(path)
+        modules.append((split_of(name), name, path))
+    seen = set()
+    for split, name, path in sorted(modules):  # "train" before "val"
+        text = path.read_text(encoding="utf-8")
+        lines = text.split("\n")  # not splitlines(): Python's line numbers ignore form feeds
+        for function in ast.walk(ast.parse(text)):
+            docstring = isinstance(function, Function) and ast.get_docstring(function)
+            if not docstring:
+                continue
+            first_paragraph = re.split(r"\n\s*\n", docstring)[0]
+            summary = " ".join(first_paragraph.split())
+            source = _without_docstring(function, lines)
+            fits = 0 < len(source) <= MAX_SOURCE_LENGTH and len(summary) in SUMMARY_LENGTHS
+            if fits and source not in seen:
+                seen.add(source)
+                prompt = f"Write the docstring for this function.\n\n{source}"
+                yield split, name, _one_turn(prompt, summary)
+
+
+def _without_docstring(function: Function, lines: list[str]) -> str:
+    """Return the source of a function without its docstring and without indentation; an empty
+    string if nothing else is in the function, or if other code shares a line with the docstring.
+
+    lines: the lines of the module's source."""
+    docstring, *rest = function.body
+    before = lines[docstring.lineno - 1][: docstring.col_offset]
+    if not rest or rest[0].lineno == docstring.end_lineno or before.strip():
+        return ""
+    start = min(node.lineno for node in [function, *function.decorator_list])
+    source = lines[start - 1 : docstring.lineno - 1]
+    source += lines[docstring.end_lineno : function.end_lineno]
+    return "\n".join(line.removeprefix(" " * function.col_offset) for line in source)
+
+
+# ----------------------------------------------------------------- from conversations to tokens
+
+
+def encode(
+    messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Return the ids of a conversation up to its last answer, and for each id whether it is a
+    target: whether the model is trained to predict it.
+
+    Targets are all answers, each with the token that ends it; with `train_on_prompt`, every id but
+    the first. The format is Llama 3's if the tokenizer has its special tokens, else it has headings
+    in plain text. Names of special tokens in a message are encoded as ordinary text."""
+    end = tokenizer.special.get("<|eot_id|>", tokenizer.eos)
+    ids, is_target = [tokenizer.bos], [False]
+    prompt = []  # messages since the last answer
+    for message in messages:
+        if message["role"] != "assistant":
+            prompt.append(message)
+            continue
+        prompt_ids = _encode_turn(prompt, tokenizer)
+        answer_ids = [*tokenizer.encode(message["content"].strip()), end]
+        ids += prompt_ids + answer_ids
+        is_target += [train_on_prompt] * len(prompt_ids) + [True] * len(answer_ids)
+        prompt = []
+    return ids, is_target
+
+
+def _encode_turn(prompt: Conversation, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the messages before an answer, and of the answer's heading."""
+    if "<|eot_id|>" in tokenizer.special:
+        return tokenizer.encode_chat(prompt)[1:]  # without bos, which `encode` puts first
+    texts = [f"### {m['role'].title()}:\n{m['content'].strip()}\n\n" for m in prompt]
+    return tokenizer.encode("".join(texts) + "### Assistant:\n")
+
+
+def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a conversation up to where the model is to answer, without a last message
+    that is an answer. `encode` of the whole conversation begins with the same ids."""
+    prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    ids, _ = encode([*prompt, {"role": "assistant", "content": ""}], tokenizer)
+    return ids[:-1]  # without the end token of the empty answer
+
+
+def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:
+    """Return a conversation without its oldest exchanges of a question and an answer: as many are
+    dropped as it takes for the prompt to have at most `max_tokens` tokens. A system prompt and the
+    last message stay, even if they have more."""
+    start = int(messages[0]["role"] == "system")
+    while len(messages) > start + 2 and len(encode_prompt(messages, tokenizer)) > max_tokens:
+        messages = messages[:start] + messages[start + 2 :]
+    return messages
+
+
+# -------------------------------------------------------------------------- from tokens to rows
+
+
+def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
+    """Distribute samples over as few rows as possible; return the sample indices of each row.
+
+    lengths: the number of slots that each sample takes. A row has seq_len slots. Raise UserError
+    if a sample takes more.
+
+    This is best fit decreasing: from the longest sample to the shortest, each goes into the row
+    where it leaves the fewest free slots, or into a new row. It needs at most 11/9 of the smallest
+    possible number of rows, plus a constant (Johnson et al. 1974)."""
+    if max(lengths, default=0) > seq_len:
+        raise UserError(
+            f"a sample of {max(lengths)} tokens fits in no row: give a longer --seq-len"
+        )
+    rows = []
+    by_room = []  # (free slots, row), in ascending order of free slots
+    room_of = operator.itemgetter(0)
+    for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        best = bisect.bisect_left(by_room, lengths[sample], key=room_of)
+        if best < len(by_room):
+            room, row = by_room.pop(best)
+        else:
+            room, row = seq_len, len(rows)
+            rows.append([])
+        rows[row].append(sample)
+        bisect.insort_left(by_room, (room - lengths[sample], row), key=room_of)
+    return rows
+
+
+class Packed:
+    """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
+
+    samples: what `encode` returned, (ids [n], is_target [n]), with n at most seq_len + 1."""
+
+    document_mask = True
+
+    def __init__(
+        self, samples: list[tuple[list[int], list[bool]]], seq_len: int, tokenizer: Tokenizer
+    ):
+        self.seq_len, self.tokenizer = seq_len, tokenizer
+        # In arrays an id and its is_target take 5 bytes, in lists about 48.
+        self.samples = [
+            (np.asarray(ids, np.int32), np.asarray(is_target, bool)) for ids, is_target in samples
+        ]
+        self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
+        # Any token would do: no sample attends to padding, and padding has no targets.
+        self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def checksum(self) -> int:
+        """Return a checksum of all ids, to notice when nodes have different files."""
+        checksum = 0
+        for ids, _ in self.samples:
+            checksum = zlib.crc32(ids, checksum)
+        return checksum
+
+    def batch(self, indices: list[int | None]) -> Batch:
+        """Return the rows of these indices; None makes a row without targets."""
+        shape = len(indices), self.seq_len  # [B, T]
+        tokens, targets = np.full(shape, self.pad), np.full(shape, IGNORE)
+        positions = np.zeros(shape, dtype=np.int64)
+        for b, row in enumerate(indices):
+            start = 0
+            for sample in [] if row is None else self.rows[row]:
+                ids, is_target = self.samples[sample]
+                end = start + len(ids) - 1
+                tokens[b, start:end] = ids[:-1]
+                targets[b, start:end] = np.where(is_target[1:], ids[1:], IGNORE)
+                positions[b, start:end] = np.arange(end - start)
+                start = end
+            positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
+        text_bytes = self.tokenizer.count_bytes(targets)
+        return Batch(*map(torch.from_numpy, (tokens, targets, positions)), text_bytes)
+
+
+# -------------------------------------------------------------------------- from --data to rows
+
+ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
+SHORTEST = 8  # tokens of an answer that tells something
+EXAMPLES, SHOWN = 16, 3  # held-out prompts whose answers are scored, and shown
+
+
+class Sample(NamedTuple):
+    split: str  # "train" or "val"
+    messages: Conversation
+    encoded: tuple[np.ndarray, np.ndarray]  # ids [n] int32, is_target [n] bool
+
+
+def open_samples(
+    data: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    long: str = "truncate",
+    train_on_prompt: bool = False,
+    quiet: bool = False,
+) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
+    """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
+    answer), and a line that says how many samples and rows there are.
+
+    data: JSONL files, directories of them, or `python` for the docstrings
+    long: whether to "truncate" or to "drop" samples that are longer than a row; a sample that has
+    no target within a row is dropped in any case
+    quiet: print no progress
+
+    Samples are held out by a hash; if that leaves either split empty, the last one is held out.
+    Raise UserError if fewer than two samples can be used.
+    """
+    samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt, quiet)
+    train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
+    if not train or not val:
+        train, val = samples[:-1], samples[-1:]
+    train_rows, val_rows = (
+        Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)
+    )
+    filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
+    summary = (
+        f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
+        f"{100 * filled:.0f} % filled; {len(val):,} held out, in {len(val_rows):,} rows{changes}"
+    )
+    # Shuffled by hash, since in the order of files the first samples may be much alike. First come
+    # those whose answer is more than a few words, and fits in what is generated.
+    shuffled = sorted(
+        val,
+        key=lambda s: (
+            not SHORTEST <= s.encoded[1].sum() <= ANSWER_ROOM,
+            hash_fraction(str(s.messages)),
+        ),
+    )
+    prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in shuffled)
+    short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
+    return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
+
+
+def _encode_all(
+    data: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    long: str,
+    train_on_prompt: bool,
+    quiet: bool,
+) -> tuple[list[Sample], str]:
+    """Return the samples that can be used, and text that says how many were truncated or dropped.
+    Raise UserError if fewer than two can be used: one for training, one for validation."""
+    usable, truncated, dropped, longest, started = [], 0, 0, 0, time.monotonic()
+    for count, (split, messages) in enumerate(_conversations(data), 1):
+        ids, is_target = encode(messages, tokenizer, train_on_prompt)
+        length = len(ids) - 1  # slots in a row
+        longest = max(longest, length)
+        ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
+        if (length > seq_len and long == "drop") or not any(is_target):
+            dropped += 1
+        else:
+            truncated += length > seq_len
+            usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
+        seconds = time.monotonic() - started
+        if count % 1000 == 0 and seconds > 2 and not quiet:
+            print(f"\rencoding samples: {count:,} ", end="", file=sys.stderr, flush=True)
+    if seconds > 2 and not quiet:
+        print(f"\rencoding samples: {count:,} in {seconds:.0f} s", file=sys.stderr)
+    if len(usable) < 2 and dropped:
+        raise UserError(
+            f"{dropped:,} of {count:,} samples do not fit in --seq-len {seq_len}, and at least two "
+            f"must: the longest takes {longest:,} tokens; give a longer --seq-len"
+        )
+    if len(usable) < 2:
+        raise UserError(f"{' '.join(data)} holds one sample: give two or more, one is held out")
+    counts = {"truncated": truncated, "dropped": dropped}
+    return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)
+
+
+def _conversations(data: list[str]) -> Iterator[tuple[str, Conversation]]:
+    """Yield (split, conversation) for each conversation of --data. Lines of files are held out as
+    in pretraining on the same files."""
+    if data == ["python"] and not Path("python").exists():
+        yield from ((split, messages) for split, _, messages in docstrings())
+        return
+    for source in map(Path, data):
+        files = sorted(source.rglob("*.jsonl")) if source.is_dir() else [source]
+        if not files:
+            raise UserError(
+                f"{source} holds no .jsonl file: give one with lines like {LINE_FORMATS}"
+            )
+        for path in files:
+            for number, messages in read_conversations(path):
+                yield split_of(f"{document_name(path)}:{number}"), messages

@@ -1,0 +1,395 @@
+"""Convert text to token ids and back; load, save and train tokenizers.
+
+All are byte-pair encodings. Text is first pre-tokenized: a regular expression divides it into
+words. Each word is at first a sequence of bytes, the shortest tokens. Then neighbouring tokens are
+merged into longer ones, in the order in which training found them. Ids follow that order: first
+the 256 bytes, then the merged tokens, and last the special tokens, which never come from text.
+"""
+
+import base64
+import binascii
+import functools
+import hashlib
+import heapq
+import itertools
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import regex  # comes with tiktoken, which needs it
+import tiktoken
+
+from plumbing.processes import UserError
+from text.corpora import find_files, read_pieces
+
+CACHE = Path(__file__).resolve().parent.parent / "cache"  # tokenizers and shards made at first use
+DEFAULT_TOKENIZER = "python-2048"
+
+# Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Llama 3's 256 special tokens in order of id. Smaller tokenizers have the first eleven, which
+# include all that have a meaning, so that models with any tokenizer can be fine-tuned on chat.
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+]
+N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
+LLAMA3_VOCAB_SIZE = 128_000  # without special tokens
+
+
+class Tokenizer:
+    """Converts text to token ids and back.
+
+    name: what load_tokenizer was given
+    file: the file that the tokenizer was read from, if any
+    vocab, special: ids of the ordinary and of the special tokens
+    bos, eos: ids of the tokens that begin and end a document
+    stop: ids of the tokens that end generation"""
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
+        self.name, self.encoding, self.file = name, encoding, file
+        self.vocab: dict[bytes, int] = encoding._mergeable_ranks
+        self.special: dict[str, int] = encoding._special_tokens
+        self.vocab_size = encoding.n_vocab  # ordinary and special tokens
+        # GPT-2 and its relatives have one token that both ends a document and begins the next.
+        endoftext = self.special.get("<|endoftext|>")
+        self.bos = self.special.get("<|begin_of_text|>", endoftext)
+        # With small tokenizers, whose models are pretrained here, a document ends as an answer
+        # does: fine-tuning cannot teach a model to end with a token that it has never seen.
+        end = "<|eot_id|>" if len(self.special) == N_SMALL_SPECIAL else "<|end_of_text|>"
+        self.eos = self.special.get(end, endoftext)
+        stops = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>")
+        self.stop = tuple(self.special[token] for token in stops if token in self.special)
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """Return the ids of a text. Names of special tokens in it are encoded as ordinary text."""
+        return [self.bos] * bos + self.encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids of a long text as uint32, faster than `encode`."""
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the ids of [{"role": ..., "content": ...}, ...] in Llama 3's chat format, followed
+        by the heading of the assistant's answer. Raise UserError if the tokenizer lacks the
+        special tokens of that format."""
+        if "<|eot_id|>" not in self.special:
+            raise UserError(f"tokenizer {self.name} has no chat tokens: take a Llama 3 tokenizer")
+
+        def header(role: str) -> list[int]:
+            start, end = self.special["<|start_header_id|>"], self.special["<|end_header_id|>"]
+            return [start, *self.encode(role), end, *self.encode("\n\n")]
+
+        tokens = [self.bos]
+        for message in messages:
+            tokens += header(message["role"]) + self.encode(message["content"].strip())
+            tokens.append(self.special["<|eot_id|>"])
+        return tokens + header("assistant")
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(tokens).decode(errors="replace")
+
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        """Return the bytes of ids. Ids without a token are left out: a model may generate some if
+        its vocabulary is larger than the tokenizer's."""
+        return self.encoding.decode_bytes([token for token in tokens if token in self._known_ids])
+
+    @functools.cached_property
+    def _known_ids(self) -> set[int]:
+        return {*self.vocab.values(), *self.special.values()}
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Fingerprint of all tokens and of the pre-tokenization. If two are equal, the tokenizers
+        encode alike."""
+        vocab = sorted(self.vocab.items(), key=lambda item: item[1])
+        meaning = repr((vocab, sorted(self.special.items()), self.encoding._pat_str))
+        return hashlib.sha256(meaning.encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text in each token [V]: 0 for special tokens and for ids without a token."""
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        lengths[list(self.vocab.values())] = [len(token) for token in self.vocab]
+        return lengths
+
+    def count_bytes(self, targets: np.ndarray) -> int:
+        """Return the bytes of text in targets of any shape; what is below 0 counts as none."""
+        return int(self.token_bytes[targets[targets >= 0]].sum())
+
+    def save(self, path: Path) -> None:
+        """Write the ordinary tokens as a `tokenizer.model`."""
+        path.write_bytes(_model_file(sorted(self.vocab, key=self.vocab.get)))
+
+
+# -------------------------------------------------------------------------------------- loading
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return a tokenizer by name or path. Raise UserError where there is none.
+
+    bytes             every byte is a token
+    python-2048       a tokenizer of 2048 tokens (or any other number), trained on the default
+                      corpus when it is first used
+    a path            a `tokenizer.model` in Meta's format, a `tokenizer.json` of Hugging Face's
+                      Llama 3, or a directory with one of them
+    gpt2, ...         tiktoken's encodings, which tiktoken downloads
+    """
+    if name == "bytes":
+        vocab = {bytes([i]): i for i in range(256)}
+        # Nothing is merged, so any division into words gives the same tokens.
+        return Tokenizer(name, _encoding(name, vocab, r"(?s:.{1,256})"))
+    path = find_tokenizer(Path(name)) or Path(name)
+    python_size = regex.fullmatch(r"python-(\d+)", name)
+    if not path.is_file() and python_size:
+        path = CACHE / f"{name}-{sys.version_info[0]}.{sys.version_info[1]}.model"
+        if not path.exists():
+            print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
+            train_tokenizer(["python"], int(python_size[1]), path)
+    if path.is_file():
+        vocab = _read_tokenizer_json(path) if path.suffix == ".json" else _read_model_file(path)
+        if sorted(vocab.values()) != list(range(len(vocab))) or len(vocab) < 256:
+            raise UserError(
+                f"{path} is not a tokenizer: expected ids 0, 1, 2, ... of at least 256 tokens"
+            )
+        return Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
+    if name in tiktoken.list_encoding_names():
+        try:
+            return Tokenizer(name, tiktoken.get_encoding(name))
+        except OSError as error:  # the errors of requests, which downloads, are OSErrors
+            reason = type(error).__name__
+            raise UserError(
+                f"tiktoken could not download '{name}' ({reason}): try --tokenizer bytes"
+            )
+    known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
+    raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
+
+
+def find_tokenizer(directory: Path) -> Path | None:
+    """Return the tokenizer file in a model directory. Meta's models on Hugging Face have it in the
+    subdirectory `original`."""
+    names = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
+    return next((directory / name for name in names if (directory / name).is_file()), None)
+
+
+def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
+    n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
+    special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
+    return tiktoken.Encoding(
+        name, pat_str=word_pattern, mergeable_ranks=vocab, special_tokens=special
+    )
+
+
+# ----------------------------------------------------------------- Meta's file: tokenizer.model
+#
+# A line for each ordinary token: base64 of its bytes, a space, its id.
+
+
+def _model_file(tokens: list[bytes]) -> bytes:
+    """Return the content of a `tokenizer.model`, given the ordinary tokens in order of id."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in enumerate(tokens))
+
+
+def _read_model_file(path: Path) -> dict[bytes, int]:
+    """Return the ordinary tokens of a `tokenizer.model` with their ids.
+
+    tiktoken can read such files too, but does not notice when the file at a path has changed."""
+    vocab = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            token, i = line.split()
+            vocab[base64.b64decode(token, validate=True)] = int(i)
+    except (ValueError, binascii.Error):
+        number = len(vocab) + 1
+        raise UserError(
+            f"{path} is not a tokenizer.model: line {number} is not a token in base64 and its id"
+        )
+    return vocab
+
+
+# ---------------------------------------------------- Hugging Face's files: tokenizer.json, ...
+#
+# JSON cannot hold bytes, so a token is written in GPT-2's alphabet, which has a character for each
+# byte: a printable character of Latin-1 for itself, U+0100 and the following for the 68 others.
+
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE}
+CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+
+# Llama 3's chat format as a Jinja template, for transformers; the same as Tokenizer.encode_chat.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
+    "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+
+def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
+    vocab = tokenizer.vocab
+
+    def to_characters(token: bytes) -> str:
+        return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
+
+    # transformers wants a list of merges, the preferred ones first. Meta's format has none: any two
+    # tokens that make a third may be merged, and a merge with a lower resulting id is preferred.
+    merges = []
+    for token in sorted(vocab, key=vocab.get):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [(left, right) for left, right in pairs if left in vocab and right in vocab]
+        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    pattern = {"Regex": tokenizer.encoding._pat_str}
+    split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": token, **flags} for token, i in tokenizer.special.items()
+        ],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,  # a word that is a token needs no merges
+            "vocab": {to_characters(token): i for token, i in vocab.items()},
+            "merges": [[to_characters(left), to_characters(right)] for left, right in merges],
+        },
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
+    """Return the ordinary tokens of a Llama 3 tokenizer.json with their ids."""
+    byte_of_character = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+    try:
+        content = json.loads(path.read_text())
+        pre_tokenizer = content["pre_tokenizer"]
+        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+        patterns = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
+        vocab = {
+            bytes(byte_of_character[character] for character in token): i
+            for token, i in content["model"]["vocab"].items()
+        }
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not a Llama 3 tokenizer: {type(error).__name__} {error}")
+    if patterns != [WORD_PATTERN]:
+        raise UserError(f"{path} is not a Llama 3 tokenizer: it pre-tokenizes with {patterns}")
+    return vocab
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def train_tokenizer(
+    sources: list[str], vocab_size: int, out: Path, sample_bytes: int = 8 << 20
+) -> None:
+    """Train a tokenizer on a corpus and write it as a `tokenizer.model`.
+
+    vocab_size: number of tokens, special ones included.
+    sample_bytes: about how much text to train on, taken evenly from the corpus.
+    Raise UserError if vocab_size is too small for the 256 bytes and the special tokens."""
+    n_tokens = vocab_size - N_SMALL_SPECIAL
+    if n_tokens < 256:
+        smallest = 256 + N_SMALL_SPECIAL
+        raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
+    files = find_files(sources)
+    stride = max(1, sum(path.stat().st_size for path in files) // sample_bytes)
+    words = Counter()
+    for piece in itertools.islice(read_pieces(files), 0, None, stride):
+        if piece.split == "train":
+            words.update(regex.findall(WORD_PATTERN, piece.text))
+    tokens = train_bpe(words, n_tokens)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.write_bytes(_model_file(tokens))
+    os.replace(temporary, out)  # so no run ever reads half a file
+
+
+def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
+    """Train a byte-pair encoding (Sennrich et al. 2016); return its tokens in order of id.
+
+    words: how often each word occurs.
+
+    The first tokens are the 256 bytes. Then the most frequent pair of neighbouring tokens within
+    words becomes a new token, until there are n_tokens or no pair is left. Of equally frequent
+    pairs the one with the lowest ids is taken, so the result does not depend on the order of words.
+
+    Counting all pairs again after each merge would be slow. Instead, counts are updated only for
+    words that contain the merged pair, and the most frequent pair is taken from a heap. A pair
+    whose count rises gets a new entry in the heap. If its count falls, the entry stays as it is;
+    when it is popped, it is compared with the count and, if out of date, pushed again.
+    """
+    tokens = [bytes([i]) for i in range(256)]
+    word_tokens = [list(word.encode()) for word in words]  # each word as token ids
+    frequencies = list(words.values())
+    pair_counts: Counter[tuple[int, int]] = Counter()
+    words_with = defaultdict(set)  # pair -> indices of the words that contain it
+    for w, ids in enumerate(word_tokens):
+        for pair in itertools.pairwise(ids):
+            pair_counts[pair] += frequencies[w]
+            words_with[pair].add(w)
+    # Negative counts, since heapq pops the smallest entry.
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heapq.heapify(heap)
+    while len(tokens) < n_tokens and heap:
+        negative_count, pair = heapq.heappop(heap)
+        if -negative_count != pair_counts[pair]:
+            if pair_counts[pair] > 0:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
+            continue
+        new_id = len(tokens)
+        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+        grown = set()  # pairs whose count may have risen
+        for w in words_with.pop(pair):
+            merged = _merge(word_tokens[w], pair, new_id)
+            for old in itertools.pairwise(word_tokens[w]):
+                pair_counts[old] -= frequencies[w]
+            for new in itertools.pairwise(merged):
+                pair_counts[new] += frequencies[w]
+                words_with[new].add(w)
+                grown.add(new)
+            word_tokens[w] = merged
+        for new in grown:
+            heapq.heappush(heap, (-pair_counts[new], new))
+    return tokens
+
+
+def _merge(ids: list[int], pair: tuple[int, int], new_id: int) -> list[int]:
+    """Replace each occurrence of a pair in a list of ids, from left to right, by one id."""
+    merged, i = [], 0
+    while i < len(ids):
+        if tuple(ids[i : i + 2]) == pair:
+            merged.append(new_id)
+            i += 2
+        else:
+            merged.append(ids[i])
+            i += 1
+    return merged
