@@ -18,6 +18,7 @@ from costs.traffic import first_block, matrices_of, modules_of, parts_of, sizes_
 from lora import adapter_settings
 from model import LOSS_CHUNK, Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
+from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward
 from text.batch import kernel_widths
@@ -408,8 +409,15 @@ def _counted_saved_elements(config: LlamaConfig) -> float:
             return saved
 
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
-        with torch.device("cpu"), FakeTensorMode(), hooks:  # shapes without memory
+        with torch.device("meta"):
             model = Llama(replace(config, n_layers=n_layers))
+        use_fewer_passes(model)
+        with (
+            torch.device("cpu"),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            hooks,
+        ):  # shapes without memory
+            model.to_empty(device="cpu").tie_weights()
             tokens = torch.zeros(1, T, dtype=torch.int64)
             loss = model(tokens, targets=tokens)
         for parameter in model.parameters():

@@ -179,7 +179,7 @@ def draw_context(path: Path) -> None:
 
 def draw_float8(path: Path) -> None:
     """Bits per byte, the mean of 25 steps, beside float32: by recipe, and for other seeds."""
-    header, *lines = (MEASURED / "techniques.float8.csv").read_text().splitlines()
+    header, *lines = (MEASURED / "float8.csv").read_text().splitlines()
     columns = dict(zip(header.split(",")[1:], zip(*(line.split(",")[1:] for line in lines))))
 
     def means(name: str) -> list[float]:

@@ -108,6 +108,7 @@ class Fault:
 
 RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
+WAITS = "    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last\n"
 CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
 MESH = (
     "    mesh, cp_mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims), None\n"
@@ -140,8 +141,7 @@ FAULTS = {
         f"{TINY} --batch 16 --microbatch 2 --dp ddp",
         sent,
         "bytes that a rank sends",
-        (("parallel.py", "    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last\n",
-          "    waits = False\n"),),
+        (("parallel.py", WAITS, "    waits = False\n"),),
         ("gradient_sync",),
     ),
     "a frozen base is gathered": Fault(

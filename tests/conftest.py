@@ -192,7 +192,9 @@ def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
     """Copy the project's scripts and replace a string that one of them has once. Returns what
     changed_copy does."""
     within = changed_copy(copy)
-    path = copy / f"{file}.py"
+    (path,) = (
+        path for path in (copy / room / f"{file}.py" for room in (".", *ROOMS)) if path.exists()
+    )
     source = path.read_text()
     assert source.count(old) == 1
     path.write_text(source.replace(old, new))

@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import shared
 
+import finetune_lora
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.processes import UserError
 from text import chat
@@ -456,14 +457,16 @@ def test_answers_are_scored(monkeypatch):
     """Shares that end and are in common with the true answers, counted by hand."""
     stop = next(iter(BYTES.stop))
     said = [[*b"abcd", stop], [*b"aaaaaa"]]
-    monkeypatch.setattr(chat, "generate", lambda *_, **__: said)
+    monkeypatch.setattr(finetune_lora, "generate", lambda *_, **__: said)
     examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    lines = chat.sample_answers(None, examples, BYTES, 0).splitlines()
+    lines = finetune_lora.sample_answers(None, examples, BYTES, 0).splitlines()
     assert lines[:2] == ["1?--- base model: abcd" + BYTES.decode([stop]), "--- true answer: abxy"]
     overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
     score = f"50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common"
     assert lines[-2:] == [f"--- base model: of 2 answers {score}", "---"]
-    assert "--- after 7 steps: of 2 answers" in chat.sample_answers(None, examples, BYTES, 7)
+    assert "--- after 7 steps: of 2 answers" in finetune_lora.sample_answers(
+        None, examples, BYTES, 7
+    )
 
 
 def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from test_pipeline import piped, selected
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import model as model_py
+import text.batch as batch_py
 from model import attend, document_mask
 from parallel import ParallelConfig
 from techniques import context_parallel as lower_right
@@ -55,8 +55,8 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
     torch.manual_seed(0)
     T = 24
     if kernel:
-        monkeypatch.setattr(model_py, "varlen_attn", one_by_one)
-        monkeypatch.setattr(model_py, "ASKS_FOR_GQA", True)
+        monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
+        monkeypatch.setattr(batch_py, "ASKS_FOR_GQA", True)
     for within in (False, True) if packed else (False,):
         positions = random_positions(3, T, within) if packed else None
         q, k, v = (torch.randn(3, T, h, 8, dtype=torch.float64) for h in (4, 2, 2))

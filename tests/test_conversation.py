@@ -77,7 +77,7 @@ def talk(base, monkeypatch, capsys):
 
     talk.calls: the prompts and seeds of its answers"""
 
-    def recorded(model, prompts, *args, seed, **options):
+    def recorded(model, prompts, *args, seed=0, **options):
         talk.calls += [(prompt, seed) for prompt in prompts]
         return stream(model, prompts, *args, seed=seed, **options)
 

@@ -72,6 +72,8 @@ def parse(page: Path, line: str) -> list[Command]:
                     torchrun += [flag, value]
         elif words[0] == "python":
             words = words[1:]
+            if words[0] == "-m":
+                words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
         if words:
             commands.append(Command(page.name, line, words[0], words[1:], nproc, torchrun))
     return commands

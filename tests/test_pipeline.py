@@ -291,7 +291,7 @@ def test_every_combination_equals_one_process(tmp_path, data, schedule):
         ("pipeline", "own += other", "pass"),
         ("pipeline", "embedding.weight.copies = 2", "pass"),
         ("train", "norm = sums[3].sqrt()", "norm = rows[world.rank, 3].sqrt()"),
-        ("techniques/split_backward", "else weight.grad.add_(new)", "else new"),
+        ("pipeline", "else weight.grad.add_(new)", "else new"),
     ],
 )
 def test_planted_faults_are_found(tmp_path, file, old, new):

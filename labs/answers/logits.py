@@ -182,9 +182,9 @@ WRONG = [
         says="loss_parallel is what you are to write",
         change={
             "    token = torch": """\
-    import techniques.tensor_parallel as tensor_parallel
+    import parallel
 
-    tensor_parallel.loss_parallel(None, logits, logits, targets)
+    parallel.loss_parallel(None, logits, logits, targets)
     token = torch"""
         },
     ),

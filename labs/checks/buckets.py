@@ -37,7 +37,7 @@ BARRED = (
     "torch.distributed.fsdp.fully_shard",
     "parallel.parallelize",
     "parallel.ddp",
-    "parallel.ZeRO1",
+    "techniques.zero1.ZeRO1",
 )
 HINTS = (
     "Look at the two lanes below the report. When does the network wait for gradients, and when "

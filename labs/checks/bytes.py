@@ -20,7 +20,7 @@ from train import accumulate
 FUNCTION = "traffic"
 LEADS_TO = "costs/traffic.py", "predict_traffic"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "costs.traffic.predict_traffic", "costs.traffic._fsdp", "perf.measure.emulate"
+BARRED = "costs.traffic.predict_traffic", "costs.traffic._fsdp", "perf.instruments.emulate"
 HINTS = (
     "Look at the docstring of `fsdp`: what does each value of `reshard` free after use? What is "
     "freed has to be gathered again, or sent at once.",

@@ -34,7 +34,7 @@ BARRED = (
     "torch.distributed.fsdp.fully_shard",
     "parallel.parallelize",
     "parallel.ddp",
-    "parallel.ZeRO1",
+    "techniques.zero1.ZeRO1",
 )
 HINTS = (
     "Look up register_post_accumulate_grad_hook: when does it run, and what is it given?",

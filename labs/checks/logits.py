@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import Run
 
-import parallel as tensor_parallel
+import parallel
 import train
 from model import IGNORE
 from perf.instruments import Counted
@@ -33,8 +33,8 @@ BARRED = (
     "torch.distributed.tensor.parallel.loss_parallel",
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
-    "techniques.tensor_parallel.loss_parallel",
-    "techniques.tensor_parallel.cross_entropy_sum",
+    "parallel.loss_parallel",
+    "parallel.cross_entropy_sum",
     "model.cross_entropy_sum",
 )
 HINTS = (
@@ -233,5 +233,5 @@ def install(cross_entropy: Callable) -> None:
         vocab_start = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
         return cross_entropy(hidden @ weight.to_local().T, targets.flatten(), vocab_start)
 
-    tensor_parallel.loss_parallel = loss_parallel
+    parallel.loss_parallel = loss_parallel
     train.check_model = lambda config, world: None  # it would find a wrong loss before training

@@ -21,7 +21,7 @@ from train import accumulate, make_optimizer, zero_gradients
 FUNCTION = "memory"
 LEADS_TO = "costs/memory.py", "predict_memory"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "costs.memory.predict_memory", "costs.memory._memory_of_rank", "perf.measure.emulate"
+BARRED = "costs.memory.predict_memory", "costs.memory._memory_of_rank", "perf.instruments.emulate"
 HINTS = (
     "Look at the picture in the docstring of `fsdp`: what does a rank hold a part of? And which of "
     "the seven kinds come from a rank's own sequences, which nobody else has?",

@@ -34,9 +34,9 @@ FUNCTION = "schedule"
 LEADS_TO = "techniques/schedules.py", "zero_bubble"
 SIZES = 2, 3, 4
 BARRED = (
-    "techniques.pipeline.one_f_one_b",
-    "techniques.pipeline.zero_bubble",
-    "techniques.pipeline.lines_of",
+    "techniques.schedules.one_f_one_b",
+    "techniques.schedules.zero_bubble",
+    "techniques.schedules.lines_of",
 )
 HINTS = (
     "Draw some lines of your own, as the head of the file says: who waits, and for which action of "

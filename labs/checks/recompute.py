@@ -37,7 +37,7 @@ BARRED = (
     "torch.utils.checkpoint.checkpoint",
     "torch.utils.checkpoint.checkpoint_sequential",
     "torch.utils.checkpoint.CheckpointFunction",
-    "parallel.recompute",
+    "techniques.recompute.recompute",
 )
 HINTS = (
     "Look for torch.autograd.Function, and for ctx.save_for_backward, in PyTorch's documentation.",

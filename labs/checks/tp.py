@@ -23,7 +23,7 @@ BARRED = (
     "torch.distributed.tensor.parallel.RowwiseParallel",
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
-    "techniques.tensor_parallel.tensor_parallel",
+    "parallel.tensor_parallel",
     "parallel.parallelize",
 )
 HINTS = (

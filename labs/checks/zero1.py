@@ -31,8 +31,8 @@ BARRED = (
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
     "parallel.parallelize",
-    "parallel.ZeRO1",
-    "parallel.all_gather_updates",
+    "techniques.zero1.ZeRO1",
+    "techniques.zero1.all_gather_updates",
 )
 HINTS = (
     "Look at the two pictures, of `ddp` and of `ZeRO1`, in parallel.py: what does a rank hold, and "
