@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from costs.devices import GPUS, LINKS
-from costs.search import PLANNED
+from costs.machines import GPUS, LINKS
+from costs.search import FILTERS, PLANNED
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
 from perf.gpu import measure_gpu
+from perf.instruments import adapters_of
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.step import measure_lora_step, measure_step
@@ -209,6 +210,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
+def plan(args: argparse.Namespace) -> str:
+    names = "model gpus per_node gpu link measured batch seq_len document_length dtype compile"
+    names += " optimizer moments float8 async_tp top check"
+    given = {name: getattr(args, name) for name in names.split()}
+    adapters, base_bits = adapters_of(args)
+    wanted = {name: getattr(args, name) for name in FILTERS}
+    return plan_cluster(
+        **given, adapters=adapters, base_bits=base_bits, wanted=wanted, json_file=args.json
+    )
+
+
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, measure_limit),
     "lora": (add_lora_flags, measure_lora),
@@ -217,7 +229,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "comm": (add_comm_flags, measure_comm),
     "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
     "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
-    "plan": (add_plan_flags, plan_cluster),
+    "plan": (add_plan_flags, plan),
     "gpu": (add_gpu_flags, measure_gpu),
 }
 

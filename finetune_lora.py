@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from costs.choose import sent_by_strategy
+from costs.search import sent_by_strategy
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from generate import generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
@@ -39,10 +39,11 @@ from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
-from runs.rules import check_training_flags, choose_tokenizer, requested_parallel
+from runs.rules import check_training_flags, choose_tokenizer, requested_work
+from runs.setup import Job, build, setup
 from text.chat import ANSWER_ROOM, SHOWN, open_samples
 from text.tokenizer import Tokenizer, load_tokenizer
-from train import Job, build, setup, train
+from train import train
 
 
 def parse_args() -> argparse.Namespace:
@@ -134,12 +135,13 @@ def main() -> None:
     job, examples = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     if process.size > args.tp * args.pp:
-        sent = sent_by_strategy(requested_parallel(args), args, job.whole, process)
+        work = requested_work(args, job.whole, process, packed=True)
+        sent = sent_by_strategy(work, args.shard, process)
         print_rank_zero(f"per step, each rank would send: {sent}")
-    world, runner = build(args, job, process)
+    world, runner, work = build(args, job, process)
 
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
-    finished = train(args, world, runner, job, newest, sample_text)
+    finished = train(args, world, runner, work, job, newest, sample_text)
     if args.merge and finished and world.rank == 0:
         adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
         checkpoint.merge(args.init, adapter, merged, job.tokenizer)

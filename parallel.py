@@ -59,10 +59,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import Llama, cross_entropy_sum
 from plumbing.processes import Process, UserError
-from techniques import async_tp, optimizers, pipeline
+from techniques import async_tp, offload, optimizers, pipeline
 from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
-from techniques.offload import offload_activations
 from techniques.parallel_layers import (
     COLUMNS,
     NORM,
@@ -106,7 +105,7 @@ class ParallelConfig:
         strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
         if self.tp * self.pp > 1 and strategy and not strategy.splits_layers:
             raise UserError(f"--dp {self.dp} does not combine with {flag}: use --dp fsdp")
-        for technique in (pipeline, async_tp, optimizers):
+        for technique in (pipeline, offload, optimizers):
             technique.check_combination(self)
 
     @property
@@ -195,7 +194,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
             async_tp.keep_messages_early()
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
-        offload_activations(model, world.device)
+        offload.offload_activations(model, world.device)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:

@@ -31,32 +31,25 @@ import torch
 from torch import Tensor, nn
 
 import checkpoint
-from costs.choose import choose_parallel, fits_unsharded, usable_memory, what_would_fit
-from costs.memory import mask_width, prediction_caveat
-from costs.traffic import describe_traffic, predict_traffic
+from costs.search import fits_unsharded
+from costs.work import Work
 from data import Windows, open_windows, read_ahead, window_of
 from generate import generate
 from model import IGNORE, Llama
-from parallel import World, gradient_sync, parallelize, unsharded, with_mesh
-from plumbing import processes
+from parallel import World, gradient_sync, unsharded
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard, local_squared_norm, to_local
 from runs import records
-from runs.check_model import check_equal_replicas, check_model, layers_caveat, loss_caveat
 from runs.flags import add_pretraining_flags
-from runs.rules import (
-    check_training_flags,
-    choose_model_config,
-    choose_tokenizer,
-    requested_parallel,
-)
+from runs.rules import check_training_flags, choose_model_config, choose_tokenizer
+from runs.setup import Job, build, setup
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.pipeline import Pipeline
 from techniques.zero1 import all_gather_updates, optimizer_parameters
 from text.batch import Batch
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import load_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -240,30 +233,6 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
 # -------------------------------------------------------------------------------------- the run
 
 
-@dataclass(frozen=True)
-class Job:
-    """The model, how its parameters are initialized, its tokenizer and its data."""
-
-    model: Llama  # on meta until `build`; then what this rank has of it
-    whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
-    initialize: Callable[[Llama], None]  # gives the model's parameters their first values
-    tokenizer: Tokenizer
-    train_set: Windows  # or text/chat.py's Packed, which is used alike
-    val_set: Windows
-
-
-def setup(args: argparse.Namespace) -> Process:
-    """Join the other processes and set the flags whose defaults depend on the device."""
-    process = init_distributed()
-    process.check_same_flags(vars(args))
-    on_gpu = process.device.type == "cuda"
-    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    args.compile = on_gpu if args.compile is None else args.compile
-    args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
-    args.lr = args.lr if args.lr is not None else 0.02 if args.optimizer == "muon" else 5e-3
-    return process
-
-
 def prepare(args: argparse.Namespace, process: Process) -> Job:
     """Check the flags, open the data, and describe the model."""
     initial = None
@@ -292,44 +261,6 @@ def prepare(args: argparse.Namespace, process: Process) -> Job:
     return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
 
 
-def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, nn.Module]:
-    """Split the model as the flags, or its size, ask for; return what a training step calls."""
-    share = args.batch * args.cp // (process.size // (args.tp * args.pp))  # sequences of a rank
-    args.microbatch = args.microbatch or share
-    microbatches = share // args.microbatch
-    config, requested = job.whole.config, requested_parallel(args)
-    masked = mask_width(
-        config, requested, args.seq_len, process.device, job.train_set.document_mask
-    )
-    parallel, reason = choose_parallel(
-        requested,
-        args.shard,
-        job.whole,
-        process,
-        tokens=args.microbatch * args.seq_len // args.cp,
-        microbatches=microbatches,
-        room=process.minimum(usable_memory(process.device, process.per_node)),
-        masked=masked,
-    )
-    advice = partial(what_would_fit, args, job.whole, parallel, process, masked)
-    processes.advise_if_out_of_memory(advice)
-    if args.dp == "auto" and process.size > args.tp * args.pp:
-        print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
-    traffic = predict_traffic(job.whole, parallel, microbatches, args.microbatch, args.seq_len)
-    world = with_mesh(process, parallel)
-    check_model(config, world)
-    if process.size > 1:
-        print_rank_zero(records.describe_mesh(world, microbatches))
-        which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
-        print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
-        print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(loss_caveat(config))
-    print_rank_zero(layers_caveat(job.whole, parallel.float8))
-    runner = parallelize(job.model, world, job.initialize)
-    check_equal_replicas(job.model, world)
-    return world, runner
-
-
 def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step)."""
     share = args.batch // world.data_size
@@ -342,6 +273,7 @@ def train(
     args: argparse.Namespace,
     world: World,
     runner: nn.Module,
+    work: Work,
     job: Job,
     newest: Path | None,
     sample_text: Callable[[int], str],
@@ -364,7 +296,7 @@ def train(
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set)))
 
-    gather_once = fits_unsharded(job.whole, world)
+    gather_once = fits_unsharded(work, world)
 
     def evaluate_and_show(step: int) -> dict[str, float]:
         model.eval()
@@ -427,7 +359,7 @@ def main() -> None:
     process = setup(args)
     job = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    world, runner = build(args, job, process)
+    world, runner, work = build(args, job, process)
 
     def sample_text(step: int) -> str:
         prompt = [job.tokenizer.encode(args.prompt, bos=True)]
@@ -435,7 +367,7 @@ def main() -> None:
         (tokens,) = generate(job.model, prompt, 64, **options)
         return f"--- {args.prompt}{job.tokenizer.decode(tokens)}\n---"
 
-    train(args, world, runner, job, newest, sample_text)
+    train(args, world, runner, work, job, newest, sample_text)
     command = f"python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
     print_rank_zero(f"generate:   {command}")
 

@@ -15,55 +15,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costs.traffic import first_block, matrices_of, modules_of, parts_of, sizes_of
+from costs.work import Work
 from lora import adapter_settings
 from model import LOSS_CHUNK, Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
 from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward
-from text.batch import kernel_widths
 
 
-def predict_memory(
-    model: Llama,
-    parallel: ParallelConfig,
-    tokens: int,
-    microbatches: int,
-    fused: bool = False,
-    masked: int = 0,
-    pp_rank: int | None = None,
-) -> dict[str, int]:
+def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
-    `model` counts with the full shapes of its parameters, and is whole; each microbatch has
-    `tokens` tokens a rank. `parameters`, `gradients` and `optimizer` are exact. `gathered` are
+    `parameters`, `gradients` and `optimizer` are exact. `gathered` are
     unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
     four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
-    are in CPU memory, but count here. `fused`: on a GPU or compiled, where kernels need
-    fewer intermediate results. `masked` is what mask_width returns. labs/memory.py asks for a
-    formula of DDP and FSDP."""
+    are in CPU memory, but count here. labs/memory.py asks for a formula of DDP and FSDP."""
+    model, parallel = work.model, work.parallel
     parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
     of_ranks = [
-        _memory_of_rank(parts[rank], rank, parallel, tokens, microbatches, fused, masked)
+        _memory_of_rank(work, parts[rank], rank)
         for rank in (ranks if pp_rank is None else [pp_rank])
     ]
     return max(of_ranks, key=lambda memory: memory["peak"])
 
 
-def _memory_of_rank(
-    model: Llama,
-    pp_rank: int,
-    parallel: ParallelConfig,
-    tokens: int,
-    microbatches: int,
-    fused: bool,
-    masked: int,
-) -> dict[str, int]:
-    """Return the same for one rank of a pipeline, of which `model` has the part of that rank."""
+def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
+    """Return the same for one rank of a pipeline; `model` is that rank's part of work.model."""
+    parallel, tokens, microbatches = work.parallel, work.tokens, work.microbatches
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
     units = functools.cache(partial(sizes_of, model, parallel))  # shards -> sizes
@@ -86,9 +69,9 @@ def _memory_of_rank(
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    elements = saved_elements(config, parallel, masked, frozen)
+    elements = saved_elements(config, parallel, work.mask_width, frozen)
     saved, recomputed = (n * tokens * w for n in elements)
-    with_adapters, matrix_in_4_bits = of_adapters(model, parallel, fused)
+    with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
     if parallel.checkpointing == "none":
         saved += with_adapters * tokens * w
     else:  # what need not be saved exists in the recomputation all the same
@@ -105,7 +88,7 @@ def _memory_of_rank(
         block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
-    logits = loss_bytes(config, parallel, tokens, fused, output > 0)
+    logits = loss_bytes(config, parallel, tokens, work.fused, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
         p, v = parallel.pp, parallel.stages_per_rank
@@ -148,7 +131,9 @@ def _memory_of_rank(
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
     peak = max(in_loss, in_last_block, in_block_0, in_embedding)
-    peak += tokens * masked * (w if parallel.cp > 1 else 1)  # the mask, numbers or truth values
+    peak += (
+        tokens * work.mask_width * (w if parallel.cp > 1 else 1)
+    )  # the mask, numbers or truth values
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
         "activations": int(max(loss, last_block_backward)),
@@ -253,24 +238,6 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
     leaves it in float32, the embedding's dtype; a frozen embedding is in the compute dtype."""
     is_autocast = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp
     return 2 if is_autocast and not frozen else 1
-
-
-def mask_width(
-    config: LlamaConfig,
-    parallel: ParallelConfig,
-    seq_len: int,
-    device: torch.device,
-    documents: bool,
-) -> int:
-    """Return the number of keys in attention's mask for each query: seq_len, or 0 where there is no
-    mask, since each sequence is one document or the device has a kernel that needs none. With
-    context parallelism, on average over a rank's two chunks, each of which has keys to its end."""
-    if config.head_dim in kernel_widths(device.type, parallel.dtype):
-        return 0
-    if parallel.cp > 1:
-        has_mask = documents or device.type != "cpu"
-        return has_mask * (2 * parallel.cp + 1) * seq_len // (4 * parallel.cp)
-    return seq_len if documents else 0
 
 
 def saved_elements(

@@ -1,22 +1,208 @@
-"""Every way to train a model on a cluster, with its predicted cost, for `bench.py plan`."""
+"""Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
 
-import argparse
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-import techniques.nf4 as nf4
-from costs.choose import ACTIVATIONS, USABLE_FRACTION, divisors
-from costs.memory import mask_width, predict_memory
-from costs.seconds import Machine, find_measured_group, group_shape, step_time
-from costs.traffic import DIMS, predict_traffic, sent_bytes
-from model import Llama
-from parallel import STRATEGIES, ParallelConfig
-from plumbing.processes import with_progress
+from costs.machines import Machine
+from costs.memory import predict_memory
+from costs.seconds import find_measured_group, group_shape, step_time
+from costs.traffic import DIMS, bytes_each, parts_of, predict_traffic, sent_bytes
+from costs.work import Work
+from parallel import STRATEGIES, ParallelConfig, World
+from plumbing.processes import (
+    Process,
+    UserError,
+    memory_of_others,
+    print_rank_zero,
+    with_progress,
+)
+from techniques import nf4
+from techniques.schedules import has_w
+
+USABLE_FRACTION = 0.9  # of a device's memory, for tensors
+# --checkpointing, --offload-activations: the later, the less memory and the more time.
+ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
+
+
+def fits(work: Work, room: float) -> bool:
+    """Return whether a step is predicted to take less than `room` bytes on every rank."""
+    return predict_memory(work)["peak"] < room
+
+
+def usable_memory(device: torch.device, processes: int) -> int:
+    """Return the bytes that a process may fill: of its GPU, or of its share of CPU memory."""
+    if device.type == "cuda":
+        return int(USABLE_FRACTION * torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(USABLE_FRACTION * total / processes)
+
+
+def with_mesh_sizes(
+    parallel: ParallelConfig, size: int, per_node: int, shard: int | None = None
+) -> ParallelConfig:
+    """Return a configuration with the sizes of replicate and shard that its strategy and its tp
+    give on `size` processes. `shard`: the value of --shard, if given."""
+    data_ranks = size // (parallel.tp * parallel.pp)
+    in_node = shard or data_ranks_in_node(data_ranks, parallel.tp, per_node)
+    shard = STRATEGIES[parallel.dp].shard_size(data_ranks, in_node)
+    return replace(parallel, replicate=data_ranks // shard, shard=shard)
+
+
+def data_ranks_in_node(data_ranks: int, tp: int, per_node: int) -> int:
+    """Return how many of the ranks with different sequences share a node; in every node as many."""
+    return math.gcd(data_ranks, max(1, per_node // tp))
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+# ---------------------------------------------------------------------------- a run chooses its own
+
+
+def choose_parallel(
+    work: Work, shard: int | None, process: Process, room: int
+) -> tuple[ParallelConfig, str]:
+    """Return the configuration of a step with its mesh sizes, and the reason in words.
+
+    `work.parallel` is what the flags ask for: `dp` and `reshard` may be "auto". `shard` is the
+    value of --shard, if given; `room` the memory in bytes that every rank may fill.
+    --dp auto takes the first strategy whose step fits in memory: DDP where a whole copy fits on a
+    device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks otherwise.
+    Gradients of several microbatches accumulate unsharded if there is room."""
+    requested = work.parallel
+
+    def split(dp: str, reshard: str) -> Work:
+        parallel = replace(requested, dp=dp, reshard=reshard)
+        parallel = with_mesh_sizes(parallel, process.size, process.per_node, shard)
+        return replace(work, parallel=parallel)
+
+    preferred = smallest = requested.reshard
+    if requested.reshard == "auto":
+        splits_backward = requested.pp > 1 and has_w(requested.schedule)
+        preferred, smallest = "weights", "weights" if splits_backward else "all"
+    candidates = [requested.dp]
+    if requested.dp == "auto":
+        data_ranks = process.size // (requested.tp * requested.pp)
+        in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
+        candidates = [
+            name
+            for name, strategy in STRATEGIES.items()
+            if strategy.automatic and (strategy.copy_per != "node" or 1 < in_node < data_ranks)
+        ]
+    fitting = (dp for dp in candidates if fits(split(dp, smallest), room))
+    dp = next(fitting, candidates[-1])
+    chosen = split(dp, preferred)
+    many = chosen.microbatches > 1 and chosen.parallel.strategy.uses_fsdp
+    if many and not fits(chosen, room):
+        chosen = split(dp, smallest)
+
+    copy = predict_memory(split("ddp", "weights"))
+    state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
+    reason = (
+        f"weights, gradients and AdamW state of a copy take {state / 1e9:.3g} GB, with activations "
+        f"{copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a node has "
+        f"{process.per_node} of {process.size} processes"
+    )
+    if not fits(chosen, room):
+        reason += (
+            "; nothing is predicted to fit: try --checkpointing full or a smaller --microbatch"
+        )
+    return chosen.parallel, reason
+
+
+def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
+    """Return in words the megabytes that a rank would send in a step under each strategy.
+    `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
+    requested = work.parallel
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
+    for reshard in ("none", "adapters"):
+        choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
+    parts = []
+    for flags, choice in choices.items():
+        is_fsdp = STRATEGIES[choice["dp"]].copy_per == "node" and process.per_node == process.size
+        try:
+            wanted = replace(work, parallel=replace(requested, **choice))
+        except UserError:  # it does not combine with the other flags
+            continue
+        if not is_fsdp:
+            own_shard = shard if requested.dp == choice["dp"] else None
+            parallel, _ = choose_parallel(wanted, own_shard, process, room)
+            traffic = predict_traffic(replace(work, parallel=parallel))
+            parts.append(f"{flags} {sent_bytes(traffic, parallel) / 1e6:,.2f} MB")
+    return "; ".join(parts)
+
+
+def what_would_fit(work: Work, process: Process) -> str:
+    """Return a sentence that names flags with which a step that ran out of memory is predicted to
+    fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
+    activations, AdamW's moments in bfloat16, FSDP, context parallelism."""
+    parallel, data_ranks = work.parallel, work.parallel.replicate * work.parallel.shard
+    room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
+    needed = predict_memory(work)["peak"]
+    limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
+    sizes = [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch]
+    present = parallel.checkpointing, parallel.offload_activations
+    next_ones = ACTIVATIONS.index(present) + 1 if present in ACTIVATIONS else -1
+    sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
+    possible = (n for n in divisors(data_ranks) if work.seq_len % (2 * n) == 0 or n == 1)
+    shared = replace(sharded, cp=max(n for n in possible if n % parallel.cp == 0))
+    for base, moments, (checkpointing, offload), size in itertools.product(
+        (parallel, sharded, shared),
+        dict.fromkeys((parallel.moments, "bfloat16")),
+        (present, *ACTIVATIONS[next_ones:]),
+        sizes,
+    ):
+        flags = {
+            f"--dp {base.dp}": base.dp != parallel.dp,
+            f"--cp {base.cp}": base.cp != parallel.cp,
+            f"--moments {moments}": moments != parallel.moments,
+            f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
+            "--offload-activations": offload and not parallel.offload_activations,
+            f"--microbatch {size}": size != work.microbatch,
+        }
+        given = dict(moments=moments, checkpointing=checkpointing, offload_activations=offload)
+        try:
+            changed = replace(work, parallel=replace(base, **given), microbatch=size)
+        except UserError:  # it does not combine with the other flags
+            continue
+        if fits(changed, limit):
+            peak = predict_memory(changed)["peak"]
+            return (
+                f"a step is predicted to need {needed / 1e9:.3g} GB, and with "
+                f"{' '.join(flag for flag, is_new in flags.items() if is_new)} {peak / 1e9:.3g}"
+            )
+    return f"no flags make a step fit in {room / 1e9:.3g} GB: use more GPUs, or a shorter --seq-len"
+
+
+def fits_unsharded(work: Work, world: World) -> bool:
+    """Return whether every rank has room for all weights beside what it holds between steps; where
+    FSDP has to gather them for each token of a sample, print what that sends."""
+    parallel = world.parallel
+    nbytes = max(
+        sum(p.numel() * bytes_each(p, parallel) for p in part.parameters()) // parallel.tp
+        for part in parts_of(work.model, parallel)
+    )
+    held = predict_memory(work)
+    room = world.minimum(usable_memory(world.device, world.per_node))
+    there_is_room = nbytes + held["parameters"] + held["optimizer"] < room
+    if parallel.shard > 1 and not there_is_room:
+        sent = nbytes * (parallel.shard - 1) / parallel.shard
+        print_rank_zero(
+            f"note: the weights do not fit on a rank at once, so that samples at evaluations "
+            f"all-gather them for each token: a rank sends {sent / 1e9:.3g} GB"
+        )
+    return there_is_room
+
+
+# ------------------------------------------------------------------------------- plans of a cluster
 
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
@@ -31,13 +217,12 @@ INTERLEAVED = (2, 4)  # stages of a rank
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train on the cluster, and its predicted cost on rank 0."""
+    """One way to train on the cluster, and its predicted cost on the rank with the most."""
 
-    parallel: ParallelConfig
-    microbatch: int  # sequences
-    memory: dict[str, int]  # bytes by kind, and the `peak`: see memory.predict_memory
+    work: Work
+    memory: dict[str, int]  # bytes by kind, and the `peak`: see predict_memory
     sent: dict[str, int]  # bytes that a rank sends in a step, by mesh dimension
-    parts: dict[str, float]  # seconds of a step by part: see roofline.step_time
+    parts: dict[str, float]  # seconds of a step by part: see step_time
     fits: bool  # whether the peak fits in a GPU's memory
 
     @property
@@ -45,9 +230,15 @@ class Plan:
         return sum(self.parts.values())
 
     @property
+    def tokens_per_second(self) -> float:
+        """Tokens that a GPU trains on in a second."""
+        work = self.work
+        return work.batch * work.seq_len / self.seconds / work.parallel.size
+
+    @property
     def mesh(self) -> str:
         """The sizes of the mesh; that of pp only in a pipeline, with its schedule."""
-        parallel = self.parallel
+        parallel = self.work.parallel
         sizes = " x ".join(str(getattr(parallel, dim)) for dim in ("replicate", "shard", "tp"))
         sizes += f", cp {parallel.cp}" * (parallel.cp > 1)
         if parallel.pp == 1:
@@ -61,29 +252,34 @@ def order(plan: Plan) -> tuple:
     return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
 
 
-def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iterator[Plan]:
-    """Yield every plan for --gpus and --batch that the flags in FILTERS allow.
+def every_plan(
+    work: Work, gpus: int, machine: Machine, wanted: dict[str, object]
+) -> Iterator[Plan]:
+    """Yield every plan for the batch of `work` on a cluster, with the dtypes, the optimizer and
+    the products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
 
-    With --measured, leave out plans with groups of ranks that were not measured."""
-    config, dtype = model.config, getattr(torch, args.dtype)
+    On a machine that was measured, leave out plans with groups of ranks that were not."""
+    config, requested = work.model.config, work.parallel
+    in_4_bits = any(not parameter.is_floating_point() for parameter in work.model.parameters())
+    frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
     # What zero bubble does not combine with.
-    whole_backward = args.compile or args.async_tp or args.float8 != "none"
-    blocks = nf4.BLOCK if args.base_bits == 4 else 1  # that tp cuts between
-    widths = config.dim // blocks, config.ffn_dim // blocks
-    tp_sizes = divisors(math.gcd(args.gpus, config.n_kv_heads, *widths))
-    pairs = list(itertools.product(tp_sizes, divisors(args.gpus)))
-    for tp, pp in with_progress(pairs, "plans"):
-        data_ranks, rest = divmod(args.gpus, tp * pp)
-        if rest or pp > min(config.n_layers, args.pp or MOST_RANKS):
+    whole_backward = requested.compile or requested.async_tp or requested.float8 != "none"
+    blocks = nf4.BLOCK if in_4_bits else 1  # that tp cuts between
+    tp_sizes = divisors(
+        math.gcd(gpus, config.n_kv_heads, config.dim // blocks, config.ffn_dim // blocks)
+    )
+    for tp, pp in with_progress(list(itertools.product(tp_sizes, divisors(gpus))), "plans"):
+        data_ranks, rest = divmod(gpus, tp * pp)
+        if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
             continue
         choices = data_parallel_choices(data_ranks, tp * pp)
         for (dp, shard), (cp, microbatch) in itertools.product(
-            choices, list(shares_of_batch(data_ranks, args))
+            choices, list(shares_of_batch(data_ranks, work, wanted["cp"]))
         ):
-            microbatches = args.batch * cp // data_ranks // microbatch
+            microbatches = work.batch * cp // data_ranks // microbatch
             # The values of --reshard differ in how several microbatches share all-gathers.
             reshards = RESHARD if shard > 1 and microbatches > 1 else RESHARD[:1]
-            reshards += ("adapters",) * (args.lora and shard > 1)
+            reshards += ("adapters",) * (frozen and shard > 1)
             if pp > 1:  # gradients of a few layers: sharding those of each microbatch saves little
                 reshards = tuple(name for name in reshards if name != "all")
             for (checkpointing, offload), reshard, (schedule, v) in itertools.product(
@@ -91,7 +287,8 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                 reshards,
                 schedules(pp, microbatches, config.n_layers, whole_backward),
             ):
-                parallel = ParallelConfig(
+                parallel = replace(
+                    requested,
                     dp=dp,
                     replicate=data_ranks // shard,
                     shard=shard,
@@ -99,28 +296,27 @@ def every_plan(model: Llama, args: argparse.Namespace, machine: Machine) -> Iter
                     reshard=reshard,
                     checkpointing=checkpointing,
                     offload_activations=offload,
-                    compile=args.compile,
-                    dtype=dtype,
-                    optimizer=args.optimizer or "adamw",
-                    moments=args.moments,
-                    float8=args.float8,
-                    async_tp=args.async_tp and tp > 1,
+                    async_tp=requested.async_tp and tp > 1,
                     pp=pp,
                     cp=cp,
                     schedule=schedule,
                     stages_per_rank=v,
                 )
-                if matches_flags(parallel, microbatch, args) and is_measured(parallel, machine):
-                    yield predict(model, parallel, microbatch, microbatches, args, machine)
+                settings = vars(parallel) | {"microbatch": microbatch}
+                matches = all(wanted[name] in (None, settings[name]) for name in FILTERS)
+                if matches and is_measured(parallel, machine):
+                    yield predict(replace(work, parallel=parallel, microbatch=microbatch), machine)
 
 
-def shares_of_batch(data_ranks: int, args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+def shares_of_batch(
+    data_ranks: int, work: Work, wanted_cp: int | None
+) -> Iterator[tuple[int, int]]:
     """Yield (ranks that share a sequence, sequences of a microbatch) for `data_ranks` ranks of data
     parallelism."""
     for cp in divisors(data_ranks):
-        long_enough = cp in (1, args.cp) or args.seq_len // cp >= LEAST_TOKENS
-        sequences, rest = divmod(args.batch * cp, data_ranks)  # of a step, on each rank
-        if long_enough and not rest and (cp == 1 or args.seq_len % (2 * cp) == 0):
+        long_enough = cp in (1, wanted_cp) or work.seq_len // cp >= LEAST_TOKENS
+        sequences, rest = divmod(work.batch * cp, data_ranks)  # of a step, on each rank
+        if long_enough and not rest and (cp == 1 or work.seq_len % (2 * cp) == 0):
             for microbatch in divisors(sequences):
                 yield cp, microbatch
 
@@ -160,12 +356,6 @@ def data_parallel_choices(data_ranks: int, of_copy: int) -> Iterator[tuple[str, 
                 yield dp, shard
 
 
-def matches_flags(parallel: ParallelConfig, microbatch: int, args: argparse.Namespace) -> bool:
-    """Return whether a plan has the values that flags in FILTERS give."""
-    settings = vars(parallel) | {"microbatch": microbatch}
-    return all(getattr(args, name) in (None, settings[name]) for name in FILTERS)
-
-
 def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
     """Return whether groups of each mesh dimension were measured, if the machine was measured."""
     if not machine.measured:
@@ -174,26 +364,10 @@ def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
     return all(n == 1 or find_measured_group(n, in_node, machine) for n, in_node in shapes)
 
 
-def predict(
-    model: Llama,
-    parallel: ParallelConfig,
-    microbatch: int,
-    microbatches: int,
-    args: argparse.Namespace,
-    machine: Machine,
-) -> Plan:
+def predict(work: Work, machine: Machine) -> Plan:
     """Return a plan with its memory, the bytes that it sends, and its time."""
-    fused = parallel.compile or not machine.measured  # assumed machines are GPUs
-    seq_len, document = args.seq_len, args.document_length
-    masked = mask_width(
-        model.config, parallel, seq_len, torch.device("cuda"), documents=document > 0
-    )
-    tokens = microbatch * seq_len // parallel.cp
-    memory = predict_memory(model, parallel, tokens, microbatches, fused, masked)
-    sent = Counter()
-    traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len)
-    for (dim, collective), cost in traffic.items():
-        sent[dim] += sent_bytes({(dim, collective): cost}, parallel)
-    parts = step_time(model, parallel, microbatch, microbatches, seq_len, machine, document)
+    memory, sent = predict_memory(work), Counter()
+    for (dim, collective), cost in predict_traffic(work).items():
+        sent[dim] += sent_bytes({(dim, collective): cost}, work.parallel)
     fits = memory["peak"] <= USABLE_FRACTION * machine.memory
-    return Plan(parallel, microbatch, memory, sent, parts, fits)
+    return Plan(work, memory, sent, step_time(work, machine), fits)

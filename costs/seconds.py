@@ -41,26 +41,23 @@ L layers; w bytes of a weight in computation.
 
 import json
 import math
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from costs.devices import GPU, GPUS, LINKS
+from costs.machines import Machine
 from costs.memory import of_adapters, predict_memory, saved_elements
 from costs.traffic import first_block, muon_flops, muon_traffic, parts_of, predict_traffic
+from costs.work import Work
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 from plumbing.processes import UserError
-from techniques.float8 import recipes_of
 from techniques.pipeline import layers_of
 from techniques.schedules import has_w, make_schedule, simulate
 
-MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
-ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
 COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
@@ -75,70 +72,6 @@ def update_bytes(moment: int) -> int:
 
 
 # ------------------------------------------------------------------------------------- the machine
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The hardware of one process, from data sheets or measured."""
-
-    name: str
-    peak: float  # FLOP/s of dense matrix products in bfloat16
-    memory: float  # bytes
-    bandwidth: float  # bytes/s of its memory
-    node_link: float  # bytes/s to other ranks of the node, one way
-    link: float = math.inf  # bytes/s of each GPU to other nodes, one way
-    per_node: int = 8
-    matmul_fraction: float = MATMUL_FRACTION
-    attention_fraction: float = ATTENTION_FRACTION
-    overlaps: bool = True  # whether collectives run beside computation
-    fsdp_overhead: float = 0.0  # seconds per microbatch
-    measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
-    recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
-
-
-NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
-
-
-def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
-    """Return the machine that --gpu and --link describe by a name or by numbers.
-
-    A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
-    if gpu.lower() in GPUS:
-        row = GPUS[gpu.lower()]
-    elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
-        teraflops, *others = map(float, gpu.split(":"))
-        row = GPU(teraflops * 1e12, *others)
-    else:
-        raise UserError(
-            f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
-            f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
-        )
-    return Machine(
-        gpu,
-        peak=row.peak_flops,
-        memory=row.memory * 1e9,
-        bandwidth=row.bandwidth * 1e9,
-        node_link=row.node_link * 1e9,
-        link=link_speed(link),
-        per_node=per_node,
-        recipes=recipes_of(row.capability),
-    )
-
-
-def link_speed(text: str) -> float:
-    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
-
-    Raises UserError where it is neither."""
-    if text.lower() in LINKS:
-        return LINKS[text.lower()]
-    units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
-    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text.lower())
-    if not match:
-        raise UserError(
-            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
-            f"as 400gbit or 50GB"
-        )
-    return float(match[1]) * units[match[2]]
 
 
 def read_measurement(file: Path) -> dict:
@@ -279,24 +212,14 @@ def rounding_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int) -
     return backward + forward * (1 if parallel.checkpointing == "none" else 2)
 
 
-def step_time(
-    model: Llama,
-    parallel: ParallelConfig,
-    microbatch: int,
-    microbatches: int,
-    seq_len: int,
-    machine: Machine,
-    document: int = 0,
-) -> dict[str, float]:
-    """Return seconds of a training step by part, as listed at the top of this file.
-
-    `model` is unsharded, on `meta` or not; a rank computes `microbatches` of `microbatch`
-    sequences; where these are packed, a `document` has so many tokens."""
-    tokens = microbatch * seq_len // parallel.cp
+def step_time(work: Work, machine: Machine) -> dict[str, float]:
+    """Return seconds of a training step by part, as listed at the top of this file."""
+    model, parallel = work.model, work.parallel
+    tokens, microbatches = work.tokens, work.microbatches
     block = first_block(model)
     lora = adapter_settings(block)
     in_4_bits = any(not parameter.is_floating_point() for parameter in block.parameters())
-    documents = document or seq_len
+    documents = work.document or work.seq_len
     of_stages = [
         compute_time(model.config, parallel, tokens, documents, machine, stage, lora, in_4_bits)
         for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])
@@ -305,15 +228,15 @@ def step_time(
     busiest = max(range(parallel.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
     parts = {name: microbatches * sum(stage[name] for stage in of_ranks[busiest])
              for name in of_stages[0]}  # fmt: skip
-    memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=busiest)
+    memory = predict_memory(work, busiest)
     updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
     parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
     rate = machine.peak * machine.matmul_fraction
     has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
     parts["optimizer"] += has_muon * muon_flops(of_rank, parallel) / rate
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
-    others = replace(parallel, optimizer="adamw")  # nothing hides what Muon sends
-    traffic = predict_traffic(model, others, microbatches, microbatch, seq_len, pp_rank=busiest)
+    by_adamw = replace(work, parallel=replace(parallel, optimizer="adamw"))
+    traffic = predict_traffic(by_adamw, busiest)  # nothing hides what Muon sends
     messages = traffic.pop(("pp", "send"), (0, 0))
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))

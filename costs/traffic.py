@@ -11,11 +11,11 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import nn
 
+from costs.work import Work
 from model import LOSS_CHUNK, Llama
 from parallel import ParallelConfig, ddp, fsdp, style_of
 from techniques.float8 import layers_in_8_bits
@@ -56,25 +56,17 @@ DIMS = ("pp", "replicate", "shard", "cp", "tp")  # ranks along the first are far
 Traffic = dict[tuple[str, str], tuple[int, int]]  # (mesh dimension, collective) -> calls, payload
 
 
-def predict_traffic(
-    model: Llama,
-    parallel: ParallelConfig,
-    microbatches: int,
-    batch: int,
-    seq_len: int,
-    pp_rank: int | None = None,
-) -> Traffic:
+def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     """Return the collectives of one training step with their calls and payload bytes; in a
     pipeline, those of rank `pp_rank` along pp, by default of the rank that sends most.
 
-    `model` is the whole model, before it is parallelized; a microbatch has `batch` sequences on a
-    rank. The formulas are those of parallel.py's docstrings, with padding. labs/bytes.py asks for
-    those of DDP, FSDP and HSDP."""
+    The formulas are those of parallel.py's docstrings, with padding. labs/bytes.py asks for those
+    of DDP, FSDP and HSDP."""
+    parallel, batch, seq_len = work.parallel, work.microbatch, work.seq_len
     if pp_rank is None:
-        predicted = partial(predict_traffic, model, parallel, microbatches, batch, seq_len)
-        of_ranks = [predicted(pp_rank=rank) for rank in range(parallel.pp)]
+        of_ranks = [predict_traffic(work, rank) for rank in range(parallel.pp)]
         return max(of_ranks, key=lambda traffic: sent_bytes(traffic, parallel))
-    part = parts_of(model, parallel)[pp_rank]
+    part, microbatches = parts_of(work.model, parallel)[pp_rank], work.microbatches
     calls, payload = Counter(), Counter()
     collectives = [*TRAFFIC[parallel.strategy.apply](part, parallel, microbatches)]
     own = seq_len // parallel.cp  # tokens of a sequence on this rank

@@ -28,11 +28,12 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
 from costs.memory import predict_memory  # noqa: E402
 from costs.traffic import predict_traffic, sent_bytes  # noqa: E402
+from costs.work import Work  # noqa: E402
 from model import PRESETS  # noqa: E402
 from parallel import ParallelConfig  # noqa: E402
 from perf.compare import configure  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
-from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402  # noqa: E402
+from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
@@ -113,13 +114,9 @@ def draw_strategies(path: Path) -> None:
     memory, traffic = [], []
     for name in names:
         parallel = configure(name, base)
-        local_batch = report["batch"] // (parallel.replicate * parallel.shard)
-        microbatches = local_batch // report["microbatch"]
-        shape = report["microbatch"], report["seq_len"]
-        held = predict_memory(model, parallel, shape[0] * shape[1], microbatches)
-        memory.append(held["peak"] / 1e9)
-        sent = predict_traffic(model, parallel, microbatches, *shape)
-        traffic.append(sent_bytes(sent, parallel) / 1e9)
+        work = Work(model, parallel, report["batch"], report["microbatch"], report["seq_len"])
+        memory.append(predict_memory(work)["peak"] / 1e9)
+        traffic.append(sent_bytes(predict_traffic(work), parallel) / 1e9)
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)
     bars(left, names, [row["peak_bytes"] / 1e9 for row in counted], memory, BLUE)
     bars(right, names, [row["sends"] / 1e9 for row in counted], traffic, ORANGE)
@@ -208,7 +205,7 @@ def draw_mesh(path: Path) -> None:
     sizes = dict(replicate=2, shard=2, tp=2)
     parallel = ParallelConfig(dp="hsdp", dtype=torch.bfloat16, **sizes)
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    traffic = predict_traffic(model, parallel, microbatches=4, batch=1, seq_len=8192)
+    traffic = predict_traffic(Work(model, parallel, batch=16, microbatch=1, seq_len=8192))
     sent = {
         dim: sent_bytes({k: v for k, v in traffic.items() if k[0] == dim}, parallel) / 1e9
         for dim in sizes

@@ -33,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from costs.seconds import Machine, collective_time
+from costs.machines import Machine
+from costs.seconds import collective_time
 from parallel import ParallelConfig
 from techniques import schedules as timeline
 

@@ -19,6 +19,7 @@ import torch
 from lab import first_rank, plural
 
 from costs.memory import predict_memory
+from costs.work import Work
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import Counted, build_on_meta, emulate, random_batch
@@ -66,7 +67,7 @@ class Question:
     read: str  # where the project explains it
     asked: list[Asked]
     count: Callable[[], list[Found]]  # one for each quantity, in this order
-    runs: tuple["Run", ...] = ()  # whose steps are counted
+    runs: tuple[Work, ...] = ()  # steps that are counted
 
 
 def explained(value: float, terms: list[Term], *notes: str) -> Found:
@@ -80,43 +81,37 @@ def explained(value: float, terms: list[Term], *notes: str) -> Found:
 # ------------------------------------------------------------------------------- configurations
 
 
-@dataclass(frozen=True)
-class Run:
-    """A model, how it is distributed, and what a rank computes in a step."""
+def step_of(
+    config: LlamaConfig, parallel: ParallelConfig, microbatches: int, microbatch: int, seq_len: int
+) -> Work:
+    """Return the step in which each rank has so many microbatches of so many sequences."""
+    batch = microbatches * microbatch * parallel.replicate * parallel.shard
+    return Work(model_of(config), parallel, batch, microbatch, seq_len)
 
-    config: LlamaConfig
-    parallel: ParallelConfig
-    microbatches: int
-    microbatch: int  # sequences
-    seq_len: int
 
-    @property
-    def tokens(self) -> int:
-        """Of a microbatch."""
-        return self.microbatch * self.seq_len
+def emulated(work: Work) -> tuple[dict, dict[str, int]]:
+    """Return the traffic and the bytes of rank 0, counted in an emulated step."""
+    model = build_on_meta(work.model.config)
+    return emulate(model, work.parallel, work.sequences, work.microbatch, work.seq_len)
 
-    def emulate(self) -> tuple[dict, dict[str, int]]:
-        """Return the traffic and the bytes of rank 0, counted in an emulated step."""
-        sequences = self.microbatches * self.microbatch
-        model = build_on_meta(self.config)
-        return emulate(model, self.parallel, sequences, self.microbatch, self.seq_len)
 
-    def describe(self) -> list[str]:
-        """Return the configuration in words."""
-        layers = shapes_of(self.config)
-        root, block = (", ".join(f"{name} {list(shape)}" for name, shape in layers[unit].items())
-                       for unit in ("root", "block"))  # fmt: skip
-        tied = "; the output is the embedding's matrix" * self.config.tie_embeddings
-        dtype = str(self.parallel.dtype).removeprefix("torch.")
-        dtype += ", parameters and gradients in float32" * (dtype == "bfloat16")
-        return [
-            f"A model of {self.config.n_layers} blocks, computed in {dtype}:",
-            f"  {root}{tied}",
-            f"  each block: {block}",
-            f"{self.parallel.size} ranks: {flags_of(self.parallel)}.",
-            f"A step, on each rank: {plural(self.microbatches, 'microbatch')} of "
-            f"{self.microbatch} x {self.seq_len} tokens.",
-        ]
+def describe(work: Work) -> list[str]:
+    """Return a step in words."""
+    config, parallel = work.model.config, work.parallel
+    layers = shapes_of(config)
+    root, block = (", ".join(f"{name} {list(shape)}" for name, shape in layers[unit].items())
+                   for unit in ("root", "block"))  # fmt: skip
+    tied = "; the output is the embedding's matrix" * config.tie_embeddings
+    dtype = str(parallel.dtype).removeprefix("torch.")
+    dtype += ", parameters and gradients in float32" * (dtype == "bfloat16")
+    return [
+        f"A model of {config.n_layers} blocks, computed in {dtype}:",
+        f"  {root}{tied}",
+        f"  each block: {block}",
+        f"{parallel.size} ranks: {flags_of(parallel)}.",
+        f"A step, on each rank: {plural(work.microbatches, 'microbatch')} of "
+        f"{work.microbatch} x {work.seq_len} tokens.",
+    ]
 
 
 def flags_of(parallel: ParallelConfig) -> str:
@@ -192,7 +187,7 @@ def draw_bytes(random: Random) -> Question:
     if parallel.strategy.uses_fsdp and random.random() < 0.3:
         parallel = replace(parallel, dtype=torch.bfloat16)
     m, microbatch, seq_len = (random.choice(sizes) for sizes in ((1, 2, 3), (1, 2), (64, 128)))
-    run = Run(draw_config(random), parallel, m, microbatch, seq_len)
+    run = step_of(draw_config(random), parallel, m, microbatch, seq_len)
     keys = [(dim, collective) for dim in ("shard", "replicate") if getattr(parallel, dim) > 1
             for collective in COLLECTIVES]  # fmt: skip
     asked = []
@@ -202,7 +197,7 @@ def draw_bytes(random: Random) -> Question:
         asked.append(Asked(f"{collective} over {dim}, bytes", "bytes", unless=calls))
 
     def count() -> list[Found]:
-        traffic, _ = run.emulate()
+        traffic, _ = emulated(run)
         terms = terms_of_traffic(run)
         if terms.keys() != traffic.keys():
             raise ArithmeticError(f"explained {[*terms]}, and counted {[*traffic]}")
@@ -215,22 +210,22 @@ def draw_bytes(random: Random) -> Question:
             found += [Found(calls), explained(nbytes, of_key)]
         return found
 
-    text = [*run.describe(), "In which collectives does a rank take part, in one step?",
+    text = [*describe(run), "In which collectives does a rank take part, in one step?",
             "Bytes are payload: the output of an all-gather, the input of the others.",
             EXACT]  # fmt: skip
     return Question(text, "docstrings of ddp, ZeRO1 and fsdp in parallel.py", asked, count, (run,))
 
 
-def terms_of_traffic(run: Run) -> dict[tuple[str, str], list[Term]]:
+def terms_of_traffic(run: Work) -> dict[tuple[str, str], list[Term]]:
     """Return the terms of the payload of each collective, (mesh dimension, collective)."""
     parallel, m, reshard = run.parallel, run.microbatches, run.parallel.reshard
     g, w = parallel.grad_bytes, parallel.weight_bytes
     if parallel.dp == "ddp":
-        return {("replicate", "all-reduce"): terms_of_buckets(run.config, g)}
+        return {("replicate", "all-reduce"): terms_of_buckets(run.model.config, g)}
     shards = parallel.replicate if parallel.dp == "zero1" else parallel.shard
-    layers, elements = run.config.n_layers, elements_of(run.config, shards)
+    layers, elements = run.model.config.n_layers, elements_of(run.model.config, shards)
     if parallel.dp == "zero1":
-        shapes = shapes_of(run.config)
+        shapes = shapes_of(run.model.config)
         tensors = len(shapes["root"]) + layers * len(shapes["block"])
         parameters = elements["root"][0] + layers * elements["block"][0]
         text = f"{tensors} tensors, one call each: {parameters:,} parameters x {g} bytes"
@@ -254,7 +249,7 @@ def terms_of_traffic(run: Run) -> dict[tuple[str, str], list[Term]]:
             terms = [Term(times * (n + pad) // shards * each, text, times)]
         traffic.setdefault((dim, collective), []).extend(terms)
 
-    names = shapes_of(run.config)
+    names = shapes_of(run.model.config)
     each_microbatch, last = f"{plural(m, 'microbatch')} x ", "1 (the last microbatch) x " * (m > 1)
     for unit in ("block", "root"):
         if reshard == "none":
@@ -310,17 +305,17 @@ def draw_memory(random: Random) -> Question:
         m, config = random.choice((1, 2)), draw_config(random)
         if checkpointing == "full":  # else it is always the loss that takes most
             config = replace(config, vocab_size=random.choice((96, config.vocab_size)))
-        run = Run(config, parallel, m, microbatch, seq_len)
+        run = step_of(config, parallel, m, microbatch, seq_len)
         moments = terms_of_peak(run)
         totals = {moment: sum(t.value for t in terms) for moment, terms in moments.items()}
-        predicted = predict_memory(model_of(config), parallel, run.tokens, m)["peak"]
+        predicted = predict_memory(run)["peak"]
         if math.isclose(predicted, max(totals.values()), rel_tol=1e-3):
             break  # else the peak is in another moment than the two that are explained
     else:
         raise ArithmeticError(f"costs/memory.py and the terms here differ: {predicted}, {moments}")
 
     def count() -> list[Found]:
-        _, held = run.emulate()
+        _, held = emulated(run)
         found = [explained(held[kind], terms) for kind, terms in terms_of_state(run).items()]
         moment, other = sorted(totals, key=totals.get, reverse=True)
         left_out = held["peak"] - totals[moment]
@@ -333,7 +328,7 @@ def draw_memory(random: Random) -> Question:
         return [*found, explained(held["peak"], [*moments[moment], rest], *notes)]
 
     text = [
-        *run.describe(),
+        *describe(run),
         "How many bytes does a rank hold? Count gradients as the optimizer sees them: of its own "
         "slice, where they are sharded. The peak is that of all tensors together, at the fullest "
         "moment of a step, and may be off by 10%.",
@@ -345,14 +340,14 @@ def draw_memory(random: Random) -> Question:
     return Question(text, read, asked, count, (run,))
 
 
-def terms_of_state(run: Run) -> dict[str, list[Term]]:
+def terms_of_state(run: Work) -> dict[str, list[Term]]:
     """Return the terms of parameters, gradients and optimizer."""
-    parallel, shapes = run.parallel, shapes_of(run.config)
-    tensors = len(shapes["root"]) + run.config.n_layers * len(shapes["block"])
+    parallel, shapes = run.parallel, shapes_of(run.model.config)
+    tensors = len(shapes["root"]) + run.model.config.n_layers * len(shapes["block"])
     terms = {}
     for kind, each in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
         n = getattr(parallel, parallel.strategy.sharded.get(kind, ""), 1)
-        whole, pad = whole_model(run.config, n)
+        whole, pad = whole_model(run.model.config, n)
         cut = f" / {n} ranks" * (n > 1)
         padded = f"({whole:,} + {pad} of padding)" if pad else f"{whole:,}"
         size = "2 moments of 4 bytes" if kind == "optimizer" else "4 bytes"
@@ -367,9 +362,9 @@ def whole_model(config: LlamaConfig, shards: int = 1) -> tuple[int, int]:
     return root + config.n_layers * block, padded_root + config.n_layers * padded_block
 
 
-def terms_of_peak(run: Run) -> dict[str, list[Term]]:
+def terms_of_peak(run: Work) -> dict[str, list[Term]]:
     """Return the terms of the bytes that are held at two moments, in float32."""
-    config, parallel, tokens, m = run.config, run.parallel, run.tokens, run.microbatches
+    config, parallel, tokens, m = run.model.config, run.parallel, run.tokens, run.microbatches
     D, F, V, L = config.dim, config.ffn_dim, config.vocab_size, config.n_layers
     state = terms_of_state(run)
     terms, sums = [*state["parameters"], *state["optimizer"]], 0  # those of both moments
@@ -422,7 +417,7 @@ def draw_counts(random: Random) -> Question:
     """How often attention runs in a layer, and collectives of a block."""
     checkpointing = random.choice(("none", "selective", "full", "full"))
     parallel = draw_parallel(random, "fsdp hsdp", checkpointing=checkpointing)
-    run = Run(
+    run = step_of(
         LlamaConfig(48, 1, 4, 2, 128, vocab_size=101), parallel, random.choice((2, 3, 4)), 1, 32
     )
     collectives = [("shard", "all-gather"), ("shard", "reduce-scatter")]
@@ -434,7 +429,7 @@ def draw_counts(random: Random) -> Question:
 
     def count() -> list[Found]:
         """Count what one block more adds to a step."""
-        few, more = (count_step(replace(run, config=replace(run.config, n_layers=n)))
+        few, more = (count_step(replace(run, model=model_of(replace(run.model.config, n_layers=n))))
                      for n in (1, 2))  # fmt: skip
         terms = terms_of_counts(run)
         found = [explained(more.attentions - few.attentions, terms["attention"])]
@@ -450,7 +445,7 @@ def draw_counts(random: Random) -> Question:
     return Question(text, "docstrings of fsdp and recompute in parallel.py", asked, count, (run,))
 
 
-def terms_of_counts(run: Run) -> dict[str, list[Term]]:
+def terms_of_counts(run: Work) -> dict[str, list[Term]]:
     """Return the terms of the runs of attention, and of each collective's calls for a block."""
     m, parallel = run.microbatches, run.parallel
     forward = Term(m, f"forward: {m} microbatches")
@@ -471,10 +466,10 @@ def terms_of_counts(run: Run) -> dict[str, list[Term]]:
             "all-reduce": reduces}  # fmt: skip
 
 
-def count_step(run: Run) -> Counted:
+def count_step(run: Work) -> Counted:
     """Run forward and backward of a step with real tensors."""
-    with first_rank(run.config, run.parallel) as (_, runner, world):
-        batch = random_batch(run.config, run.microbatches * run.microbatch, run.seq_len)
+    with first_rank(run.model.config, run.parallel) as (_, runner, world):
+        batch = random_batch(run.model.config, run.sequences, run.seq_len)
         with Counted(world) as counted:
             accumulate(runner, batch, run.microbatch, world)
     return counted

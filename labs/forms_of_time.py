@@ -8,16 +8,17 @@ import math
 import textwrap
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from forms import Asked, Found, Question, Run, Term, explained, flags_of, model_of
+from forms import Asked, Found, Question, Term, describe, emulated, explained, flags_of, step_of
 from lab import plural
 
+from costs.machines import Machine, assumed_machine
 from costs.search import Plan, predict
-from costs.seconds import Machine, assumed_machine, collective_time, group_shape
+from costs.seconds import collective_time, group_shape
 from costs.traffic import DIMS, predict_traffic, sent_bytes
+from costs.work import Work
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
 from techniques.schedules import bubble, check_schedule, draw_text, held, make_schedule
@@ -33,11 +34,9 @@ def cluster(link: float, per_node: int) -> Machine:
     return assumed_machine(GPU, f"{link:.9f}gbit", per_node)
 
 
-def plan_of(run: Run, machine: Machine) -> Plan:
+def plan_of(run: Work, machine: Machine) -> Plan:
     """Return the plan that bench.py makes of a run."""
-    given = SimpleNamespace(seq_len=run.seq_len, document_length=0)
-    model = model_of(run.config)
-    return predict(model, run.parallel, run.microbatch, run.microbatches, given, machine)
+    return predict(replace(run, on_gpu=True), machine)
 
 
 class Part(NamedTuple):
@@ -50,13 +49,12 @@ class Part(NamedTuple):
     speed: str = ""  # of the links that carry them, in words
 
 
-def parts_of(run: Run, machine: Machine) -> list[Part]:
+def parts_of(run: Work, machine: Machine) -> list[Part]:
     """Return the parts of a step's time, which add up to it."""
     plan = plan_of(run, machine)
     computing = sum(seconds for part, seconds in plan.parts.items() if part not in DIMS)
     parts = [Part("computing", computing)]
-    model = model_of(run.config)
-    traffic = predict_traffic(model, run.parallel, run.microbatches, run.microbatch, run.seq_len)
+    traffic = predict_traffic(run)
     for name, sent in plan.sent.items():
         whole = sum(
             calls * collective_time(collective, nbytes / calls, dim, run.parallel, machine)
@@ -97,7 +95,7 @@ def in_words(letter: str, parts: list[Part]) -> list[str]:
 # ---------------------------------------------------------------------------- ranking and crossing
 
 
-def candidates(nodes: int, per_node: int, sequences: int) -> dict[str, Run]:
+def candidates(nodes: int, per_node: int, sequences: int) -> dict[str, Work]:
     """Return ways to train a model of 1B on a cluster, by their flags, with as many sequences of a
     step for each GPU."""
     n = nodes * per_node
@@ -116,7 +114,7 @@ def candidates(nodes: int, per_node: int, sequences: int) -> dict[str, Run]:
     for options, share in sizes:  # ranks along tp share sequences, so that each has more of them
         parallel = ParallelConfig(**options, dtype=torch.bfloat16, compile=True)
         config = PRESETS["llama3.2-1b"]
-        runs[flags_of(parallel)] = Run(config, parallel, sequences * share, 1, 4096)
+        runs[flags_of(parallel)] = step_of(config, parallel, sequences * share, 1, 4096)
     return runs
 
 
@@ -192,7 +190,7 @@ def draw_crossing(random: Random) -> Question:
     return Question(text, READ, [Asked("link speed", "Gbit/s", "logarithm")], count)
 
 
-def crossing(a: Run, b: Run, per_node: int) -> float | None:
+def crossing(a: Work, b: Work, per_node: int) -> float | None:
     """Return the link speed from which on a run `a` is as fast as `b`, None if there is none
     between 2 and 1,000 Gbit/s."""
 
@@ -275,14 +273,16 @@ def draw_twice(random: Random) -> Question:
     dp, reshard = random.choice(("zero1", "fsdp", "hsdp")), random.choice(("none", "weights"))
     sizes = {"zero1": dict(replicate=8), "fsdp": dict(shard=8), "hsdp": dict(replicate=2, shard=4)}
     parallel = ParallelConfig(dp, **sizes[dp], dtype=torch.bfloat16, reshard=reshard)
-    run = Run(config, parallel, microbatches, random.choice((1, 2)), random.choice((2048, 4096)))
+    run = step_of(
+        config, parallel, microbatches, random.choice((1, 2)), random.choice((2048, 4096))
+    )
     link, what = random.choice((50, 200, 400)), random.choice(("microbatches", "ranks", "tokens"))
     dim = "shard" if dp == "fsdp" else "replicate"
     larger = replace(parallel, **{dim: 2 * getattr(parallel, dim)})
     twice, doubled = {
-        "microbatches": (replace(run, microbatches=2 * microbatches), "the microbatches of a step"),
+        "microbatches": (replace(run, batch=2 * run.batch), "the microbatches of a step"),
         "ranks": (
-            replace(run, parallel=larger),
+            replace(run, parallel=larger, batch=2 * run.batch),
             f"the ranks along {dim}; each has as many sequences as before",
         ),
         "tokens": (replace(run, seq_len=2 * run.seq_len), "the tokens of each sequence"),
@@ -292,7 +292,7 @@ def draw_twice(random: Random) -> Question:
     def count() -> list[Found]:
         sent, memory, time = [], [], []
         for one in (run, twice):
-            traffic, held = one.emulate()
+            traffic, held = emulated(one)
             sent.append({f"{key[1]} over {key[0]}": sent_bytes({key: cost}, one.parallel)
                          for key, cost in traffic.items()})  # fmt: skip
             state = {kind: held[kind] for kind in ("parameters", "optimizer")}
@@ -304,7 +304,7 @@ def draw_twice(random: Random) -> Question:
         return [factor(*sent, 1e6, "MB"), factor(*memory, 1e6, "MB"), factor(*time, 1e-3, ms)]
 
     text = [
-        *run.describe(),
+        *describe(run),
         f"The cluster: {GPU.upper()}s, 4 in a node, {link} Gbit/s from each GPU to other nodes.",
         f"Double {doubled}.",
         "By which factor do these grow, on a rank? Bytes are what it sends in rings of n ranks: "

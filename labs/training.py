@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import checkpoint
 import finetune_lora
 import parallel
+import runs.setup
 import train
 from costs import traffic as cost
 from model import Llama
@@ -192,7 +193,7 @@ def replace_ddp(apply: Callable[[Llama, World], nn.Module]) -> None:
     """Let --dp ddp, the default here, call `apply` with the model in place of wrapping it."""
     original = parallel.STRATEGIES["ddp"]
     parallel.STRATEGIES["ddp"] = replace(original, apply=apply)
-    train.check_equal_replicas = lambda model, world: None  # ranks may hold different rows now
+    runs.setup.check_equal_replicas = lambda model, world: None  # ranks may hold different rows now
     cost.TRAFFIC[apply] = cost.TRAFFIC[original.apply]  # what the run predicts stays the same
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from costs.choose import USABLE_FRACTION, usable_memory
+from costs.search import USABLE_FRACTION, usable_memory
 from model import PRESETS, Llama
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import (

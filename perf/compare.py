@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from costs.choose import usable_memory, with_mesh_sizes
-from costs.memory import mask_width, predict_memory
+from costs.memory import predict_memory
+from costs.search import usable_memory, with_mesh_sizes
 from costs.traffic import Traffic, describe_traffic, sent_bytes
+from costs.work import Work
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.instruments import (
@@ -41,7 +42,7 @@ from perf.instruments import (
 )
 from plumbing.processes import UserError, init_distributed, print_rank_zero
 from runs.records import write_atomically
-from runs.rules import check_parallel, check_seq_len, check_tokens
+from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
 from techniques.float8 import has_kernel
 from train import Totals
@@ -145,15 +146,15 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
         )
     if args.contestants:
         for name in args.contestants:
-            check_contestant(name, args, config, base)
+            check_contestant(name, args, build_on_meta(config, *adapters_of(args)), base)
         return args.contestants
     needs, left_out = {}, {}
     model = build_on_meta(config, *adapters_of(args))
     for name in CONTESTANTS:
         if runs_by_default(name, args, base):
             try:
-                check_contestant(name, args, config, base)
-                needs[name] = memory_needed(model, configure(name, base), args)
+                check_contestant(name, args, model, base)
+                needs[name] = memory_needed(work_of(model, configure(name, base), args))
             except UserError as error:
                 left_out[name] = str(error)
     chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
@@ -165,16 +166,15 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
     return chosen
 
 
-def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, base: World) -> None:
+def check_contestant(name: str, args: argparse.Namespace, model: Llama, base: World) -> None:
     """Raise UserError where a contestant cannot run on these processes, model or batch."""
     parallel = configure(name, base)
     data_ranks = parallel.replicate * parallel.shard // parallel.cp
     if parallel.reshard == "adapters" and not args.lora:
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
-    check_parallel(parallel, None, config, base)
-    check_seq_len(args.seq_len, parallel.cp)
-    if parallel.float8 != "none":
-        check_tokens(parallel, args.microbatch * args.seq_len, base.device)
+    work = work_of(model, parallel, args)
+    check_parallel(work, None, base)
+    check_work(work)
     if args.batch % (data_ranks * args.microbatch):
         raise UserError(
             f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "
@@ -187,24 +187,15 @@ def check_contestant(name: str, args: argparse.Namespace, config: LlamaConfig, b
         )
 
 
-def memory_needed(
-    model: Llama, parallel: ParallelConfig, args: argparse.Namespace
-) -> tuple[int, int]:
+def work_of(model: Llama, parallel: ParallelConfig, args: argparse.Namespace) -> Work:
+    on_gpu = torch.cuda.is_available()
+    return Work(model, parallel, args.batch, args.microbatch, args.seq_len, on_gpu=on_gpu)
+
+
+def memory_needed(work: Work) -> tuple[int, int]:
     """Return the bytes that a contestant keeps on a rank between its steps, and those that it takes
     on top of them while it runs."""
-    local_batch = args.batch * parallel.cp // (parallel.replicate * parallel.shard)
-    tokens = args.microbatch * args.seq_len // parallel.cp
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    masked = mask_width(model.config, parallel, args.seq_len, device, documents=False)
-    held = predict_memory(
-        model,
-        parallel,
-        tokens,
-        local_batch // args.microbatch,
-        parallel.compile or on_gpu,
-        masked,
-    )
+    held, parallel = predict_memory(work), work.parallel
     keeps = held["parameters"] + held["optimizer"]
     if parallel.replicate > 1 and parallel.strategy.grads_in_buckets:
         keeps += held["gradients"]  # DDP's buckets stay

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import model as model_module
-from costs.choose import USABLE_FRACTION
-from costs.devices import peak_flops
+from costs.machines import peak_flops
 from costs.memory import predict_memory
+from costs.search import USABLE_FRACTION
 from costs.traffic import flops_per_token
 from lora import LoRA
 from model import PRESETS, Llama, attend, cross_entropy_sum

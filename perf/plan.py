@@ -10,26 +10,23 @@ with the best plan of each mesh and the reason why it loses against the best of 
 command that starts the best.
 """
 
-import argparse
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from costs.choose import USABLE_FRACTION
-from costs.devices import GPUS
+import torch
+
+from costs.machines import GPUS, Machine, assumed_machine
 from costs.memory import predict_memory, prediction_caveat
-from costs.search import FILTERS, Plan, every_plan, order
-from costs.seconds import (
-    Machine,
-    assumed_machine,
-    measured_machine,
-    read_measurement,
-)
+from costs.search import USABLE_FRACTION, Plan, every_plan, order
+from costs.seconds import measured_machine, read_measurement
 from costs.traffic import DIMS, flops_per_token, predict_traffic
-from model import PRESETS, Llama, LlamaConfig
+from costs.work import Work
+from lora import LoRA
+from model import PRESETS, Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf.instruments import (
-    adapters_of,
     build_on_meta,
     emulate,
     markdown_table,
@@ -40,84 +37,149 @@ from plumbing.processes import UserError
 from runs.records import write_atomically
 
 
-def plan_cluster(args: argparse.Namespace) -> str:
-    """Return the output of `bench.py plan`; with --json, also write all plans to a file.
+@dataclass(frozen=True)
+class Question:
+    """What `bench.py plan` is asked."""
+
+    preset: str  # name of the model
+    work: Work  # a step; each plan splits it in another way
+    machine: Machine
+    gpus: int
+    wanted: dict[str, object]  # values of search.FILTERS that plans must have, None for any
+    adapters: LoRA | None  # None: all weights are trained
+    base_bits: int = 16
+
+    @property
+    def per_node(self) -> int:
+        return min(self.gpus, self.machine.per_node)
+
+    def plans(self, **changes) -> list[Plan]:
+        """Return all plans, the best first; `changes` are other fields of the question."""
+        asked = replace(self, **changes)
+        every = every_plan(asked.work, asked.gpus, asked.machine, asked.wanted)
+        return sorted(every, key=order)
+
+    def fits(self, **changes) -> bool:
+        plans = self.plans(**changes)
+        return bool(plans) and plans[0].fits
+
+    def model(self, base_bits: int) -> Llama:
+        return build_on_meta(PRESETS[self.preset], self.adapters, base_bits)
+
+
+def plan_cluster(
+    *,
+    model: str | None,
+    gpus: int,
+    per_node: int,
+    gpu: str,
+    link: str,
+    measured: Path | None,
+    batch: int | None,
+    seq_len: int | None,
+    document_length: int,
+    dtype: str | None,
+    compile: bool | None,
+    optimizer: str,
+    moments: str,
+    float8: str,
+    async_tp: bool,
+    adapters: LoRA | None,
+    base_bits: int,
+    wanted: dict[str, object],
+    top: int,
+    json_file: Path | None,
+    check: bool,
+) -> str:
+    """Return the output of `bench.py plan`; with `json_file`, also write all plans to it.
 
     Raises UserError where no plan exists or none fits in memory."""
-    if args.measured:
-        report = read_measurement(args.measured)
+    if measured:
+        report = read_measurement(measured)
         machine, computed = measured_machine(report), report["compute"]
-        args.gpus, args.per_node = report["ranks"], report["per_node"]
-        defaults = {name: computed[name] for name in ("model", "seq_len", "dtype")}
-        defaults["compile"] = False
+        gpus, per_node = report["ranks"], report["per_node"]
+        defaults = [computed["model"], computed["seq_len"], computed["dtype"], False]
     else:
-        machine = assumed_machine(args.gpu, args.link, args.per_node)
-        defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.batch = args.batch or 2 * args.gpus
-    check_flags(args, machine)
-    args.per_node = min(args.gpus, args.per_node)
-    model = build_on_meta(PRESETS[args.model], *adapters_of(args))
-    plans = sorted(every_plan(model, args, machine), key=order)
+        machine = assumed_machine(gpu, link, per_node)
+        defaults = ["llama3.1-8b", 8192, "bfloat16", True]
+    given = model, seq_len, dtype, compile
+    model, seq_len, dtype, compile = (d if g is None else g for g, d in zip(given, defaults))
+    batch = batch or 2 * gpus
+    check_flags(model, gpus, per_node, seq_len, document_length, float8, adapters, machine)
+    if problem := problem_with_files({"--json": json_file}):
+        raise UserError(problem)
+    parallel = ParallelConfig(
+        dtype=getattr(torch, dtype),
+        compile=compile,
+        optimizer=optimizer,
+        moments=moments,
+        float8=float8,
+        async_tp=async_tp,
+    )
+    whole = build_on_meta(PRESETS[model], adapters, base_bits)
+    work = Work(whole, parallel, batch, 1, seq_len, document_length, on_gpu=machine.overlaps)
+    question = Question(model, work, machine, gpus, wanted, adapters, base_bits)
+    plans = question.plans()
     if not plans:
-        raise UserError(explain_no_plan(args, model.config))
+        raise UserError(explain_no_plan(question))
     if not plans[0].fits:
-        raise UserError(explain_nothing_fits(args, model, plans[0], machine))
-    if args.json:
-        rows = [json_row(plan, args) for plan in sorted(plans, key=lambda plan: plan.seconds)]
-        write_atomically(args.json, json.dumps(rows, indent=1) + "\n")
+        raise UserError(explain_nothing_fits(question, plans[0]))
+    if json_file:
+        rows = [json_row(plan) for plan in sorted(plans, key=lambda plan: plan.seconds)]
+        write_atomically(json_file, json.dumps(rows, indent=1) + "\n")
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:
-        sizes = tuple(getattr(plan.parallel, dim) for dim in DIMS)
+        sizes = tuple(getattr(plan.work.parallel, dim) for dim in DIMS)
         best_of_mesh.setdefault(sizes, plan)
-    best, shown = plans[0], list(best_of_mesh.values())[: args.top]
+    best, shown = plans[0], list(best_of_mesh.values())[:top]
     lines = [
-        headline(args, machine, len(plans)),
+        headline(question, len(plans)),
         "",
-        *table(shown, model, args, machine),
+        *table(shown, machine),
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
-        *([longest_that_fits(model, args, machine)] if args.lora else []),
-        describe_best(best, args),
-        *filter(None, [prediction_caveat(model)]),
+        *([longest_that_fits(question)] if adapters else []),
+        describe_best(best),
+        *filter(None, [prediction_caveat(whole)]),
         "",
-        *commands(best, args),
+        *commands(best, question),
     ]
-    if args.check:
-        lines += ["", *emulation_table(best, model, args)]
+    if check:
+        lines += ["", *emulation_table(best.work)]
     return "\n".join(lines)
 
 
-def check_flags(args: argparse.Namespace, machine: Machine) -> None:
-    """Raise UserError where flags contradict each other or the machine, or --json cannot be
-    written."""
-    if args.lora and args.float8 != "none":
+def check_flags(
+    model: str,
+    gpus: int,
+    per_node: int,
+    seq_len: int,
+    document_length: int,
+    float8: str,
+    adapters: LoRA | None,
+    machine: Machine,
+) -> None:
+    """Raise UserError where flags contradict each other or the machine."""
+    if adapters and float8 != "none":
         raise UserError("--float8 is for training all weights: leave out --lora")
-    if args.float8 != "none" and args.float8 not in machine.recipes:
+    if float8 != "none" and float8 not in machine.recipes:
         known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
-        reason = "bench.py comm does not measure products in 8 bits" if args.measured else known
-        raise UserError(f"no plan with --float8 {args.float8} for {machine.name}: {reason}")
-    if args.gpus > args.per_node and args.gpus % args.per_node:
-        nodes = math.ceil(args.gpus / args.per_node)
+        reason = "bench.py comm does not measure products in 8 bits" if machine.measured else known
+        raise UserError(f"no plan with --float8 {float8} for {machine.name}: {reason}")
+    if gpus > per_node and gpus % per_node:
+        nodes = math.ceil(gpus / per_node)
         raise UserError(
-            f"--gpus {args.gpus} is no multiple of --per-node {args.per_node}: give --gpus "
-            f"{nodes * args.per_node} for {nodes} full nodes"
+            f"--gpus {gpus} is no multiple of --per-node {per_node}: give --gpus "
+            f"{nodes * per_node} for {nodes} full nodes"
         )
-    max_seq_len = PRESETS[args.model].max_seq_len
-    if args.seq_len > max_seq_len:
+    if seq_len > (longest := PRESETS[model].max_seq_len):
         raise UserError(
-            f"--seq-len {args.seq_len} is longer than the {max_seq_len} tokens of {args.model}: "
-            f"give at most {max_seq_len}"
+            f"--seq-len {seq_len} is longer than the {longest} tokens of {model}: give at most "
+            f"{longest}"
         )
-    if args.document_length > args.seq_len:
-        raise UserError(
-            f"--document-length {args.document_length} exceeds --seq-len {args.seq_len}"
-        )
-    if problem := problem_with_files({"--json": args.json}):
-        raise UserError(problem)
+    if document_length > seq_len:
+        raise UserError(f"--document-length {document_length} exceeds --seq-len {seq_len}")
 
 
 # ------------------------------------------------------------------------------ reasons in words
@@ -158,59 +220,55 @@ def memory_needed(plan: Plan, machine: Machine) -> str:
     return f"needs {plan.memory['peak'] / 1e9:,.4g} GB of {usable:,.4g}: {mostly}"
 
 
-def explain_no_plan(args: argparse.Namespace, config: LlamaConfig) -> str:
+def explain_no_plan(question: Question) -> str:
     """Return the error message for flags that leave no plan."""
-    tp = args.tp or math.gcd(args.gpus, config.n_kv_heads, config.ffn_dim)  # the largest possible
-    data_ranks, rest = divmod(args.gpus, tp * (args.pp or 1) * (args.cp or 1))
-    if not rest and args.batch % data_ranks:
+    config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
+    given = {name: value for name, value in question.wanted.items() if value}
+    largest = math.gcd(gpus, config.n_kv_heads, config.ffn_dim)
+    tp = given.get("tp", largest)
+    data_ranks, rest = divmod(gpus, tp * given.get("pp", 1) * given.get("cp", 1))
+    if not rest and batch % data_ranks:
         return (
-            f"--batch {args.batch} is no multiple of the {data_ranks} ranks that share it with "
-            f"--tp {tp}: use --batch {math.ceil(args.batch / data_ranks) * data_ranks}"
+            f"--batch {batch} is no multiple of the {data_ranks} ranks that share it with "
+            f"--tp {tp}: use --batch {math.ceil(batch / data_ranks) * data_ranks}"
         )
-    given = {name: getattr(args, name) for name in FILTERS if getattr(args, name)}
     flags = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     fixed = " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
-    return (
-        f"no plan for --batch {args.batch} on {args.gpus} GPUs has {fixed}: leave out some of "
-        f"these flags"
-    )
+    return f"no plan for --batch {batch} on {gpus} GPUs has {fixed}: leave out some of these flags"
 
 
-def explain_nothing_fits(
-    args: argparse.Namespace, model: Llama, smallest: Plan, machine: Machine
-) -> str:
+def explain_nothing_fits(question: Question, smallest: Plan) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
     which smaller moments or base, larger cluster, shorter sequence or larger GPU would do."""
+    work, machine, remedies = question.work, question.machine, []
 
-    def fits(**changes) -> bool:
-        changed = argparse.Namespace(**vars(args) | changes)
-        base = build_on_meta(model.config, *adapters_of(changed)) if args.lora else model
-        return any(plan.fits for plan in every_plan(base, changed, machine))
+    def optimizer_fits(optimizer: str, moments: str) -> bool:
+        parallel = replace(work.parallel, optimizer=optimizer, moments=moments)
+        return question.fits(work=replace(work, parallel=parallel))
 
-    peak = smallest.memory["peak"]
-    clusters, gpus = [], []
-    if not machine.measured:
-        clusters = [args.gpus * factor for factor in (2, 4, 8, 16, 32, 64)]
-        gpus = [name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak]
-    remedies = []
-    if fits(optimizer="adamw", moments="bfloat16"):
+    if optimizer_fits("adamw", "bfloat16"):
         remedies = ["--moments bfloat16"]
-    elif not args.lora and fits(optimizer="muon", moments="float32"):
+    elif not question.adapters and optimizer_fits("muon", "float32"):
         remedies = ["--optimizer muon"]
-    remedies += ["--base-bits 4"] if args.lora and fits(base_bits=4) else []
-    for size in clusters:
-        full_nodes = size <= machine.per_node or size % machine.per_node == 0
-        batch = max(args.batch, size)
-        if full_nodes and fits(gpus=size, batch=batch):
-            remedies.append(f"--gpus {size} --batch {batch}")
+    if question.adapters and question.fits(work=replace(work, model=question.model(base_bits=4))):
+        remedies.append("--base-bits 4")
+    for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
+        gpus = question.gpus * factor
+        full_nodes = gpus <= machine.per_node or gpus % machine.per_node == 0
+        larger = replace(work, batch=max(work.batch, gpus))
+        if full_nodes and question.fits(gpus=gpus, work=larger):
+            remedies.append(f"--gpus {gpus} --batch {larger.batch}")
             break
-    seq_len = args.seq_len
+    seq_len = work.seq_len
     while seq_len > 512:
         seq_len //= 2
-        if fits(seq_len=seq_len):
+        if question.fits(work=replace(work, seq_len=seq_len)):
             remedies.append(f"--seq-len {seq_len}")
             break
-    remedies += [f"--gpu {name}" for name in gpus[:1]]
+    peak = smallest.memory["peak"]
+    large = (name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak)
+    if not machine.measured and (name := next(large, None)):
+        remedies.append(f"--gpu {name}")
     return (
         f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
         f"{memory_needed(smallest, machine)}; what would fit: "
@@ -221,48 +279,49 @@ def explain_nothing_fits(
 # ------------------------------------------------------------------------------------------ output
 
 
-def headline(args: argparse.Namespace, machine: Machine, n_plans: int) -> str:
+def headline(question: Question, n_plans: int) -> str:
+    work, machine = question.work, question.machine
     rates = (
         f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of matrix products, "
         f"{machine.bandwidth / 1e9:,.0f} GB/s of memory bandwidth"
     )
     if not machine.measured:
         rates += (
-            f", {machine.node_link / 1e9:,.0f} GB/s within a node of {args.per_node}, "
+            f", {machine.node_link / 1e9:,.0f} GB/s within a node of {question.per_node}, "
             f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
         )
+    dtype, float8 = str(work.parallel.dtype).removeprefix("torch."), work.parallel.float8
     return (
-        f"{args.model}, {args.batch} x {args.seq_len} tokens a step, {args.dtype}"
-        f"{f' and {args.float8} float8' if args.float8 != 'none' else ''}"
-        f"{describe_adapters(args)}, on {args.gpus} "
+        f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
+        f"{f' and {float8} float8' if float8 != 'none' else ''}"
+        f"{describe_adapters(question)}, on {question.gpus} "
         f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
 
 
-def describe_adapters(args: argparse.Namespace) -> str:
+def describe_adapters(question: Question) -> str:
     """Return what is trained, if not all weights."""
-    if not args.lora:
+    if not (lora := question.adapters):
         return ""
-    kind = f"{'DoRA' if args.dora else 'LoRA'} of rank {args.rank}"
-    return f", {kind} beside a frozen base" + " in 4 bits" * (args.base_bits == 4)
+    kind = f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}"
+    return f", {kind} beside a frozen base" + " in 4 bits" * (question.base_bits == 4)
 
 
-def longest_that_fits(model: Llama, args: argparse.Namespace, machine: Machine) -> str:
+def longest_that_fits(question: Question) -> str:
     """Return in a line how long sequences can be, with one a step and GPU, by doubling."""
-    seq_len = args.seq_len
-    while seq_len < model.config.max_seq_len:
-        longer = argparse.Namespace(**vars(args) | dict(seq_len=2 * seq_len, batch=args.gpus))
-        if not any(plan.fits for plan in every_plan(model, longer, machine)):
+    work, longest = question.work, question.work.model.config.max_seq_len
+    seq_len = work.seq_len
+    while seq_len < longest:
+        longer = replace(work, seq_len=2 * seq_len, batch=question.gpus)
+        if not question.fits(work=longer):
             break
         seq_len *= 2
-    most = " (the most that the model takes)" if seq_len >= model.config.max_seq_len else ""
-    return f"With --batch {args.gpus}, sequences of --seq-len {seq_len} fit{most}."
+    most = " (the most that the model takes)" if seq_len >= longest else ""
+    return f"With --batch {question.gpus}, sequences of --seq-len {seq_len} fit{most}."
 
 
-def table(
-    ranked: list[Plan], model: Llama, args: argparse.Namespace, machine: Machine
-) -> list[str]:
+def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table: memory of a rank, and what it sends in a step; in a pipeline, of
     the rank with the most."""
     headings = (
@@ -272,19 +331,19 @@ def table(
     ).split(" | ")
     rows = []
     for plan in ranked:
-        parallel = plan.parallel
-        flops = flops_per_token(model, args.document_length or args.seq_len, parallel)
+        work, parallel = plan.work, plan.work.parallel
+        flops = flops_per_token(work.model, work.document or work.seq_len, parallel)
         gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
         state = gigabytes["parameters"] + gigabytes["gradients"] + gigabytes["optimizer"]
         mfu = "unknown"  # as is the peak of a measured machine
         if not machine.measured:
-            mfu = f"{flops * tokens_per_second_per_gpu(plan, args) / machine.peak:.1%}"
+            mfu = f"{flops * plan.tokens_per_second / machine.peak:.1%}"
         rows.append(
             [
                 plan.mesh,
                 parallel.dp,
                 activations(parallel),
-                plan.microbatch,
+                work.microbatch,
                 parallel.reshard if parallel.shard > 1 else "-",
                 f"{state:,.3g}",
                 f"{gigabytes['gathered']:,.3g}",
@@ -299,29 +358,25 @@ def table(
     return markdown_table(headings, rows)
 
 
-def tokens_per_second_per_gpu(plan: Plan, args: argparse.Namespace) -> float:
-    return args.batch * args.seq_len / plan.seconds / args.gpus
-
-
-def json_row(plan: Plan, args: argparse.Namespace) -> dict:
+def json_row(plan: Plan) -> dict:
     """Return a plan as --json writes it, in bytes and seconds."""
     names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
-    names = (*DIMS, *names)
-    return {name: getattr(plan.parallel, name) for name in names} | {
-        "microbatch": plan.microbatch,
+    return {name: getattr(plan.work.parallel, name) for name in (*DIMS, *names)} | {
+        "microbatch": plan.work.microbatch,
         "fits": plan.fits,
         "bytes": plan.memory,
         "sent": plan.sent,
         "seconds": plan.seconds,
         "parts": plan.parts,
-        "tokens_per_second_per_gpu": tokens_per_second_per_gpu(plan, args),
+        "tokens_per_second_per_gpu": plan.tokens_per_second,
     }
 
 
 def short_name(plan: Plan) -> str:
+    parallel = plan.work.parallel
     return (
-        f"{plan.mesh} with --dp {plan.parallel.dp}, checkpointing {activations(plan.parallel)}, "
-        f"microbatches of {plan.microbatch}"
+        f"{plan.mesh} with --dp {parallel.dp}, checkpointing {activations(parallel)}, "
+        f"microbatches of {plan.work.microbatch}"
     )
 
 
@@ -329,7 +384,7 @@ def activations(parallel: ParallelConfig) -> str:
     return parallel.checkpointing + " and offloaded" * parallel.offload_activations
 
 
-def describe_best(plan: Plan, args: argparse.Namespace) -> str:
+def describe_best(plan: Plan) -> str:
     """Return the best plan in a sentence, with the share of each part in its time."""
     parts = sorted(plan.parts.items(), key=lambda item: -item[1])
     shares = ", ".join(
@@ -337,24 +392,24 @@ def describe_best(plan: Plan, args: argparse.Namespace) -> str:
     )
     return (
         f"Best: {short_name(plan)}: {plan.seconds:,.3g} s a step, "
-        f"{tokens_per_second_per_gpu(plan, args):,.0f} tokens/s per GPU. Its time: {shares}. "
-        f"Start it with:"
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU. Its time: {shares}. Start it with:"
     )
 
 
-def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
+def commands(plan: Plan, question: Question) -> list[str]:
     """Return the lines that start a plan: the command of the first node, and of the others."""
-    parallel, nodes = plan.parallel, args.gpus // args.per_node
+    work, parallel, lora = plan.work, plan.work.parallel, question.adapters
+    nodes, per_node = question.gpus // question.per_node, question.per_node
     shard_is_a_flag = STRATEGIES[parallel.dp].copy_per == "node"
     flags = {
-        "model": None if args.lora else args.model,
-        "init": "BASE" if args.lora else None,
-        "data": "CHATS.jsonl" if args.lora else None,
-        "rank": args.rank if args.lora else None,
-        "base-bits": 4 if args.base_bits == 4 else None,
-        "batch": args.batch,
-        "microbatch": plan.microbatch,
-        "seq-len": args.seq_len,
+        "model": None if lora else question.preset,
+        "init": "BASE" if lora else None,
+        "data": "CHATS.jsonl" if lora else None,
+        "rank": lora.rank if lora else None,
+        "base-bits": 4 if question.base_bits == 4 else None,
+        "batch": work.batch,
+        "microbatch": work.microbatch,
+        "seq-len": work.seq_len,
         "dp": parallel.dp,
         "shard": parallel.shard if shard_is_a_flag else None,
         "tp": parallel.tp if parallel.tp > 1 else None,
@@ -364,47 +419,43 @@ def commands(plan: Plan, args: argparse.Namespace) -> list[str]:
         "stages-per-rank": parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
         "reshard": parallel.reshard if parallel.shard > 1 else None,
         "checkpointing": parallel.checkpointing,
-        "dtype": args.dtype,
-        "optimizer": None if args.lora else args.optimizer,
-        "moments": args.moments if args.moments != "float32" else None,
-        "float8": args.float8 if args.float8 != "none" else None,
+        "dtype": str(parallel.dtype).removeprefix("torch."),
+        "optimizer": None if lora else parallel.optimizer,
+        "moments": parallel.moments if parallel.moments != "float32" else None,
+        "float8": parallel.float8 if parallel.float8 != "none" else None,
     }
     train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     train += " --offload-activations" * parallel.offload_activations
     train += " --async-tp" * parallel.async_tp
-    train += " --dora" * args.dora
-    train += " --document-mask" * (args.document_length > 0 and not args.lora)  # else always
-    script = "finetune_lora.py" if args.lora else "train.py"
-    train = f"{script} {train} --{'' if args.compile else 'no-'}compile"
+    train += " --dora" * bool(lora and lora.dora)
+    train += " --document-mask" * (work.document > 0 and not lora)  # else always
+    script = "finetune_lora.py" if lora else "train.py"
+    train = f"{script} {train} --{'' if parallel.compile else 'no-'}compile"
     if nodes == 1:
-        return [f"torchrun --nproc-per-node {args.per_node} {train}"]
+        return [f"torchrun --nproc-per-node {per_node} {train}"]
     first_node = (
-        f"torchrun --nnodes {nodes} --nproc-per-node {args.per_node} --node-rank 0 "
+        f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank 0 "
         f"--master-addr HOST {train}"
     )
     others = "1" if nodes == 2 else f"1 to {nodes - 1}"
     return [first_node, f"and on the other nodes the same with --node-rank {others}"]
 
 
-def emulation_table(plan: Plan, model: Llama, args: argparse.Namespace) -> list[str]:
+def emulation_table(planned: Work) -> list[str]:
     """Return the lines of the table for --check: what rank 0 of a plan communicates and holds,
-    predicted and counted in an emulated step (see measure.emulate).
+    predicted and counted in an emulated step (see instruments.emulate).
 
     The emulation runs uncompiled blocks on a CPU, so the prediction here is for those."""
-    parallel = replace(plan.parallel, compile=False)
-    sequences = args.batch * parallel.cp // (parallel.replicate * parallel.shard)
-    microbatches = sequences // plan.microbatch
-    given = parallel, microbatches, plan.microbatch, args.seq_len
-    traffic = predict_traffic(model, *given, pp_rank=0)
-    tokens = plan.microbatch * args.seq_len // parallel.cp
-    memory = predict_memory(model, parallel, tokens, microbatches, pp_rank=0)
+    parallel = replace(planned.parallel, compile=False)
+    work = replace(planned, parallel=parallel, document=0, on_gpu=False)
+    traffic, memory = predict_traffic(work, 0), predict_memory(work, 0)
     if needs_real_tensors(parallel) and memory["peak"] > 4e9:
         return [
             f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "
             f"and these would take {memory['peak'] / 1e9:,.3g} GB (at most 4 are allowed)"
         ]
     counted_traffic, counted_memory = emulate(
-        model, parallel, sequences, plan.microbatch, args.seq_len
+        work.model, parallel, work.sequences, work.microbatch, work.seq_len
     )
     rows = []
     for dim, collective in sorted(traffic | counted_traffic):

@@ -29,7 +29,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,10 +40,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import finetune_lora
-from costs.choose import usable_memory
-from costs.devices import peak_flops
-from costs.memory import mask_width, predict_memory, prediction_caveat
+from costs.machines import peak_flops
+from costs.memory import predict_memory, prediction_caveat
+from costs.search import usable_memory
 from costs.traffic import DIMS, describe_traffic, flops_per_token
+from costs.work import Work
 from data import read_ahead
 from model import Llama
 from parallel import World
@@ -62,20 +63,18 @@ from perf.instruments import (
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import Process, UserError, print_rank_zero
+from runs.setup import Job, build, setup
 from techniques.float8 import has_kernel
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
 from techniques.schedules import Action, Span
 from text.batch import Batch
 from train import (
-    Job,
     accumulate,
-    build,
     learning_rate,
     local_batch,
     make_optimizer,
     prepare,
-    setup,
     train_step,
     update,
     zero_gradients,
@@ -95,8 +94,7 @@ class Training:
     runner: nn.Module  # what parallelize returned
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]
-    whole: Llama | None = None  # the model on meta, for predictions
-    masked: int = 0  # what memory.mask_width returns
+    work: Work | None = None  # for predictions
 
     @property
     def microbatches(self) -> int:
@@ -136,7 +134,7 @@ def measure_step(
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     job = prepare(args, process)
-    world, runner = build(args, job, process)
+    world, runner, work = build(args, job, process)
     # The learning rate of step 1 throughout, so that the loss stays finite.
     lr = learning_rate(1, args)
     optimizer = make_optimizer(job.model, args)
@@ -144,9 +142,7 @@ def measure_step(
         group["lr"] = lr
     read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        config, documents = job.whole.config, job.train_set.document_mask
-        masked = mask_width(config, world.parallel, args.seq_len, world.device, documents)
-        training = Training(args, world, job.model, runner, optimizer, batches, job.whole, masked)
+        training = Training(args, world, job.model, runner, optimizer, batches, work)
         print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
         for _ in range(WARM_UP_STEPS):
             plain_step(training, next(batches))
@@ -412,19 +408,10 @@ def report(
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
     speed = args.batch * args.seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    flops = flops_per_token(training.whole, args.seq_len, parallel)
+    flops = flops_per_token(training.work.model, args.seq_len, parallel)
     mfu = peak and flops * speed / (peak * world.size)
-    whole, tokens = training.whole, args.microbatch * args.seq_len // parallel.cp
+    whole = training.work.model
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
-    fused = parallel.compile or on_gpu
-    predicted = partial(
-        predict_memory,
-        whole,
-        tokens=tokens,
-        microbatches=training.microbatches,
-        fused=fused,
-        masked=training.masked,
-    )
     compiler = torch._dynamo.utils.counters
     graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
@@ -436,7 +423,7 @@ def report(
         microbatches=training.microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
-            name: predicted(other)["peak"]
+            name: predict_memory(replace(training.work, parallel=other))["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
         frozen=any(not p.requires_grad for p in whole.parameters()),

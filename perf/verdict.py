@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from costs.choose import data_ranks_in_node, with_mesh_sizes
+from costs.search import data_ranks_in_node, with_mesh_sizes
 from parallel import STRATEGIES, ParallelConfig
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step

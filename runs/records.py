@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from costs.devices import peak_flops
+from costs.machines import peak_flops
 from costs.traffic import flops_per_token
 from files.directories import lock_directory
 from model import Llama

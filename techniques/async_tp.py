@@ -44,9 +44,9 @@ from techniques.parallel_layers import COLUMNS, ROWS
 wait = torch.ops._c10d_functional.wait_tensor
 
 
-def check_combination(parallel) -> None:
-    """Raise UserError for a ParallelConfig with which messages in chunks do not combine."""
-    if parallel.async_tp and parallel.tp == 1:
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) without ranks that could send."""
+    if work.parallel.async_tp and work.parallel.tp == 1:
         raise UserError("--async-tp is for --tp 2 or more: give --tp, or leave it out")
 
 

@@ -34,6 +34,7 @@ compute while it sends; but in backward keys travel again, and their gradients w
 (3 n - 2) / n kv a block where this sends 2 (n - 1) / n kv.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +44,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from model import attend, document_mask
+from plumbing.processes import UserError
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
+
+
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) whose sequences cannot be cut into two equal
+    chunks for each of cp ranks. Padding would do, too, but a length that can be cut costs less."""
+    cp, seq_len = work.parallel.cp, work.seq_len
+    if cp > 1 and seq_len % (2 * cp):
+        raise UserError(
+            f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
+            f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
+        )
 
 
 def chunks_of(rank: int, n: int) -> tuple[int, int]:

@@ -41,6 +41,7 @@ Use for models whose matrices are large, compiled: rounding is a pass over memor
 products repay. Avoid where training already diverges. Embedding, output and norms stay as they are.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -60,6 +61,29 @@ RECIPES = ("tensorwise", "rowwise", "mxfp8")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # with which the factor, up to 2^116, is still a float32
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
+
+
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) that cannot be multiplied in 8 bits: gradients of
+    weights are sums over the tokens of a product, those of a microbatch, or of a chunk of it.
+    (Outputs are sums over widths, which use_float8 checks.)"""
+    model, parallel = work.model, work.parallel
+    if parallel.float8 == "none":
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("--float8 is for train.py: with adapters, products are not in 8 bits")
+    device = torch.device("cuda" if work.on_gpu else "cpu")
+    multiple = MULTIPLE if has_kernel(device, parallel.dtype, parallel.float8) else 1
+    multiple = BLOCK if parallel.float8 == "mxfp8" else multiple
+    chunks = parallel.tp if parallel.async_tp else 1
+    tokens = work.microbatch * math.ceil(work.seq_len // parallel.cp / chunks)
+    if tokens % multiple:
+        raise UserError(
+            f"--float8 {parallel.float8} sums over the {tokens} tokens of a microbatch "
+            f"(--async-tp: of a chunk), which must be a multiple of {multiple}: choose --microbatch and "
+            f"--seq-len so"
+        )
+    layers_in_8_bits(model, parallel.float8, parallel.tp)  # raises where there are none
 
 
 # ------------------------------------------------------------------------------------ rounding
@@ -219,16 +243,10 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
-    """Replace the layers_in_8_bits by Float8Linear. Raise UserError for an unknown recipe, and if
-    there is no such layer."""
+    """Replace the layers_in_8_bits by Float8Linear. Raise UserError for an unknown recipe."""
     if recipe not in RECIPES:
         raise UserError(f"no recipe '{recipe}' of 8 bits: choose one of {', '.join(RECIPES)}")
-    names = layers_in_8_bits(model, recipe, tp)
-    if not names:
-        raise UserError(
-            f"{recipe} finds no matrix, without bias or adapter, with widths to multiply in 8 bits"
-        )
-    for name in names:
+    for name in layers_in_8_bits(model, recipe, tp):
         parent, _, attribute = name.rpartition(".")
         layer = Float8Linear(model.get_submodule(name), recipe)
         setattr(model.get_submodule(parent), attribute, layer)
@@ -236,14 +254,20 @@ def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
 
 def layers_in_8_bits(model: Llama, recipe: str, tp: int = 1) -> list[str]:
     """Return the names of the layers that are multiplied in 8 bits: matrices of the blocks, without
-    bias or adapter, whose widths can be, also when tp divides one of them."""
+    bias or adapter, whose widths can be, also when tp divides one of them. Raise UserError if there
+    is none."""
     multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
-    return [
+    names = [
         name
         for name, layer in model.named_modules()
         if name.startswith("layers.") and type(layer) is nn.Linear and layer.bias is None
         if layer.in_features % multiple == layer.out_features % multiple == 0
     ]
+    if not names:
+        raise UserError(
+            f"{recipe} finds no matrix, without bias or adapter, with widths to multiply in 8 bits"
+        )
+    return names
 
 
 # -------------------------------------------------------------------------------- products on a GPU

@@ -33,9 +33,19 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from model import Llama
+from plumbing.processes import UserError
 from plumbing.shards import to_local
 
 MIN_BYTES = 1 << 16  # smaller tensors stay: what they free is not worth a copy
+
+
+def check_combination(parallel) -> None:
+    """Raise UserError for a ParallelConfig of which nothing would be offloaded."""
+    if parallel.offload_activations and parallel.checkpointing == "selective":
+        raise UserError(
+            "--offload-activations finds nothing of what --checkpointing selective saves: use "
+            "--checkpointing full or none"
+        )
 
 
 @dataclass

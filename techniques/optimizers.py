@@ -45,6 +45,13 @@ def check_combination(parallel) -> None:
         raise UserError(f"{flag} is for AdamW: give --optimizer adamw, too")
 
 
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) that has no matrices to orthogonalize."""
+    whole = any(parameter.requires_grad for parameter in work.model.parameters())
+    if work.parallel.optimizer == "muon" and not whole:
+        raise UserError("--optimizer muon is for whole matrices, not for adapters: leave it out")
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of the blocks, AdamW for all other parameters.
 

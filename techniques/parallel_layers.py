@@ -4,6 +4,8 @@ parallel.py chooses a style for every layer (PLAN). The styles here shard a laye
 parameter, since a layer with an adapter has more of them than a weight.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +20,23 @@ from torch.distributed.tensor.parallel import (
 from model import Llama
 from plumbing.processes import UserError
 from plumbing.shards import dims_of, shard_parameters
+
+
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) that tensor parallelism cannot shard evenly."""
+    config, parallel = work.model.config, work.parallel
+    if (shareable := math.gcd(config.n_kv_heads, config.ffn_dim)) % parallel.tp:
+        raise UserError(
+            f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
+            f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
+        )
+    if work.seq_len // parallel.cp % parallel.tp and torch.__version__ < "2.13":  # as versions
+        multiple = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
+        raise UserError(
+            f"torch {torch.__version__} cannot shard --seq-len {work.seq_len} over --tp "
+            f"{parallel.tp}: use --seq-len {math.ceil(work.seq_len / multiple) * multiple}, or "
+            f"torch 2.13, which shards unevenly"
+        )
 
 
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:

@@ -241,6 +241,20 @@ def check_combination(parallel) -> None:
         raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
 
 
+def check(work) -> None:
+    """Raise UserError for a Work (costs/work.py) whose layers or microbatches are too few for its
+    schedule, or whose schedule would be wrong."""
+    parallel, layers = work.parallel, work.model.config.n_layers
+    if parallel.pp == 1:
+        return
+    if (stages := parallel.pp * parallel.stages_per_rank) > layers:
+        raise UserError(
+            f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
+            f"must be at most {layers // parallel.stages_per_rank}"
+        )
+    make_schedule(parallel.schedule, parallel.pp, work.microbatches, parallel.stages_per_rank)
+
+
 def layers_of(stage: int, stages: int, n_layers: int) -> range:
     """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
     each, more = divmod(n_layers, stages)

@@ -69,6 +69,15 @@ def hugging_face_config(config, kind: str = "Llama", **more):
     )
 
 
+def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, **more):
+    """The Work of a step in which each rank computes so many microbatches."""
+    from costs.work import Work
+
+    data_ranks = parallel.replicate * parallel.shard
+    batch = microbatches * microbatch * data_ranks // parallel.cp
+    return Work(model, parallel, batch, microbatch, seq_len, **more)
+
+
 class Result:
     def __init__(self, codes: list[int], out: str, err: str):
         self.codes, self.out, self.err = codes, out, err

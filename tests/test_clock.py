@@ -12,7 +12,8 @@ from conftest import ROOT
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from costs.seconds import assumed_machine, collective_time, compute_time
+from costs.machines import assumed_machine
+from costs.seconds import collective_time, compute_time
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, refused, succeed
+from conftest import launch, refused, step_of, succeed
 
 from costs.traffic import predict_traffic, sent_bytes
 from model import PRESETS, Llama
@@ -85,7 +85,7 @@ def test_compare_takes_all_that_fit(tmp_path):
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
         scalars = 2 * 40  # all-gathered in each step
         payload = sum(nbytes for _, nbytes in result["payload"].values()) - scalars
-        predicted = predict_traffic(model, parallel, microbatches, 1, 16)
+        predicted = predict_traffic(step_of(model, parallel, 1, microbatches, 16))
         assert payload == sum(nbytes for _, nbytes in predicted.values()), name
         sent = sent_bytes(predicted, parallel)
         assert result["sends"] == sent + scalars / 2

@@ -1,24 +1,24 @@
 """costs/traffic.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import slow
+from conftest import slow, step_of
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from costs.choose import (
+from costs.memory import predict_memory, prediction_caveat
+from costs.search import (
     choose_parallel,
     fits_unsharded,
     what_would_fit,
     with_mesh_sizes,
 )
-from costs.memory import mask_width, predict_memory, prediction_caveat
 from costs.traffic import predict_traffic, sent_bytes
+from costs.work import Work
 from lora import LoRA
 from model import PRESETS, FeedForward, Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -129,10 +129,8 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     parallel, seq_len = ParallelConfig(**parallel), 256
     with torch.device("meta"):
         model = Llama(config)
-    tokens = microbatch * seq_len // parallel.cp
-    masked = mask_width(config, parallel, seq_len, torch.device("cpu"), documents=False)
-    expected = predict_memory(model, parallel, tokens, share // microbatch, masked=masked)
-    traffic = predict_traffic(model, parallel, share // microbatch, microbatch, seq_len)
+    work = step_of(model, parallel, microbatch, share // microbatch, seq_len)
+    expected, traffic = predict_memory(work), predict_traffic(work)
     sent, held = emulate(model, parallel, share, microbatch, seq_len)
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
@@ -170,17 +168,12 @@ PIPELINES = {
 @pytest.mark.parametrize("name", ["short", *map(slow, sorted(PIPELINES.keys() - {"short"}))])
 def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
     config, parallel, share, microbatch, ranks = PIPELINES[name]
-    parallel, seq_len, microbatches = ParallelConfig(**parallel), 256, share // microbatch
-    peaks, tokens = [], microbatch * seq_len // parallel.cp
-    masked = mask_width(config, parallel, seq_len, torch.device("cpu"), documents=False)
-    predicted = partial(
-        predict_memory, parallel=parallel, tokens=tokens, microbatches=microbatches, masked=masked
-    )
+    parallel, seq_len, peaks = ParallelConfig(**parallel), 256, []
     for rank in ranks:
         with torch.device("meta"):
             model = Llama(config)
-        expected = predicted(model, pp_rank=rank)
-        traffic = predict_traffic(model, parallel, microbatches, microbatch, seq_len, pp_rank=rank)
+        work = step_of(model, parallel, microbatch, share // microbatch, seq_len)
+        expected, traffic = predict_memory(work, rank), predict_traffic(work, rank)
         sent, held = emulate(model, parallel, share, microbatch, seq_len, pp_rank=rank)
         assert sent == traffic
         for kind in ("parameters", "gradients", "optimizer"):
@@ -188,9 +181,7 @@ def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
         assert expected["peak"] == pytest.approx(held["peak"], rel=0.05), rank
         peaks.append(expected["peak"])
     if len(peaks) == parallel.pp:
-        with torch.device("meta"):
-            model = Llama(config)
-        assert predicted(model)["peak"] == max(peaks)
+        assert predict_memory(replace(work, model=meta_model(config)))["peak"] == max(peaks)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -200,7 +191,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
     world = with_mesh(init_distributed(), parallel)
     with torch.device("meta"):
         model = Llama(CHUNKY)
-    expected = predict_memory(model, parallel, 1024, 1, masked=512)["peak"]
+    expected = predict_memory(Work(model, parallel, 2, 2, 512, document=50))["peak"]
     runner = parallelize(model, world, Llama.init_weights)
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
     tokens = torch.zeros(2, 512, dtype=torch.int64)
@@ -232,13 +223,13 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
 )  # fmt: skip
 def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
     """8B in bfloat16 on GPUs of so many GB; what is suggested fits."""
-    monkeypatch.setattr("costs.choose.usable_memory", lambda device, n: 0.9e9 * gigabytes)
+    monkeypatch.setattr("costs.search.usable_memory", lambda device, n: 0.9e9 * gigabytes)
     process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
-    args = SimpleNamespace(batch=4 * size, seq_len=given.pop("seq_len", 4096))
-    args.microbatch = given.pop("microbatch")
+    seq_len, microbatch = given.pop("seq_len", 4096), given.pop("microbatch")
     parallel = ParallelConfig(**given | dict(dtype=LOW, compile=True))
     parallel = with_mesh_sizes(parallel, size, size)
-    text = what_would_fit(args, build_on_meta(PRESETS["llama3.1-8b"]), parallel, process)
+    model = build_on_meta(PRESETS["llama3.1-8b"])
+    text = what_would_fit(Work(model, parallel, 4 * size, microbatch, seq_len), process)
     if flags is None:
         assert text == "no flags make a step fit in 72 GB: use more GPUs, or a shorter --seq-len"
     else:
@@ -255,8 +246,8 @@ def test_a_large_world_sends_what_is_predicted():
     )
     with torch.device("meta"):
         model = Llama(config)
-    traffic = predict_traffic(model, parallel, 1, 1, 2048)
-    expected = predict_memory(model, parallel, 2048, 1)
+    work = step_of(model, parallel, 1, 1, 2048)
+    expected, traffic = predict_memory(work), predict_traffic(work)
     sent, held = emulate(model, parallel, 1, 1, 2048)
     assert sent == traffic
     assert [held[kind] for kind in held][:3] == [expected[kind] for kind in held][:3]
@@ -303,8 +294,8 @@ def test_adapters_hold_what_is_predicted(name):
     save more, and a base in 4 bits is held and gathered as bytes."""
     config, options, lora, bits = ADAPTED[name]
     parallel, model = ParallelConfig(**options), build_on_meta(config, LoRA(**lora), bits)
-    expected = predict_memory(model, parallel, 512, 1)
-    traffic = predict_traffic(model, parallel, 1, 2, 256)
+    work = step_of(model, parallel, 2, 1, 256)
+    expected, traffic = predict_memory(work), predict_traffic(work)
     sent, held = emulate(model, parallel, 2, 2, 256)
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
@@ -319,7 +310,7 @@ def test_a_frozen_base_in_bfloat16_is_there_once():
     numbers = {learns: 0 for learns in (True, False)}
     for parameter in model.parameters():
         numbers[parameter.requires_grad] += parameter.numel()
-    expected = predict_memory(model, parallel, 512, 1)
+    expected = predict_memory(step_of(model, parallel, 2, 1, 256))
     assert expected["parameters"] == 4 * numbers[True] + 2 * numbers[False]
     assert expected["gathered"] == 2 * numbers[True]
 
@@ -336,7 +327,7 @@ def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
         (2 * once, ParallelConfig(dp="zero1", replicate=4)),
         (3 * once - root, ParallelConfig(dp="fsdp", shard=4)),
     ]:
-        traffic = predict_traffic(model, parallel, microbatches=1, batch=2, seq_len=64)
+        traffic = predict_traffic(step_of(model, parallel, 2, 1, 64))
         assert sent_bytes(traffic, parallel) == expected
 
 
@@ -364,10 +355,11 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
 
 def test_parameters_at_the_root_are_counted_whatever_their_name():
     model, parallel = meta_model(CHUNKY), ParallelConfig(dp="fsdp", shard=2)
-    before = predict_memory(model, parallel, 512, 1)["parameters"]
+    work = step_of(model, parallel, 2, 1, 256)
+    before = predict_memory(work)["parameters"]
     model.positions = nn.Embedding(100, 64, device="meta")
     model.scale = nn.Parameter(torch.empty(64, device="meta"))
-    assert predict_memory(model, parallel, 512, 1)["parameters"] == before + 101 * 64 * 4 // 2
+    assert predict_memory(work)["parameters"] == before + 101 * 64 * 4 // 2
 
 
 # ------------------------------------------------------------------- choosing a configuration
@@ -393,8 +385,9 @@ def world_of(nodes: int, per_node: int):
 def test_auto_takes_what_fits(preset, nodes, per_node, tp, room, expected):
     with torch.device("meta"):
         model = Llama(PRESETS[preset])
-    asked = ParallelConfig(dp="auto", tp=tp)
-    parallel, why = choose_parallel(asked, None, model, world_of(nodes, per_node), 2048, 1, room)
+    world, asked = world_of(nodes, per_node), ParallelConfig(dp="auto", tp=tp)
+    work = Work(model, asked, world.size // tp, 1, 2048)
+    parallel, why = choose_parallel(work, None, world, room)
     assert (parallel.dp, parallel.replicate, parallel.shard) == expected
     copy = 16 * sum(p.numel() for p in model.parameters()) / tp
     assert f"take {copy / 1e9:.3g} GB" in why and f"{room / 1e9:.3g}" in why
@@ -411,7 +404,8 @@ def test_gradients_accumulate_unsharded_where_there_is_room():
         (40e9, 4, "all"),
     ]:
         asked = ParallelConfig(dp="fsdp", reshard="auto", checkpointing="full")
-        parallel, _ = choose_parallel(asked, None, model, world_of(1, 8), 2048, microbatches, room)
+        work = Work(model, asked, 8 * microbatches, 1, 2048)
+        parallel, _ = choose_parallel(work, None, world_of(1, 8), room)
         assert parallel.reshard == expected
 
 
@@ -427,9 +421,8 @@ def test_mesh_sizes():
         ("hsdp", None, 2, (2, 2)),
         ("hsdp", 2, 1, (4, 2)),
     ]:
-        parallel, _ = choose_parallel(
-            ParallelConfig(dp=dp, tp=tp), shard, model, world, 8, 1, room=10**9
-        )
+        work = Work(model, ParallelConfig(dp=dp, tp=tp), 8 // tp, 1, 8)
+        parallel, _ = choose_parallel(work, shard, world, room=10**9)
         assert (parallel.replicate, parallel.shard) == expected
 
 
@@ -448,28 +441,30 @@ def test_mesh_sizes():
 )
 def test_impossible_configurations_are_refused(asked, shard, parts):
     with pytest.raises(UserError) as refusal:
-        check_parallel(ParallelConfig(**asked), shard, LlamaConfig(**GROUPED), world_of(2, 4))
+        work = Work(meta_model(LlamaConfig(**GROUPED)), ParallelConfig(**asked), 8, 1, 16)
+        check_parallel(work, shard, world_of(2, 4))
     assert all(part in str(refusal.value) for part in parts), refusal.value
 
 
 def test_tensor_parallel_must_divide_the_world_and_the_model():
+    work = Work(meta_model(LlamaConfig(**GROUPED)), ParallelConfig(tp=2), 8, 1, 16)
     with pytest.raises(UserError, match="3 processes are no multiple of --tp 2"):
-        check_parallel(ParallelConfig(tp=2), None, LlamaConfig(**GROUPED), world_of(1, 3))
-    narrow = LlamaConfig(**GROUPED | dict(ffn_dim=45))
+        check_parallel(work, None, world_of(1, 3))
+    narrow = meta_model(LlamaConfig(**GROUPED | dict(ffn_dim=45)))
     with pytest.raises(UserError, match="feed-forward width of 45"):
-        check_parallel(ParallelConfig(tp=2), None, narrow, world_of(2, 2))
+        check_parallel(replace(work, model=narrow), None, world_of(2, 2))
 
 
 def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
     model = meta_model(WIDE)
     parameters = sum(p.numel() for p in model.parameters())
     state = parameters * (4 + 8) // 4  # weights and moments, over 4 ranks
-    monkeypatch.setattr("costs.choose.print_rank_zero", print)
+    monkeypatch.setattr("costs.search.print_rank_zero", print)
     for room, fits in ((state + 4 * parameters + 10**4, True), (state + 4 * parameters, False)):
-        monkeypatch.setattr("costs.choose.usable_memory", lambda *_, room=room: room)
+        monkeypatch.setattr("costs.search.usable_memory", lambda *_, room=room: room)
         world = SimpleNamespace(
             parallel=ParallelConfig(dp="fsdp", shard=4), device=None, per_node=4, minimum=int
         )
-        assert fits_unsharded(model, world) == fits
+        assert fits_unsharded(step_of(model, world.parallel, 1, 1, 16), world) == fits
     gigabytes = 4 * parameters * 3 / 4 / 1e9
     assert f"for each token: a rank sends {gigabytes:.3g} GB" in capsys.readouterr().out

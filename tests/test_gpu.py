@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, metrics, start, wait_for_lines
+from conftest import finish, metrics, start, step_of, wait_for_lines
 from test_adamw import steps as adamw_steps
 from test_adamw import with_bfloat16_moments
 from test_context_parallel import shared
@@ -366,9 +366,8 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     options = dict(options)
     lora = options.pop("lora", None)
     parallel = ParallelConfig(**options)
-    predicted = predict_memory(
-        build_on_meta(BIG, lora), parallel, 4 * 1024, microbatches, fused=True
-    )
+    model = build_on_meta(BIG, lora)
+    predicted = predict_memory(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     moments = parallel.moments

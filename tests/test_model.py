@@ -10,7 +10,7 @@ from conftest import hugging_face_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from costs.devices import peak_flops
+from costs.machines import peak_flops
 from costs.traffic import flops_per_token
 from generate import generate, sample
 from model import (

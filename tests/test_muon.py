@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, metrics, refused, slow, succeed
+from conftest import launch, metrics, refused, slow, step_of, succeed
 from test_parallel import GROUPED, case, sends_as_predicted, train
 from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 from workers.muon_reference import orthogonalized, plain_muon
 
-from costs.seconds import assumed_machine, step_time
+from costs.machines import assumed_machine
+from costs.seconds import step_time
 from costs.traffic import muon_flops
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
@@ -74,11 +75,15 @@ def test_operations_are_counted():
 
 def test_a_plan_has_the_time_of_muon():
     """What Muon computes, and what it sends, which nothing hides."""
-    given = build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)), ParallelConfig("fsdp", shard=8)
-    args = 1, 1, 1024, assumed_machine("h100", "400gbit", 8)
-    model, parallel = given
-    adamw = step_time(model, parallel, *args)
-    muon = step_time(model, replace(parallel, optimizer="muon"), *args)
+    model, parallel = (
+        build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)),
+        ParallelConfig("fsdp", shard=8),
+    )
+    machine = assumed_machine("h100", "400gbit", 8)
+    adamw, muon = (
+        step_time(step_of(model, replace(parallel, optimizer=name), 1, 1, 1024), machine)
+        for name in ("adamw", "muon")
+    )
     matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
     rate = 989e12 * 0.7
     assert muon["optimizer"] - adamw["optimizer"] == pytest.approx(
@@ -90,7 +95,8 @@ def test_a_plan_has_the_time_of_muon():
     # Stages wait for forward and backward of others, and not for what Muon sends.
     split = ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b")
     options = split, replace(split, optimizer="muon")
-    waits = [step_time(model, parallel, 4, *args[1:])["pp"] for parallel in options]
+    works = [step_of(model, parallel, 4, 1, 1024) for parallel in options]
+    waits = [step_time(work, machine)["pp"] for work in works]
     assert waits[0] == waits[1] > 0
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import succeed
+from conftest import step_of, succeed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -347,7 +347,7 @@ def test_tensor_parallelism_refuses_what_has_no_place():
         with pytest.raises(UserError, match=f"--tp cannot shard {name}: {remedy}"):
             tensor_parallel(model, mesh=None)
         with pytest.raises(UserError, match=f"--tp cannot shard {name}"):
-            predict_memory(model, ParallelConfig(tp=2), 13, 1)  # before anything is built
+            predict_memory(step_of(model, ParallelConfig(tp=2), 1, 1, 13))  # before it is built
 
     def attention(model: Llama) -> nn.Module:
         return model.layers["0"].attention

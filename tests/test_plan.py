@@ -9,9 +9,9 @@ import torch
 from conftest import launch, refused, succeed
 from test_roofline import measurement
 
-from costs.choose import USABLE_FRACTION
 from costs.memory import predict_memory
-from costs.search import data_parallel_choices
+from costs.search import USABLE_FRACTION, data_parallel_choices
+from costs.work import Work
 from model import PRESETS
 from parallel import ParallelConfig
 from perf.instruments import build_on_meta
@@ -56,9 +56,8 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
     sizes = (best[name] for name in ("dp", "replicate", "shard", "tp", "reshard", "checkpointing"))
     parallel = ParallelConfig(*sizes, compile=True, dtype=torch.bfloat16)
-    model, tokens = build_on_meta(PRESETS["llama3.1-8b"]), best["microbatch"] * 8192
-    microbatches = 32 // parallel.replicate // parallel.shard // best["microbatch"]
-    memory = predict_memory(model, parallel, tokens, microbatches, fused=True)
+    work = Work(build_on_meta(PRESETS["llama3.1-8b"]), parallel, 32, best["microbatch"], 8192)
+    memory = predict_memory(work)
     assert best["bytes"] == memory and memory["peak"] < USABLE_FRACTION * 80e9
     assert "needs" in out and "waiting for tp" in out  # why others lose
 

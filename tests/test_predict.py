@@ -73,8 +73,7 @@ def test_terms_of_bytes_are_those_of_the_project():
         terms = forms.terms_of_traffic(run)
         found = {key: (sum(t.calls for t in of_key), sum(t.value for t in of_key))
                  for key, of_key in terms.items()}  # fmt: skip
-        given = run.parallel, run.microbatches, run.microbatch, run.seq_len
-        assert found == predict_traffic(forms.model_of(run.config), *given), run
+        assert found == predict_traffic(run), run
         padded = any("padding" in term.text for of_key in terms.values() for term in of_key)
         kinds.add((run.parallel.dp, run.parallel.reshard, padded))
     assert len(kinds) == 2 + 2 * (1 + 3 + 3) - 1  # ddp, zero1, and fsdp and hsdp by --reshard
@@ -84,9 +83,7 @@ def test_terms_of_memory_are_those_of_the_project():
     moments = set()
     for seed in range(60):
         run = question("memory", seed).runs[0]
-        expected = predict_memory(
-            forms.model_of(run.config), run.parallel, run.tokens, run.microbatches
-        )
+        expected = predict_memory(run)
         for kind, terms in forms.terms_of_state(run).items():
             assert sum(term.value for term in terms) == expected[kind], (run, kind)
         totals = {moment: sum(term.value for term in terms)
@@ -153,7 +150,7 @@ def right_memory(seed: int) -> list:
     state = 4 * (elements(root) + blocks * elements(block))
     tensors = len(root) + blocks * len(block)
     (run,) = one.runs
-    peak = predict_memory(forms.model_of(run.config), run.parallel, run.tokens, run.microbatches)
+    peak = predict_memory(run)
     return [state, state, 2 * state + 4 * tensors, f"{peak['peak'] / 1e6:.2f} MB"]
 
 
@@ -189,12 +186,10 @@ def right_twice(seed: int) -> list:
     speed = float(re.search(r"(\d+) Gbit/s", one.text[5])[1])
     found = []
     for run in one.runs:
-        model, parallel = forms.model_of(run.config), run.parallel
-        traffic = predict_traffic(model, parallel, run.microbatches, run.microbatch, run.seq_len)
-        peak = predict_memory(model, parallel, run.tokens, run.microbatches)["peak"]
-        compiled = replace(run, parallel=replace(parallel, compile=True))
+        traffic, peak = predict_traffic(run), predict_memory(run)["peak"]
+        compiled = replace(run, parallel=replace(run.parallel, compile=True))
         plan = forms_of_time.plan_of(compiled, forms_of_time.cluster(speed, 4))
-        found.append((sent_bytes(traffic, parallel), peak, plan.seconds))
+        found.append((sent_bytes(traffic, run.parallel), peak, plan.seconds))
     return [f"{after / before:.3g} x" for before, after in zip(*found)]
 
 

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import step_of
 
+from costs.machines import Machine, assumed_machine, link_speed
 from costs.seconds import (
-    Machine,
-    assumed_machine,
     collective_time,
     compute_time,
     find_measured_group,
     group_shape,
-    link_speed,
     measured_machine,
     read_measurement,
     rounding_bytes,
@@ -72,12 +71,13 @@ def test_a_measured_machine_reproduces_its_measurement():
     """A step of two microbatches like the measured one, on two ranks."""
     machine = measured_machine(measurement())
     model, parallel = build_on_meta(PRESETS["tiny"]), ParallelConfig(replicate=2)
-    parts = step_time(model, parallel, 2, 2, 128, machine)
+    work = step_of(model, parallel, 2, 2, 128)
+    parts = step_time(work, machine)
     assert parts["products"] + parts["passes"] == pytest.approx(2 * 0.2)
     assert parts["optimizer"] == pytest.approx(0.01)
-    ((calls, nbytes),) = predict_traffic(model, parallel, 2, 2, 128).values()
+    ((calls, nbytes),) = predict_traffic(work).values()
     assert parts["replicate"] == pytest.approx(0.1 * nbytes / (1 << 20), rel=0.01) and calls == 2
-    fsdp = step_time(model, ParallelConfig(dp="fsdp", shard=2), 2, 2, 128, machine)
+    fsdp = step_time(replace(work, parallel=ParallelConfig(dp="fsdp", shard=2)), machine)
     assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
 
 
@@ -188,17 +188,18 @@ def test_groups_match_measured_ones_by_size_and_nodes():
 def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     model = build_on_meta(PRESETS["llama3.1-8b"])
     fsdp = ParallelConfig(dp="fsdp", shard=8, dtype=torch.bfloat16, compile=True)
-    quick = step_time(model, fsdp, 2, 1, 8192, H100)
+    work = step_of(model, fsdp, 2, 1, 8192)
+    quick = step_time(work, H100)
     assert quick["shard"] < 0.05 * quick["products"]  # only the first and the last are exposed
-    slow = step_time(model, fsdp, 2, 1, 8192, replace(H100, node_link=1e9))
-    payload = sum(nbytes for _, nbytes in predict_traffic(model, fsdp, 1, 2, 8192).values())
+    slow = step_time(work, replace(H100, node_link=1e9))
+    payload = sum(nbytes for _, nbytes in predict_traffic(work).values())
     hidden = slow["products"] + slow["recompute"] + slow["passes"]
     assert slow["shard"] == pytest.approx(7 / 8 * payload / 1e9 - hidden, rel=0.02)
-    tp = replace(fsdp, shard=1, tp=8)
-    traffic = predict_traffic(model, tp, 1, 2, 8192)
+    tp = step_of(model, replace(fsdp, shard=1, tp=8), 2, 1, 8192)
+    traffic = predict_traffic(tp)
     payload = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "tp")
     on_links = 7 / 8 * payload / 450e9
-    assert on_links < step_time(model, tp, 2, 1, 8192, H100)["tp"] < 1.2 * on_links
+    assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
 
 
 def test_asynchronous_messages_hide_beside_products():
@@ -208,16 +209,17 @@ def test_asynchronous_messages_hide_beside_products():
     plain = ParallelConfig(tp=4, dtype=torch.bfloat16, compile=True)
     asynchronous = replace(plain, async_tp=True)
     machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11)
-    waits = [step_time(model, p, 8, 2, 2048, machine)["tp"] for p in (plain, asynchronous)]
-    ends = {key: cost for key, cost in predict_traffic(model, asynchronous, 2, 8, 2048).items()
+    work = step_of(model, asynchronous, 8, 2, 2048)
+    waits = [step_time(one, machine)["tp"] for one in (replace(work, parallel=plain), work)]
+    ends = {key: cost for key, cost in predict_traffic(work).items()
             if key[1] != "send"}  # fmt: skip
     exposed = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, machine)
                   for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
     assert waits[1] == pytest.approx(exposed) and waits[1] < waits[0] / 3
     slow_link = replace(machine, node_link=1e9)
-    wait = step_time(model, asynchronous, 8, 2, 2048, slow_link)["tp"]
+    wait = step_time(work, slow_link)["tp"]
     products = 3 * 2 * 2 * (512 * 512 + 512 * 1536) * 4 * 2 * 8 * 2048 / 4 * 3 / 4 / 0.7e14
-    calls, nbytes = predict_traffic(model, asynchronous, 2, 8, 2048)["tp", "send"]
+    calls, nbytes = predict_traffic(work)["tp", "send"]
     message = collective_time("send", nbytes / calls, "tp", asynchronous, slow_link)
     gathers = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, slow_link)
                   for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
@@ -230,7 +232,8 @@ def test_zero1_hides_its_gradients_and_never_its_weights():
     model = build_on_meta(PRESETS["llama3.2-1b"])
     ddp = ParallelConfig(replicate=8, dtype=torch.bfloat16)
     zero1 = replace(ddp, dp="zero1")
-    traffic = predict_traffic(model, zero1, 1, 8, 8192)
+    work = step_of(model, zero1, 8, 1, 8192)
+    traffic = predict_traffic(work)
 
     def seconds_of_one(collective):
         calls, nbytes = traffic["replicate", collective]
@@ -238,11 +241,11 @@ def test_zero1_hides_its_gradients_and_never_its_weights():
 
     calls, _ = traffic["replicate", "all-gather"]
     exposed = calls * seconds_of_one("all-gather") + seconds_of_one("reduce-scatter")
-    parts = step_time(model, zero1, 8, 1, 8192, H100)
+    parts = step_time(work, H100)
     assert parts["replicate"] == pytest.approx(exposed)
     parameters = sum(p.numel() for p in model.parameters())
     assert parts["optimizer"] == pytest.approx(update_bytes(4) * parameters / 8 / H100.bandwidth)
-    replicated = step_time(model, ddp, 8, 1, 8192, H100)
+    replicated = step_time(replace(work, parallel=ddp), H100)
     assert replicated["optimizer"] == pytest.approx(8 * parts["optimizer"])
 
 
@@ -255,8 +258,10 @@ def test_offloaded_activations_hide_beside_computation(checkpointing):
     parallel = ParallelConfig(
         dp="fsdp", checkpointing=checkpointing, dtype=torch.bfloat16, compile=True
     )
-    without = step_time(model, parallel, 1, 2, tokens, H100)
-    offloading = step_time(model, replace(parallel, offload_activations=True), 1, 2, tokens, H100)
+    work = step_of(model, parallel, 1, 2, tokens)
+    without = step_time(work, H100)
+    offloaded = replace(parallel, offload_activations=True)
+    offloading = step_time(replace(work, parallel=offloaded), H100)
     forward = (without["products"] + without["passes"]) / 3
     backward = 2 * forward + without["recompute"]
     # Inputs and outputs of two norms, q and attention's output; k, v; gate, up, their product; lse

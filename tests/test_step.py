@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import launch, refused, succeed
+from conftest import launch, refused, step_of, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -42,7 +42,7 @@ def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, st
 def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches: int) -> None:
     """Compare the counted bytes of each kind with the predicted ones; microbatches of 24 tokens."""
     parallel = replace(parallel, optimizer="muon")  # train.py's, from scratch
-    predicted = predict_memory(build_on_meta(CONFIG), parallel, 24, microbatches)
+    predicted = predict_memory(step_of(build_on_meta(CONFIG), parallel, 1, microbatches, 24))
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == megabytes(predicted[kind]), kind
     assert memory["predicted peak"] == megabytes(predicted["peak"])

@@ -23,7 +23,8 @@ from lab import (
 )
 from torch import Tensor
 
-from costs.seconds import assumed_machine, collective_time
+from costs.machines import assumed_machine
+from costs.seconds import collective_time
 from model import Llama
 from parallel import ParallelConfig
 from perf.instruments import Counted

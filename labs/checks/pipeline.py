@@ -21,7 +21,9 @@ from lab import (
 from torch import Tensor
 from training import Run
 
-from costs.seconds import assumed_machine, step_time
+from costs.machines import assumed_machine
+from costs.seconds import step_time
+from costs.work import Work
 from model import PRESETS, Llama
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.instruments import build_on_meta
@@ -240,7 +242,8 @@ def step_seconds(texts: dict[int, list[str]]) -> float:
         parallel = ParallelConfig("fsdp", **sizes, schedule=name, dtype=torch.bfloat16)
         machine = assumed_machine("h100", "400gbit", per_node=8)
         model = build_on_meta(PRESETS["llama3-8b"])
-        return sum(step_time(model, parallel, 1, MICROBATCHES, 8192, machine).values())
+        work = Work(model, parallel, 8 * MICROBATCHES, 1, 8192, on_gpu=True)
+        return sum(step_time(work, machine).values())
 
 
 # ----------------------------------------------------------------- in training

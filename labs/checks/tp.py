@@ -9,7 +9,7 @@ from lab import Property, barred, check_returned, compare_tensors, load_function
 from torch import Tensor, nn
 from training import Run
 
-import train
+import runs.setup
 from model import Llama
 from parallel import World, allocate
 from perf.instruments import Counted, Live
@@ -285,4 +285,4 @@ def install(feed_forward: Callable) -> None:
             layer.feed_forward = Parts(shard(*whole), forward)
         return model
 
-    train.parallelize = parallelize
+    runs.setup.parallelize = parallelize

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import techniques.offload as offload
 from costs.traffic import predict_traffic
+from costs.work import Work
 from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
@@ -116,9 +117,7 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = predict_traffic(
-        model, world.parallel, BATCH // parts // microbatch, microbatch, seq, pp_rank=0
-    )
+    predicted = predict_traffic(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
     lr = 1e-3 if "lora" in case else 1e-2

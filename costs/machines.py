@@ -1,0 +1,132 @@
+"""The hardware that times are predicted for: GPUs and links, as makers' data sheets have them."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from plumbing.processes import UserError
+from techniques.float8 import recipes_of
+
+MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
+ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
+
+# Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
+# in 8 bits reach twice as much there, by the same data sheets.
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+    "MI250X": 191.5e12,  # of one of its two dies: torch counts each as a device
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak of a device by its name, None if it is not known: MFU is never guessed."""
+    for name, peak in PEAK_FLOPS.items():
+        # "RTX 4090 Laptop" and "RTX 4090 D" are slower than what the table means.
+        if re.search(rf"\b{name}\b(?! (Laptop|D\b))", device_name):
+            return peak
+    return None
+
+
+class GPU(NamedTuple):
+    """A row of a manufacturer's data sheet."""
+
+    peak_flops: float  # dense, in bfloat16
+    memory: float  # GB
+    bandwidth: float  # GB/s of its memory
+    node_link: float  # GB/s within a node, one way
+    capability: tuple[int, int] = (9, 0)  # as CUDA numbers what GPUs can do
+
+
+GPUS = {
+    "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
+    "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
+    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0)),
+    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0)),
+    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9)),
+    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9)),
+    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0)),
+}
+LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware of one process, from data sheets or measured."""
+
+    name: str
+    peak: float  # FLOP/s of dense matrix products in bfloat16
+    memory: float  # bytes
+    bandwidth: float  # bytes/s of its memory
+    node_link: float  # bytes/s to other ranks of the node, one way
+    link: float = math.inf  # bytes/s of each GPU to other nodes, one way
+    per_node: int = 8
+    matmul_fraction: float = MATMUL_FRACTION
+    attention_fraction: float = ATTENTION_FRACTION
+    overlaps: bool = True  # whether collectives run beside computation
+    fsdp_overhead: float = 0.0  # seconds per microbatch
+    measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
+    recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
+
+
+NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
+
+
+def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
+    """Return the machine that --gpu and --link describe by a name or by numbers.
+
+    A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
+    if gpu.lower() in GPUS:
+        row = GPUS[gpu.lower()]
+    elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
+        teraflops, *others = map(float, gpu.split(":"))
+        row = GPU(teraflops * 1e12, *others)
+    else:
+        raise UserError(
+            f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
+            f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
+        )
+    return Machine(
+        gpu,
+        peak=row.peak_flops,
+        memory=row.memory * 1e9,
+        bandwidth=row.bandwidth * 1e9,
+        node_link=row.node_link * 1e9,
+        link=link_speed(link),
+        per_node=per_node,
+        recipes=recipes_of(row.capability),
+    )
+
+
+def link_speed(text: str) -> float:
+    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
+
+    Raises UserError where it is neither."""
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9}
+    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text.lower())
+    if not match:
+        raise UserError(
+            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
+            f"as 400gbit or 50GB"
+        )
+    return float(match[1]) * units[match[2]]
