@@ -68,10 +68,9 @@ from files.optimizer_state import optimizer_state
 from files.safetensors import StoredTensor
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import allocate
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, run
-from plumbing.shards import assign_shard
+from plumbing.shards import allocate, assign_shard
 from runs.check_model import check_computes_llama
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 

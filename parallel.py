@@ -59,6 +59,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import Llama, cross_entropy_sum
 from plumbing.processes import Process, UserError
+from plumbing.shards import allocate
 from techniques import async_tp, offload, optimizers, pipeline
 from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
@@ -225,21 +226,6 @@ def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
                 parameter.data = parameter.data.bfloat16()
         if not parallel.strategy.uses_fsdp:
             model.compute_dtype = torch.bfloat16
-
-
-def allocate(model: Llama, device: str | torch.device) -> None:
-    """Allocate the parameters of a model on `meta`, whose values are still to be set.
-
-    Raises UserError for what would be lost without an error: the values of buffers, and parameters
-    that are shared without Llama.tie_weights."""
-    for name, _ in model.named_buffers():
-        raise UserError(f"{name} is a buffer, which would lose its values: compute it in forward")
-    distinct = dict(model.named_parameters())
-    model.to_empty(device=device)
-    model.tie_weights()  # to_empty makes two parameters of a shared one
-    for name, _ in model.named_parameters():
-        if name not in distinct:
-            raise UserError(f"{name} is shared with another layer: do so in Llama.tie_weights, too")
 
 
 # ----------------------------------------------------------------------------- data parallelism

@@ -34,10 +34,10 @@ from torch.utils._pytree import tree_leaves
 from costs.traffic import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
+from parallel import ParallelConfig, World, parallelize, with_mesh
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import allocate, assign_shard, to_local
 from runs.flags import add_optimizer_flags
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention

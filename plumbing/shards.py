@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds."""
+"""The part of a tensor that this rank holds, and memory for it."""
 
 import math
 
@@ -7,10 +7,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from plumbing.processes import UserError
+
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def allocate(model: nn.Module, device: str | torch.device) -> None:
+    """Allocate the parameters of a model on `meta`, whose values are still to be set.
+
+    Raises UserError for what would be lost without an error: the values of buffers, and parameters
+    that are shared without Llama.tie_weights."""
+    for name, _ in model.named_buffers():
+        raise UserError(f"{name} is a buffer, which would lose its values: compute it in forward")
+    distinct = dict(model.named_parameters())
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty makes two parameters of a shared one
+    for name, _ in model.named_parameters():
+        if name not in distinct:
+            raise UserError(f"{name} is shared with another layer: do so in Llama.tie_weights, too")
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:

@@ -80,8 +80,8 @@ def check(work) -> None:
     if tokens % multiple:
         raise UserError(
             f"--float8 {parallel.float8} sums over the {tokens} tokens of a microbatch "
-            f"(--async-tp: of a chunk), which must be a multiple of {multiple}: choose --microbatch and "
-            f"--seq-len so"
+            f"(--async-tp: of a chunk), which must be a multiple of {multiple}: choose "
+            f"--microbatch and --seq-len so"
         )
     layers_in_8_bits(model, parallel.float8, parallel.tp)  # raises where there are none
 

@@ -23,6 +23,7 @@ from perf.compare import (
     configure,
     memory_needed,
     output_problem,
+    work_of,
 )
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
@@ -217,7 +218,8 @@ def test_ddp_keeps_its_gradients_between_steps():
         (ParallelConfig(dp="zero1", replicate=2), 8 * P),
         (ParallelConfig(dp="fsdp", shard=2), 6 * P),
     ]:
-        assert memory_needed(model, parallel, compare_args())[0] == nbytes + counts
+        work = work_of(model, parallel, compare_args())
+        assert memory_needed(work)[0] == nbytes + counts
 
 
 def test_losses_that_do_not_agree_are_named():

@@ -42,7 +42,9 @@ def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, st
 def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches: int) -> None:
     """Compare the counted bytes of each kind with the predicted ones; microbatches of 24 tokens."""
     parallel = replace(parallel, optimizer="muon")  # train.py's, from scratch
-    predicted = predict_memory(step_of(build_on_meta(CONFIG), parallel, 1, microbatches, 24))
+    predicted = predict_memory(
+        step_of(build_on_meta(CONFIG), parallel, parallel.cp, microbatches, 24)
+    )
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == megabytes(predicted[kind]), kind
     assert memory["predicted peak"] == megabytes(predicted["peak"])

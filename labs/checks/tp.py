@@ -11,8 +11,9 @@ from training import Run
 
 import runs.setup
 from model import Llama
-from parallel import World, allocate
+from parallel import World
 from perf.instruments import Counted, Live
+from plumbing.shards import allocate
 
 FUNCTION = "feed_forward"
 LEADS_TO = "parallel.py", "tensor_parallel"
