@@ -1,1 +1,1 @@
-"""."""
+"""What a step will hold, send and take."""

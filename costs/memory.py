@@ -1,4 +1,4 @@
-"""Predict the memory that a parallel configuration takes.
+"""Predict the memory that a step takes on each rank.
 
 Letters as in parallel.py. Sizes are those of rank 0, which has the largest shard where shards are
 uneven; in a pipeline, those of the rank that needs most.

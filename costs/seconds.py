@@ -1,4 +1,4 @@
-"""Estimate the time of a training step from a roofline model, for `bench.py plan`.
+"""Estimate the time of a step from a roofline model, for `bench.py plan`.
 
 The estimate is a sum of parts:
 

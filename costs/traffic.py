@@ -1,4 +1,4 @@
-"""Predict what a parallel configuration costs: FLOPs and communication; memory in costs/memory.py.
+"""Predict what a step computes and sends: its FLOPs, its collectives and their bytes.
 
 Everything here follows from shapes. So a laptop can plan a cluster (`python bench.py plan`),
 train.py announces what a step communicates, and `--dp auto` chooses. bench.py measures the same.

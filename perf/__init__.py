@@ -1,1 +1,1 @@
-"""What measures and predicts: a file for each command of bench.py, and what they share."""
+"""Instruments, and a file for each command of bench.py."""

@@ -1,1 +1,1 @@
-"""What every run needs and no lesson is about: processes, flags, tokenizers, foreign files."""
+"""What knows no model: processes, their endings, shards, the parser of flags."""

@@ -1,1 +1,1 @@
-"""."""
+"""What a run is asked, refuses and records."""

@@ -1,1 +1,1 @@
-"""."""
+"""One technique a file: ways to train larger or faster."""

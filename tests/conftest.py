@@ -1,3 +1,5 @@
+"""What the tests share: scripts run in forks, changed copies of the project, small data."""
+
 import atexit
 import json
 import os

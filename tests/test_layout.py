@@ -1,6 +1,7 @@
 """Which file imports which, how long files are, and what each folder may hold."""
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,8 @@ def test_folders_and_files_are_small():
         held[folder] = held.get(folder, 0) + lines_of(path)
     assert held.keys() == BUDGETS.keys()
     assert {name: n for name, n in held.items() if n > BUDGETS[name]} == {}
+
+
+def test_the_map_is_of_these_files():
+    page = runpy.run_path(str(ROOT / "docs/map.py"))["page"]
+    assert (ROOT / "docs/map.md").read_text() == page(), "python docs/map.py makes it anew"

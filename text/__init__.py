@@ -1,1 +1,1 @@
-"""."""
+"""From text to token ids."""
