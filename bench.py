@@ -25,19 +25,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from costs.machines import GPUS, LINKS
+from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, PLANNED
+from costs.seconds import measured_machine, read_measurement
+from costs.work import Work
 from model import PRESETS
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, contestant_name, measure_compare
 from perf.gpu import measure_gpu
-from perf.instruments import adapters_of
+from perf.instruments import adapters_of, build_on_meta
 from perf.limit import measure_limit, measure_lora, measure_loss
-from perf.plan import plan_cluster
+from perf.plan import Question, plan_cluster
 from perf.step import measure_lora_step, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import run
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from runs.rules import requested_parallel
 from techniques.float8 import RECIPES
 
 # fmt: off
@@ -211,14 +214,24 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> str:
-    names = "model gpus per_node gpu link measured batch seq_len document_length dtype compile"
-    names += " optimizer moments float8 async_tp top check"
-    given = {name: getattr(args, name) for name in names.split()}
+    """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
+    if args.measured:
+        report = read_measurement(args.measured)
+        machine, defaults = measured_machine(report), report["compute"] | {"compile": False}
+        args.gpus = report["ranks"]
+    else:
+        machine = assumed_machine(args.gpu, args.link, args.per_node)
+        defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
+    for name in ("model", "seq_len", "dtype", "compile"):
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[name])
     adapters, base_bits = adapters_of(args)
+    model = build_on_meta(PRESETS[args.model], adapters, base_bits)
     wanted = {name: getattr(args, name) for name in FILTERS}
-    return plan_cluster(
-        **given, adapters=adapters, base_bits=base_bits, wanted=wanted, json_file=args.json
-    )
+    parallel, batch = requested_parallel(args), args.batch or 2 * args.gpus
+    given = model, parallel, batch, 1, args.seq_len, args.document_length, machine.overlaps
+    question = Question(args.model, Work(*given), machine, args.gpus, wanted, adapters, base_bits)
+    return plan_cluster(question, args.top, args.json, args.check)
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output

@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ". perf runs costs files techniques text plumbing labs docs tests".split()
 HEAD = """# The map
 
-Every file with the first line of its docstring, made by `python docs/map.py`. A folder imports only from those that
-come after it, up to plumbing/; at the top, model.py imports nothing but torch. What is in labs/checks and labs/answers
-belongs to the lab of the same name.
+Every file with the first line of its docstring, made by `python docs/map.py`. A folder imports
+only from those that come after it, up to plumbing/; at the top, model.py imports nothing but torch.
+What is in labs/checks and labs/answers belongs to the lab of the same name.
 """
 
 

@@ -15,17 +15,14 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from costs.machines import GPUS, Machine, assumed_machine
+from costs.machines import GPUS, Machine
 from costs.memory import predict_memory, prediction_caveat
 from costs.search import USABLE_FRACTION, Plan, every_plan, order
-from costs.seconds import measured_machine, read_measurement
 from costs.traffic import DIMS, flops_per_token, predict_traffic
 from costs.work import Work
 from lora import LoRA
-from model import PRESETS, Llama
-from parallel import STRATEGIES, ParallelConfig
+from model import Llama
+from parallel import ParallelConfig
 from perf.instruments import (
     build_on_meta,
     emulate,
@@ -34,12 +31,13 @@ from perf.instruments import (
     problem_with_files,
 )
 from plumbing.processes import UserError
+from runs.flags import flags_of
 from runs.records import write_atomically
 
 
 @dataclass(frozen=True)
 class Question:
-    """What `bench.py plan` is asked."""
+    """What `bench.py plan` is asked. Raises UserError where its parts contradict each other."""
 
     preset: str  # name of the model
     work: Work  # a step; each plan splits it in another way
@@ -48,6 +46,30 @@ class Question:
     wanted: dict[str, object]  # values of search.FILTERS that plans must have, None for any
     adapters: LoRA | None  # None: all weights are trained
     base_bits: int = 16
+
+    def __post_init__(self):
+        machine, work, gpus, per_node = self.machine, self.work, self.gpus, self.machine.per_node
+        recipe, longest = work.parallel.float8, work.model.config.max_seq_len
+        if self.adapters and recipe != "none":
+            raise UserError("--float8 is for training all weights: leave out --lora")
+        if recipe not in ("none", *machine.recipes):
+            known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
+            if machine.measured:
+                known = "bench.py comm does not measure products in 8 bits"
+            raise UserError(f"no plan with --float8 {recipe} for {machine.name}: {known}")
+        if gpus > per_node and gpus % per_node:
+            nodes = math.ceil(gpus / per_node)
+            raise UserError(
+                f"--gpus {gpus} is no multiple of --per-node {per_node}: give --gpus "
+                f"{nodes * per_node} for {nodes} full nodes"
+            )
+        if work.seq_len > longest:
+            raise UserError(
+                f"--seq-len {work.seq_len} is longer than the {longest} tokens of {self.preset}: "
+                f"give at most {longest}"
+            )
+        if work.document > work.seq_len:
+            raise UserError(f"--document-length {work.document} exceeds --seq-len {work.seq_len}")
 
     @property
     def per_node(self) -> int:
@@ -63,62 +85,14 @@ class Question:
         plans = self.plans(**changes)
         return bool(plans) and plans[0].fits
 
-    def model(self, base_bits: int) -> Llama:
-        return build_on_meta(PRESETS[self.preset], self.adapters, base_bits)
 
-
-def plan_cluster(
-    *,
-    model: str | None,
-    gpus: int,
-    per_node: int,
-    gpu: str,
-    link: str,
-    measured: Path | None,
-    batch: int | None,
-    seq_len: int | None,
-    document_length: int,
-    dtype: str | None,
-    compile: bool | None,
-    optimizer: str,
-    moments: str,
-    float8: str,
-    async_tp: bool,
-    adapters: LoRA | None,
-    base_bits: int,
-    wanted: dict[str, object],
-    top: int,
-    json_file: Path | None,
-    check: bool,
-) -> str:
-    """Return the output of `bench.py plan`; with `json_file`, also write all plans to it.
+def plan_cluster(question: Question, top: int, json_file: Path | None, check: bool) -> str:
+    """Return the output of `bench.py plan`: the best plans of `top` meshes. With `json_file`, also
+    write all plans to it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
-    if measured:
-        report = read_measurement(measured)
-        machine, computed = measured_machine(report), report["compute"]
-        gpus, per_node = report["ranks"], report["per_node"]
-        defaults = [computed["model"], computed["seq_len"], computed["dtype"], False]
-    else:
-        machine = assumed_machine(gpu, link, per_node)
-        defaults = ["llama3.1-8b", 8192, "bfloat16", True]
-    given = model, seq_len, dtype, compile
-    model, seq_len, dtype, compile = (d if g is None else g for g, d in zip(given, defaults))
-    batch = batch or 2 * gpus
-    check_flags(model, gpus, per_node, seq_len, document_length, float8, adapters, machine)
     if problem := problem_with_files({"--json": json_file}):
         raise UserError(problem)
-    parallel = ParallelConfig(
-        dtype=getattr(torch, dtype),
-        compile=compile,
-        optimizer=optimizer,
-        moments=moments,
-        float8=float8,
-        async_tp=async_tp,
-    )
-    whole = build_on_meta(PRESETS[model], adapters, base_bits)
-    work = Work(whole, parallel, batch, 1, seq_len, document_length, on_gpu=machine.overlaps)
-    question = Question(model, work, machine, gpus, wanted, adapters, base_bits)
     plans = question.plans()
     if not plans:
         raise UserError(explain_no_plan(question))
@@ -136,50 +110,18 @@ def plan_cluster(
     lines = [
         headline(question, len(plans)),
         "",
-        *table(shown, machine),
+        *table(shown, question.machine),
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
-        *([longest_that_fits(question)] if adapters else []),
+        *([longest_that_fits(question)] if question.adapters else []),
         describe_best(best),
-        *filter(None, [prediction_caveat(whole)]),
+        *filter(None, [prediction_caveat(question.work.model)]),
         "",
         *commands(best, question),
     ]
     if check:
         lines += ["", *emulation_table(best.work)]
     return "\n".join(lines)
-
-
-def check_flags(
-    model: str,
-    gpus: int,
-    per_node: int,
-    seq_len: int,
-    document_length: int,
-    float8: str,
-    adapters: LoRA | None,
-    machine: Machine,
-) -> None:
-    """Raise UserError where flags contradict each other or the machine."""
-    if adapters and float8 != "none":
-        raise UserError("--float8 is for training all weights: leave out --lora")
-    if float8 != "none" and float8 not in machine.recipes:
-        known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
-        reason = "bench.py comm does not measure products in 8 bits" if machine.measured else known
-        raise UserError(f"no plan with --float8 {float8} for {machine.name}: {reason}")
-    if gpus > per_node and gpus % per_node:
-        nodes = math.ceil(gpus / per_node)
-        raise UserError(
-            f"--gpus {gpus} is no multiple of --per-node {per_node}: give --gpus "
-            f"{nodes * per_node} for {nodes} full nodes"
-        )
-    if seq_len > (longest := PRESETS[model].max_seq_len):
-        raise UserError(
-            f"--seq-len {seq_len} is longer than the {longest} tokens of {model}: give at most "
-            f"{longest}"
-        )
-    if document_length > seq_len:
-        raise UserError(f"--document-length {document_length} exceeds --seq-len {seq_len}")
 
 
 # ------------------------------------------------------------------------------ reasons in words
@@ -246,11 +188,14 @@ def explain_nothing_fits(question: Question, smallest: Plan) -> str:
         parallel = replace(work.parallel, optimizer=optimizer, moments=moments)
         return question.fits(work=replace(work, parallel=parallel))
 
+    def in_4_bits() -> Llama:
+        return build_on_meta(work.model.config, question.adapters, base_bits=4)
+
     if optimizer_fits("adamw", "bfloat16"):
         remedies = ["--moments bfloat16"]
     elif not question.adapters and optimizer_fits("muon", "float32"):
         remedies = ["--optimizer muon"]
-    if question.adapters and question.fits(work=replace(work, model=question.model(base_bits=4))):
+    if question.adapters and question.fits(work=replace(work, model=in_4_bits())):
         remedies.append("--base-bits 4")
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
@@ -400,37 +345,20 @@ def commands(plan: Plan, question: Question) -> list[str]:
     """Return the lines that start a plan: the command of the first node, and of the others."""
     work, parallel, lora = plan.work, plan.work.parallel, question.adapters
     nodes, per_node = question.gpus // question.per_node, question.per_node
-    shard_is_a_flag = STRATEGIES[parallel.dp].copy_per == "node"
-    flags = {
-        "model": None if lora else question.preset,
-        "init": "BASE" if lora else None,
-        "data": "CHATS.jsonl" if lora else None,
-        "rank": lora.rank if lora else None,
-        "base-bits": 4 if question.base_bits == 4 else None,
-        "batch": work.batch,
-        "microbatch": work.microbatch,
-        "seq-len": work.seq_len,
-        "dp": parallel.dp,
-        "shard": parallel.shard if shard_is_a_flag else None,
-        "tp": parallel.tp if parallel.tp > 1 else None,
-        "cp": parallel.cp if parallel.cp > 1 else None,
-        "pp": parallel.pp if parallel.pp > 1 else None,
-        "schedule": parallel.schedule if parallel.pp > 1 else None,
-        "stages-per-rank": parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
-        "reshard": parallel.reshard if parallel.shard > 1 else None,
-        "checkpointing": parallel.checkpointing,
-        "dtype": str(parallel.dtype).removeprefix("torch."),
-        "optimizer": None if lora else parallel.optimizer,
-        "moments": parallel.moments if parallel.moments != "float32" else None,
-        "float8": parallel.float8 if parallel.float8 != "none" else None,
-    }
-    train = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
-    train += " --offload-activations" * parallel.offload_activations
-    train += " --async-tp" * parallel.async_tp
-    train += " --dora" * bool(lora and lora.dora)
+    what, always = (
+        f"train.py --model {question.preset}",
+        ["dp", "checkpointing", "dtype", "compile"],
+    )
+    if lora:
+        what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
+        what += " --base-bits 4" * (question.base_bits == 4) + " --dora" * lora.dora
+    always += ["optimizer"] * (not lora) + ["reshard"] * (parallel.shard > 1)
+    always += ["schedule"] * (parallel.pp > 1)
+    train = (
+        f"{what} --batch {work.batch} --microbatch {work.microbatch} --seq-len {work.seq_len} "
+        f"{flags_of(parallel, always)}"
+    )
     train += " --document-mask" * (work.document > 0 and not lora)  # else always
-    script = "finetune_lora.py" if lora else "train.py"
-    train = f"{script} {train} --{'' if parallel.compile else 'no-'}compile"
     if nodes == 1:
         return [f"torchrun --nproc-per-node {per_node} {train}"]
     first_node = (

@@ -1,11 +1,13 @@
 """Command-line flags: the groups that scripts share."""
 
 import argparse
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 
 from lora import TARGETS
 from model import PRESETS
-from parallel import STRATEGIES
+from parallel import STRATEGIES, ParallelConfig
 from plumbing.parser import given_int, nonnegative_float, nonnegative_int, positive_int
 from techniques.float8 import RECIPES
 from techniques.schedules import SCHEDULES
@@ -182,3 +184,22 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                      help="validation sequences per evaluation (default: %(default)s)")
     run.add_argument("--log-every", type=positive_int, default=10,
                      help="steps between progress lines (default: %(default)s)")
+
+# fmt: on
+
+
+def flags_of(parallel: ParallelConfig, always: Collection[str] = ()) -> str:
+    """Return the flags that ask for a configuration on its processes: those of fields that differ
+    from the default, and of those in `always`."""
+    flags = []
+    for field in fields(ParallelConfig):
+        name, value = field.name.replace("_", "-"), getattr(parallel, field.name)
+        if field.name in ("replicate", "shard"):  # their sizes follow from the others, but for hsdp
+            is_shown = field.name == "shard" and STRATEGIES[parallel.dp].copy_per == "node"
+        else:
+            is_shown = field.name in always or value != field.default
+        if is_shown and isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif is_shown:
+            flags.append(f"--{name} {str(value).removeprefix('torch.')}")
+    return " ".join(flags)

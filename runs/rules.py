@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -61,25 +61,14 @@ def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
 
 
 def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
-    """Return the parallel configuration of the flags, still without `replicate` and `shard`."""
-    return ParallelConfig(
-        dp=args.dp,
-        tp=args.tp,
-        pp=args.pp,
-        cp=args.cp,
-        stages_per_rank=args.stages_per_rank or STAGES.get(args.schedule, 1),
-        schedule=args.schedule,
-        reshard=args.reshard,
-        checkpointing=args.checkpointing,
-        compile=args.compile,
-        offload=args.offload,
-        offload_activations=args.offload_activations,
-        dtype=getattr(torch, args.dtype),
-        optimizer=args.optimizer or "adamw",
-        moments=args.moments,
-        float8=args.float8,
-        async_tp=args.async_tp,
-    )
+    """Return the configuration that the flags ask for, still without `replicate` and `shard`. A
+    field has the value of the flag of its name; flags that are not given leave the default."""
+    names = {field.name for field in fields(ParallelConfig)} - {"replicate", "shard"}
+    given = {name: getattr(args, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    given["dtype"] = getattr(torch, args.dtype)
+    given.setdefault("stages_per_rank", STAGES.get(given.get("schedule"), 1))
+    return ParallelConfig(**given)
 
 
 def requested_work(

@@ -79,7 +79,7 @@ def test_long_sequences_are_shared():
               "--batch", 8, "--tp", 1, "--pp", 1)  # fmt: skip
     assert "Best: 1 x 8 x 1, cp 8 with --dp fsdp, checkpointing selective" in out
     (command,) = [line for line in out.splitlines() if line.startswith("torchrun")]
-    assert " --cp 8 " in command
+    assert " --cp 8" in command
     row = next(line for line in out.splitlines() if line.startswith("| 1 x 8 x 1 |"))
     assert "full and offloaded" in row and "s of recomputation" in row
 
