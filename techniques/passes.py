@@ -25,22 +25,26 @@ from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, rotate
 
 def use_fewer_passes(model: Llama) -> None:
     """Let the norms, RoPE and SwiGLU of a model compute by the functions below."""
-    for name in PASSES:
+    for name in ("RMSNorm", "RoPE", "SwiGLU"):
         if computes_the_same(type(model), model.config.norm_eps, name):
             put_in(model, name)
 
 
 def put_in(model: nn.Module, name: str) -> None:
-    """Replace one kind of function, a name in PASSES, wherever a model has it."""
+    """Put the function below that computes RMSNorm, RoPE or SwiGLU wherever a model has one."""
     for module in model.modules():
-        if isinstance(module, PASSES[name][0]):
-            PASSES[name][1](module)
+        if name == "RMSNorm" and isinstance(module, RMSNorm):
+            module.forward = partial(norm_in_few_passes, module)
+        if name == "RoPE" and isinstance(module, Attention):
+            module.rotate = rotate_in_one_pass
+        if name == "SwiGLU" and isinstance(module, FeedForward):
+            module.swiglu = SwiGLU.apply
 
 
 @functools.cache
 def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
-    """Return whether a small model has the same loss and gradients with a function of PASSES as
-    with that of model.py; if not, say so once."""
+    """Return whether a small model has the same loss and gradients with the function below as with
+    that of model.py; if not, say so once."""
     config, found = LlamaConfig(16, 1, 2, 1, ffn_dim=12, vocab_size=11, norm_eps=eps), []
     tokens = torch.arange(12).view(2, 6) ** 2 % 11
     for replaced in (False, True):
@@ -144,23 +148,3 @@ class SwiGLU(torch.autograd.Function):
 def in_float(x: Tensor) -> Tensor:
     """Return x in float32, or in float64 where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _use_norm(norm: RMSNorm) -> None:
-    norm.forward = partial(norm_in_few_passes, norm)
-
-
-def _use_rotation(attention: Attention) -> None:
-    attention.rotate = rotate_in_one_pass
-
-
-def _use_swiglu(feed_forward: FeedForward) -> None:
-    feed_forward.swiglu = SwiGLU.apply
-
-
-# name -> the modules that have such a function, and what puts a faster one into them
-PASSES = {
-    "RMSNorm": (RMSNorm, _use_norm),
-    "RoPE": (Attention, _use_rotation),
-    "SwiGLU": (FeedForward, _use_swiglu),
-}
