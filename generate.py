@@ -190,7 +190,7 @@ def converse(model: Llama, tokenizer: Tokenizer, messages: Conversation, **optio
         with contextlib.suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401 (gives `input` a line editor and a history)
         print("Ctrl-C stops an answer, Ctrl-D ends the conversation", file=sys.stderr)
-    with plumbing.startup.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
+    with plumbing.endings.ctrl_c_raises() if in_terminal else contextlib.nullcontext():
         while True:
             try:
                 text = input("> " if in_terminal else "")

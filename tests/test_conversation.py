@@ -1,4 +1,4 @@
-"""Conversations with generate.py, whose answers are compared with those of model.generate."""
+"""Conversations with generate.py, whose answers are compared with those of generate.stream."""
 
 import fcntl
 import io
@@ -20,7 +20,7 @@ from conftest import ENVIRONMENT, ROOT, launch, refused
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
 from files.safetensors import StoredTensor
-from generate import generate, stream
+from generate import stream
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.chat import drop_oldest, encode_prompt
@@ -65,10 +65,10 @@ endless = pytest.mark.parametrize("base", [1_000_000], indirect=True)  # an answ
 
 
 def answer(base, *messages: dict, new: int = NEW) -> str:
-    """Return the answer to a conversation, from model.generate."""
+    """Return the answer to a conversation, from generate.stream."""
     prompt = encode_prompt([*messages], BYTES)
-    (tokens,) = generate(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
-    return BYTES.decode(token for token in tokens if token not in BYTES.stop)
+    steps = stream(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
+    return BYTES.decode(token for (token,) in steps if token not in BYTES.stop)
 
 
 @pytest.fixture
