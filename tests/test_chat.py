@@ -1,5 +1,6 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
+import itertools
 import json
 import random
 import time
@@ -10,7 +11,9 @@ import torch
 import transformers
 from conftest import shared
 
+import finetune_lora
 from model import IGNORE, Llama, LlamaConfig
+from plumbing import processes
 from plumbing.processes import UserError
 from text import chat
 from text.chat import (
@@ -456,24 +459,29 @@ def test_answers_are_scored(monkeypatch):
     """Shares that end and are in common with the true answers, counted by hand."""
     stop = next(iter(BYTES.stop))
     said = [[*b"abcd", stop], [*b"aaaaaa"]]
-    monkeypatch.setattr(chat, "generate", lambda *_, **__: said)
+    monkeypatch.setattr(finetune_lora, "generate", lambda *_, **__: said)
     examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    lines = chat.sample_answers(None, examples, BYTES, 0).splitlines()
+    lines = finetune_lora.sample_answers(None, examples, BYTES, 0).splitlines()
     assert lines[:2] == ["1?--- base model: abcd" + BYTES.decode([stop]), "--- true answer: abxy"]
     overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
     score = f"50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common"
     assert lines[-2:] == [f"--- base model: of 2 answers {score}", "---"]
-    assert "--- after 7 steps: of 2 answers" in chat.sample_answers(None, examples, BYTES, 7)
+    assert "--- after 7 steps: of 2 answers" in finetune_lora.sample_answers(
+        None, examples, BYTES, 7
+    )
 
 
 def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "a.jsonl", *answering(1500))
     open_samples([str(path)], BYTES, 128)
     assert capsys.readouterr().err == ""
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(chat.time, "monotonic", lambda: next(ticks))
-    open_samples([str(path)], BYTES, 128, quiet=True)
-    assert capsys.readouterr().err == ""
+    seconds = itertools.count()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
     open_samples([str(path)], BYTES, 128)
-    shown = capsys.readouterr().err
-    assert "1,000" in shown and "1,500 in " in shown and shown.endswith(" s\n")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("encoding samples: 6 of 1500  ")
+    assert all(line.endswith(" left") for line in shown)
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: 1)
+    open_samples([str(path)], BYTES, 128)
+    assert capsys.readouterr().err == ""
