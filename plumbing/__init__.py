@@ -1,1 +1,1 @@
-"""What every run needs and no lesson is about: processes, flags, tokenizers, foreign files."""
+"""What every run needs and no lesson is about: processes, their end, shards, flags."""

@@ -1,1 +1,1 @@
-"""."""
+"""Text to token ids, and token ids to batches: corpora, tokenizers, chat."""

@@ -33,16 +33,17 @@ from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
 from text.corpora import (
+    check_string,
     document_name,
     hash_fraction,
     read_json_lines,
-    replace_lone_surrogates,
     split_of,
     standard_library,
 )
 from text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
+Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
 
 # --------------------------------------------------------------------------- conversation files
 
@@ -75,7 +76,7 @@ def _conversation(record: dict, where: str) -> Conversation:
     if "messages" in record:
         messages = record["messages"]
     elif one_turn:
-        *prompts, answer = (_string(fields[key], f'{where}: "{key}" is') for key in one_turn)
+        *prompts, answer = (check_string(fields[key], f'{where}: "{key}" is') for key in one_turn)
         messages = _one_turn("\n\n".join(filter(None, prompts)), answer)
     else:
         found = ", ".join(map(repr, record)) or "nothing"
@@ -101,16 +102,10 @@ def _message(message: object, which: str) -> dict[str, str]:
     role = message.get("role")
     if role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    content = _string(message.get("content"), f'{which} has the "content"')
+    content = check_string(message.get("content"), f'{which} has the "content"')
     if role == "assistant" and not content.strip():
         raise UserError(f"{which} is an empty answer: write one, or leave the line out")
     return {"role": role, "content": content}
-
-
-def _string(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{what} {value!r:.60}: give it as a string")
-    return replace_lone_surrogates(value)
 
 
 # ------------------------------------------------------------------------- the default data set
@@ -164,9 +159,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # ----------------------------------------------------------------- from conversations to tokens
 
 
-def encode(
-    messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False
-) -> tuple[list[int], list[bool]]:
+def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False) -> Encoded:
     """Return the ids of a conversation up to its last answer, and for each id whether it is a
     target: whether the model is trained to predict it.
 
@@ -226,10 +219,8 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
     This is best fit decreasing: from the longest sample to the shortest, each goes into the row
     where it leaves the fewest free slots, or into a new row. It needs at most 11/9 of the smallest
     possible number of rows, plus a constant (Johnson et al. 1974)."""
-    if max(lengths, default=0) > seq_len:
-        raise UserError(
-            f"a sample of {max(lengths)} tokens fits in no row: give a longer --seq-len"
-        )
+    if (longest := max(lengths, default=0)) > seq_len:
+        raise UserError(f"a sample of {longest} tokens fits in no row: give a longer --seq-len")
     rows = []
     by_room = []  # (free slots, row), in ascending order of free slots
     room_of = operator.itemgetter(0)
@@ -248,13 +239,11 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
 class Packed:
     """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
 
-    samples: what `encode` returned, (ids [n], is_target [n]), with n at most seq_len + 1."""
+    samples: what `encode` returned, of at most seq_len + 1 ids each."""
 
     document_mask = True
 
-    def __init__(
-        self, samples: list[tuple[list[int], list[bool]]], seq_len: int, tokenizer: Tokenizer
-    ):
+    def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
         self.seq_len, self.tokenizer = seq_len, tokenizer
         # In arrays an id and its is_target take 5 bytes, in lists about 48.
         self.samples = [
@@ -269,10 +258,7 @@ class Packed:
 
     def checksum(self) -> int:
         """Return a checksum of all ids, to notice when nodes have different files."""
-        checksum = 0
-        for ids, _ in self.samples:
-            checksum = zlib.crc32(ids, checksum)
-        return checksum
+        return zlib.crc32(np.concatenate([ids for ids, _ in self.samples]))
 
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the rows of these indices; None makes a row without targets."""
@@ -321,15 +307,13 @@ def open_samples(
     no target within a row is dropped in any case
 
     Samples are held out by a hash; if that leaves either split empty, the last one is held out.
-    Raise UserError if fewer than two samples can be used.
-    """
+    Raise UserError if fewer than two samples can be used."""
     samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
     if not train or not val:
         train, val = samples[:-1], samples[-1:]
-    train_rows, val_rows = (
-        Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)
-    )
+    packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
+    train_rows, val_rows = packed
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
     summary = (
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
@@ -377,12 +361,10 @@ def _conversations(data: list[str]) -> Iterator[tuple[str, Conversation]]:
     if data == ["python"] and not Path("python").exists():
         yield from ((split, messages) for split, _, messages in docstrings())
         return
-    for source in map(Path, data):
-        files = sorted(source.rglob("*.jsonl")) if source.is_dir() else [source]
+    for path in map(Path, data):
+        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
         if not files:
-            raise UserError(
-                f"{source} holds no .jsonl file: give one with lines like {LINE_FORMATS}"
-            )
-        for path in files:
-            for number, messages in read_conversations(path):
-                yield split_of(f"{document_name(path)}:{number}"), messages
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
+        for file in files:
+            for number, messages in read_conversations(file):
+                yield split_of(f"{document_name(file)}:{number}"), messages
