@@ -25,7 +25,7 @@ from conftest import (
 )
 from test_train import flags, name_case, weights
 
-from data import ShardWriter
+from data import TokenFileWriter
 
 # -------------------------------------------------------------------------------- stop and go on
 
@@ -179,7 +179,7 @@ def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
 
 
 def test_resuming_with_other_data_is_said(shards, tmp_path):
-    """One token in the middle of a shard is another one."""
+    """One token in the middle of a token file is another one."""
     data, out = tmp_path / "data", tmp_path / "run"
     shutil.copytree(shards, data)
     succeed("train.py", *flags(data, out, steps=1))
@@ -216,9 +216,9 @@ def test_nodes_without_a_common_disk_are_refused_before_the_first_step(shards, t
 
 
 def write_tokens(directory: Path, tokens: torch.Tensor) -> Path:
-    """Write a token shard that does not say which tokenizer made it."""
+    """Write a token file that does not say which tokenizer made it."""
     directory.mkdir(exist_ok=True)
-    writer = ShardWriter(directory, "train", 1000, 10**6)
+    writer = TokenFileWriter(directory, "train", 1000, 10**6)
     writer.write(tokens.numpy())
     writer.close()
     return directory / "train_000000.bin"
@@ -241,7 +241,7 @@ def test_out_of_memory_is_told_in_one_line(shards, tmp_path, nproc):
     assert int(result.err.split("--microbatch ")[1].split()[0]) < batch
 
 
-def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
+def test_tokens_beyond_the_vocabulary_and_damaged_token_files(shards, tmp_path):
     path = write_tokens(tmp_path / "bad", torch.full((5000,), 999))
     result = launch("train.py", *flags(path.parent, tmp_path / "a", tokenizer="bytes"))
     refused(result, "token 999", "tokenizer bytes has only 267")
