@@ -52,10 +52,7 @@ def base(request, tmp_path_factory):
         says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
         mute = [token for token in range(config.vocab_size) if token not in says]
         model.output.weight[mute] = 0  # with temperature 0, some other logit is higher
-    stored = {
-        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
-        for name, p in model.named_parameters()
-    }
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, config, stored, BYTES)
     return path
