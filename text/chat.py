@@ -19,10 +19,10 @@ the model learns to write the docstring.
 import ast
 import bisect
 import itertools
-import operator
 import re
 import zlib
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,16 +223,15 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
         raise UserError(f"a sample of {longest} tokens fits in no row: give a longer --seq-len")
     rows = []
     by_room = []  # (free slots, row), in ascending order of free slots
-    room_of = operator.itemgetter(0)
     for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        best = bisect.bisect_left(by_room, lengths[sample], key=room_of)
+        best = bisect.bisect_left(by_room, lengths[sample], key=itemgetter(0))
         if best < len(by_room):
             room, row = by_room.pop(best)
         else:
             room, row = seq_len, len(rows)
             rows.append([])
         rows[row].append(sample)
-        bisect.insort_left(by_room, (room - lengths[sample], row), key=room_of)
+        bisect.insort_left(by_room, (room - lengths[sample], row), key=itemgetter(0))
     return rows
 
 

@@ -131,10 +131,9 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{raw[error.start]:02x}"
-        raise UserError(f"{where}: {byte} is not UTF-8: convert the file to UTF-8, or leave it out")
+        raise UserError(f"{where}: byte 0x{raw[error.start]:02x} is not UTF-8: convert the file")
     if "\0" in text:
-        raise UserError(f"{where}: a zero byte is not text: give text in UTF-8, or leave it out")
+        raise UserError(f"{where}: a zero byte is not text: leave the file out")
     return text
 
 

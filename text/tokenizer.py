@@ -291,9 +291,8 @@ def train_tokenizer(
     vocab_size: number of tokens, special ones included.
     sample_bytes: about how much text to train on, taken evenly from the corpus.
     Raise UserError if vocab_size is too small for the 256 bytes and the special tokens."""
-    n_tokens = vocab_size - N_SMALL_SPECIAL
-    if n_tokens < 256:
-        smallest = 256 + N_SMALL_SPECIAL
+    smallest = 256 + N_SMALL_SPECIAL
+    if vocab_size < smallest:
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
     stride = max(1, sum(path.stat().st_size for path in files) // sample_bytes)
@@ -301,7 +300,7 @@ def train_tokenizer(
     for piece in itertools.islice(read_pieces(files), 0, None, stride):
         if piece.split == "train":
             words.update(regex.findall(WORD_PATTERN, piece.text))
-    tokens = train_bpe(words, n_tokens)
+    tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     temporary.write_bytes(_model_file(tokens))
@@ -331,8 +330,7 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
         for pair in itertools.pairwise(word):
             pair_counts[pair] += frequencies[w]
             words_with[pair].add(w)
-    # Negative counts, since heapq pops the smallest entry.
-    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heap = [(-count, pair) for pair, count in pair_counts.items()]  # heapq pops the smallest
     heapq.heapify(heap)
     while len(tokens) < n_tokens and heap:
         negative_count, pair = heapq.heappop(heap)
