@@ -184,17 +184,17 @@ def test_unusable_text_is_refused(tmp_path, name, content, message, monkeypatch)
         open_windows([str(path)], load_tokenizer("bytes"), 64)
 
 
-def test_token_files_of_another_tokenizer_are_refused(shards, tmp_path, small_bpe):
+def test_token_files_of_another_tokenizer_are_refused(corpus, tmp_path, small_bpe):
     with pytest.raises(UserError, match="were not made with tokenizer"):
-        open_windows([str(shards)], load_tokenizer(str(small_bpe)), 8)
-    open_windows([str(shards)], load_tokenizer("bytes"), 8)
+        open_windows([str(corpus)], load_tokenizer(str(small_bpe)), 8)
+    open_windows([str(corpus)], load_tokenizer("bytes"), 8)
     writer = TokenFileWriter(tmp_path, "train", 267, tokens_per_file=10**6)
     writer.write(np.zeros(5000, dtype=np.uint32))
     writer.close()
     with pytest.raises(UserError, match="give --tokenizer"):
         data.tokenizer_of_token_files([str(tmp_path)])
     with pytest.raises(UserError, match="mixes token files and text"):
-        data.find_token_files([str(shards), str(small_bpe.parent)])
+        data.find_token_files([str(corpus), str(small_bpe.parent)])
 
 
 def test_lone_surrogates_and_blank_lines_in_json(tmp_path):

@@ -53,14 +53,14 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
     ],
     ids="gelu geglu qk-norm padded window constant-window long-window experts".split(),
 )
-def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, shards, tmp_path):
-    for result in exports(patch, edits, shards, tmp_path):
+def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
+    for result in exports(patch, edits, corpus, tmp_path):
         refused(result, message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run"]
 
 
-def test_another_loss_and_a_field_that_is_off_do_not_matter(shards, tmp_path):
-    results = exports("z_loss", OFF, shards, tmp_path)
+def test_another_loss_and_a_field_that_is_off_do_not_matter(corpus, tmp_path):
+    results = exports("z_loss", OFF, corpus, tmp_path)
     assert [result.code for result in results] == [0, 0], results[0].err
 
 
