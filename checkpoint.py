@@ -59,17 +59,16 @@ from files.directories import (
     read_index,
     remove_checkpoint,
     save_stored_tensors,
+    seal,
     sync,
-    use_gpu,
     verify,
-    write_checksums,
 )
 from files.optimizer_state import optimizer_state
-from files.safetensors import StoredTensor
+from files.safetensors import Weights
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
-from plumbing.processes import UserError, note_checkpoint, run
+from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
 from runs.check_model import check_computes_llama
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -135,16 +134,16 @@ class Saver:
         self.wait()
 
     def _check(self) -> None:
-        """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
-        OUT, or if OUT has too little space for a checkpoint."""
-        rank, kind = dist.get_rank(), type(self.optimizer).__name__
+        """Note which ranks hold each tensor. Raise UserError if the optimizer has state that cannot
+        be saved, if a rank does not find OUT, or if OUT has too little space for a checkpoint."""
+        kind, is_new = type(self.optimizer).__name__, not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
-        is_new = not self.optimizer.state
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
-        if not state and rank == 0:
-            print(f"warning: {kind} has no state, so checkpoints hold none", file=sys.stderr)
+        if not state:
+            warning = f"warning: {kind} has no state, so checkpoints hold none"
+            print_rank_zero(warning, file=sys.stderr)
         mine = [{name: t.nbytes for name, t in named.items()} for named in (weights, state)]
         of_ranks = self._on_every_rank(lambda: mine)
         names = {(" ".join(weights), " ".join(state)) for weights, state in of_ranks}
@@ -153,12 +152,16 @@ class Saver:
                 f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
                 f"DTensors, of which each rank holds a shard"
             )
-        size, self.holders = 0, defaultdict(list)  # name -> ranks that hold it
-        for holder, sizes in enumerate(weights | state for weights, state in of_ranks):
-            size += sum(sizes[name] for name in sizes.keys() - self.holders)
-            for name in sizes:
-                self.holders[name].append(holder)
-        probe = self.out / ".step-probe"
+        sizes, self.holders = {}, defaultdict(list)  # name -> bytes, name -> ranks that hold it
+        for rank, (weights, state) in enumerate(of_ranks):
+            sizes |= weights | state
+            for name in weights | state:
+                self.holders[name].append(rank)
+        self._check_disk(sum(sizes.values()))
+
+    def _check_disk(self, size: int) -> None:
+        """Raise UserError if a rank does not find OUT, or if OUT lacks space for `size` bytes."""
+        rank, probe = dist.get_rank(), self.out / ".step-probe"
         try:
             self._on_every_rank(lambda: rank == 0 and probe.mkdir(parents=True, exist_ok=True))
             self._on_every_rank(lambda: (probe / str(rank)).touch())
@@ -185,7 +188,7 @@ class Saver:
         if self.lora:
             first = {ranks[0] for ranks in self.holders.values()}
             factors = gather_adapters(self.model, sorted(first), self.group)
-        if not self.lora:
+        else:
             tensors["weights"] = self._written_by_this_rank(_weights(self.model))
         if self.thread:
             for named in tensors.values():
@@ -193,26 +196,28 @@ class Saver:
             self.pending = self.thread.submit(self._write, step, tensors, factors)
         else:
             self._write(step, tensors, factors)
-        return self.out / f"step-{step:08d}"
+        return self._directories(step)[0]
 
     def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: all DTensors, of which it writes its shards,
         and a share of the other tensors, which are equal on all ranks that hold them."""
-        writers = {name: self.holders[name][i % len(self.holders[name])]
-                   for i, name in enumerate(tensors)}  # fmt: skip
-        return {name: tensor for name, tensor in tensors.items()
-                if isinstance(tensor, DTensor) or writers[name] == dist.get_rank()}  # fmt: skip
+        written = {}
+        for i, (name, tensor) in enumerate(tensors.items()):
+            holders = self.holders[name]
+            if isinstance(tensor, DTensor) or holders[i % len(holders)] == dist.get_rank():
+                written[name] = tensor
+        return written
 
     def wait(self) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed."""
-        if self.pending:
-            pending, self.pending = self.pending, None
+        pending, self.pending = self.pending, None
+        if pending:
             pending.result()
 
     def _write(
         self, step: int, tensors: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
     ) -> None:
-        final, temporary = self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
+        final, temporary = self._directories(step)
         rank = dist.get_rank()
         try:
             self._on_every_rank(lambda: rank == 0 and temporary.mkdir(parents=True, exist_ok=True))
@@ -222,9 +227,7 @@ class Saver:
             digests = {}
             for of_rank in self._on_every_rank(lambda: checksums(temporary, own_files)):
                 digests |= of_rank
-            self._on_every_rank(
-                lambda: rank == 0 and self._finish(step, temporary, final, factors, digests)
-            )
+            self._on_every_rank(lambda: rank == 0 and self._finish(step, factors, digests))
         except (OSError, CheckpointException) as error:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # frees the space
@@ -253,10 +256,9 @@ class Saver:
                 raise result
         return results
 
-    def _finish(
-        self, step: int, temporary: Path, final: Path, factors: dict[str, Tensor], digests: dict
-    ) -> None:
+    def _finish(self, step: int, factors: dict[str, Tensor], digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
+        final, temporary = self._directories(step)
         for directory in temporary.glob("*/"):
             files = {entry.relative_path for entry in read_index(directory).storage_data.values()}
             if missing := files - set(os.listdir(directory)):
@@ -267,10 +269,15 @@ class Saver:
         config = self.model.config
         if self.lora:
             save_adapter(temporary, self.lora, config, factors, str(self.flags["init"]))
-        complete(temporary, config, self.tokenizer, step, self.flags, digests)
+        metadata = {"model": asdict(config), "step": step, "flags": self.flags}
+        complete(temporary, metadata, self.tokenizer, digests)
         os.rename(temporary, final)
         sync(self.out)
         note_checkpoint(final.name)
+
+    def _directories(self, step: int) -> tuple[Path, Path]:
+        """Return the directory of a checkpoint, and the hidden one in which it is written."""
+        return self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:
@@ -281,33 +288,18 @@ def _weights(model: Llama) -> dict[str, Tensor]:
     return tensors
 
 
-def complete(
-    directory: Path,
-    config: LlamaConfig,
-    tokenizer: Tokenizer | None,
-    step: int,
-    flags: dict,
-    digests: dict[str, str],
-) -> None:
+def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, digests: dict) -> None:
     """Turn a directory with weights/ or an adapter into a checkpoint.
 
-    Adds config.json, the tokenizer and SHA256SUMS, and flushes all to disk. `digests` holds the
-    checksums of the files in weights/ and optimizer/."""
-    content = {
-        "model": asdict(config),
-        "step": step,
-        "flags": flags,
-        "tokenizer": tokenizer and tokenizer.name,
-        "tokenizer_hash": tokenizer and tokenizer.hash,
-    }
+    Adds the tokenizer, config.json with the metadata, and SHA256SUMS, and flushes all to disk.
+    `digests` holds the checksums of the files in weights/ and optimizer/."""
+    name, key = (tokenizer.name, tokenizer.hash) if tokenizer else (None, None)
     if tokenizer and tokenizer.file:
-        tokenizer.save(directory / "tokenizer.model")
-        content["tokenizer"] = "tokenizer.model"
-    (directory / "config.json").write_text(json.dumps(content, indent=1, default=str))
-    others = [path for path in directory.glob("*") if path.is_file()]
-    others += directory.glob("*/.metadata")
-    write_checksums(directory, digests | checksums(directory, others))
-    sync(*directory.glob("*"), directory)  # DCP has synced the files in weights/ and optimizer/
+        name = "tokenizer.model"
+        tokenizer.save(directory / name)
+    metadata = metadata | {"tokenizer": name, "tokenizer_hash": key}
+    (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
+    seal(directory, digests)
 
 
 # ---------------------------------------------------------------------------------------- loading
@@ -408,7 +400,7 @@ def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) 
 
 
 def write_checkpoint(
-    target: Path, config: LlamaConfig, stored: dict[str, StoredTensor], tokenizer: Tokenizer | None
+    target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None
 ) -> None:
     """Write a checkpoint of step 0 without an optimizer, from one process.
 
@@ -416,7 +408,8 @@ def write_checkpoint(
     with new_directory(target) as temporary:
         save_stored_tensors(stored, temporary / "weights")
         digests = checksums(temporary, (temporary / "weights").glob("__*"))
-        complete(temporary, config, tokenizer, 0, {}, digests)
+        metadata = {"model": asdict(config), "step": 0, "flags": {}}
+        complete(temporary, metadata, tokenizer, digests)
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
@@ -475,11 +468,8 @@ def main() -> None:
         command.add_argument("target", type=Path, help="a directory that does not exist yet")
     importer.add_argument("--tokenizer", help="tokenizer name or file (default: the source's)")
     exporter.add_argument("--format", choices=["hf", "meta"], required=True, help="files to write")
-    exporter.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="dtype of the weights (default: the source's)",
-    )
+    exporter.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                          help="dtype of the weights (default: the source's)")  # fmt: skip
     args = parser.parse_args()
     if args.command == "import":
         import_weights(args.source, args.target, args.tokenizer)

@@ -1,6 +1,6 @@
-"""Turn text into batches of tokens: token shards, windows of them, and the order of windows.
+"""Turn text into batches of tokens: token files, windows of them, and the order of windows.
 
-    text ──tokenizer──> shards of token ids on disk ──> windows of T + 1 tokens ──> batches
+    text ──tokenizer──> token files on disk ──> windows of T + 1 tokens ──> batches
 
 A corpus is tokenized once into files in llm.c's `.bin` format. They are mapped into memory, so a
 corpus may be larger than memory. Raw text given to training is tokenized at first use and kept in
@@ -36,68 +36,62 @@ from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import UserError, run
 from text.batch import Batch
-from text.corpora import VAL_FRACTION, find_files, read_pieces
+from text.corpora import VAL_FRACTION, Piece, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
-# --------------------------------------------------------------------------------------- shards
+# ---------------------------------------------------------------------------------- token files
 
 # llm.c's format: a header of 256 int32 (magic number, version, number of tokens, zeros), then the
 # tokens, whose dtype follows from magic number and version.
 HEADER_BYTES = 256 * 4
-SHARD_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-SHARD_TOKENS = 100_000_000
+TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+TOKENS_PER_FILE = 100_000_000
 
 
-def open_shard(path: Path) -> np.ndarray:
+def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     where the file is something else or incomplete."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256 or (dtype := SHARD_DTYPES.get((int(header[0]), int(header[1])))) is None:
+    if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
         found = f"magic {header[0]}, version {header[1]}" if len(header) > 1 else f"{size} bytes"
-        raise UserError(
-            f"{path} is not a token shard ({found}): write one with `python data.py tokenize`"
-        )
+        raise UserError(f"{path} is not a token file ({found}): write one with data.py tokenize")
     expected, found = int(header[2]), (size - HEADER_BYTES) // dtype.itemsize
     if found != expected or expected == 0:
         raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))
 
 
-class ShardWriter:
-    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of shard_tokens each."""
+class TokenFileWriter:
+    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of tokens_per_file each."""
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, shard_tokens: int):
-        self.directory, self.split, self.shard_tokens = directory, split, shard_tokens
-        two_bytes, four_bytes = SHARD_DTYPES.items()
+    def __init__(self, directory: Path, split: str, vocab_size: int, tokens_per_file: int):
+        self.directory, self.split, self.tokens_per_file = directory, split, tokens_per_file
+        two_bytes, four_bytes = TOKEN_DTYPES.items()
         (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
-        self.file: BinaryIO | None = None  # the unfinished shard
-        self.tokens_in_file = 0
-        self.n_shards = 0  # finished shards
-        self.n_tokens = 0  # tokens in all shards
+        self.file: BinaryIO | None = None  # the unfinished file
+        self.n_tokens = 0  # tokens in all files
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens, beginning a new shard whenever one is full."""
+        """Append tokens, beginning a new file whenever one is full."""
         while len(tokens):
-            if self.file is None:
-                self.file = open(self.directory / f"{self.split}_{self.n_shards:06d}.bin", "wb")
-                self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
-            room = self.shard_tokens - self.tokens_in_file
-            part, tokens = tokens[:room], tokens[room:]
-            self.file.write(part.astype(self.dtype).tobytes())
-            self.tokens_in_file += len(part)
-            self.n_tokens += len(part)
-            if self.tokens_in_file == self.shard_tokens:
+            number, in_file = divmod(self.n_tokens, self.tokens_per_file)
+            if in_file == 0:
                 self.close()
+                self.file = open(self.directory / f"{self.split}_{number:06d}.bin", "wb")
+                self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
+            part, tokens = np.split(tokens, [self.tokens_per_file - in_file])
+            self.file.write(part.astype(self.dtype).tobytes())
+            self.n_tokens += len(part)
 
     def close(self) -> None:
-        """Complete the header of the last shard, which may be shorter than the others."""
-        if self.file is None:
-            return
-        self.file.seek(0)
-        self.file.write(np.array([self.magic, self.version, self.tokens_in_file], "<i4").tobytes())
-        self.file.close()
-        self.file, self.tokens_in_file, self.n_shards = None, 0, self.n_shards + 1
+        """Complete the header of the last file, which may be shorter than the others."""
+        if self.file:
+            in_file = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
+            self.file.seek(0)
+            self.file.write(np.array([self.magic, self.version, in_file], "<i4").tobytes())
+            self.file.close()
+            self.file = None
 
 
 def tokenize(
@@ -105,9 +99,9 @@ def tokenize(
     tokenizer: Tokenizer,
     out: Path,
     val_fraction: float = VAL_FRACTION,
-    shard_tokens: int = SHARD_TOKENS,
+    tokens_per_file: int = TOKENS_PER_FILE,
 ) -> None:
-    """Write a corpus as a directory of shards, with a data.json that names the tokenizer.
+    """Write a corpus as a directory of token files, with a data.json that names the tokenizer.
 
     The directory `out` appears only when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +110,11 @@ def tokenize(
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         writers = {
-            split: ShardWriter(unfinished, split, tokenizer.vocab_size, shard_tokens)
+            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size, tokens_per_file)
             for split in ("train", "val")
         }
-        _write_documents(files, tokenizer, val_fraction, writers)
+        size = sum(path.stat().st_size for path in files)
+        _write_documents(read_pieces(files, val_fraction), size, tokenizer, writers)
         name = tokenizer.name
         if tokenizer.file:
             name = "tokenizer.model"
@@ -139,14 +134,13 @@ def tokenize(
 
 
 def _write_documents(
-    files: list[Path], tokenizer: Tokenizer, val_fraction: float, writers: dict[str, ShardWriter]
+    pieces: Iterator[Piece], size: int, tokenizer: Tokenizer, writers: dict[str, TokenFileWriter]
 ) -> None:
-    """Tokenize the documents of a corpus and write each with the writer of its split.
+    """Tokenize documents of `size` bytes in all and write each with the writer of its split.
 
     Every document begins with `bos`. Between two documents of a split, `eos` precedes it, unless
     the tokenizer has one token for both."""
-    pieces = read_pieces(files, val_fraction)
-    total, done, started = sum(path.stat().st_size for path in files), 0, time.monotonic()
+    done, started = 0, time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
         while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
@@ -160,8 +154,8 @@ def _write_documents(
                 writer.write(tokens)
                 done += len(piece.text)  # in characters, some of which take several bytes
             seconds = time.monotonic() - started
-            left = seconds * (total - done) / max(done, 1)
-            line = f"tokenizing {total / 1e6:,.1f} MB: {done / total:4.0%}, "
+            left = seconds * (size - done) / max(done, 1)
+            line = f"tokenizing {size / 1e6:,.1f} MB: {done / size:4.0%}, "
             line += f"{done / seconds / 1e6:.1f} MB/s, {left:,.0f} s left "
             print(f"\r{line}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -170,13 +164,13 @@ def _write_documents(
 
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided
-# differently, so that old shards are not used any more.
+# differently, so that old token files are not used any more.
 CACHE_VERSION = 2
 
 
-def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
-    """Return the directory in `cache/` with the shards of a corpus. Tokenize the corpus if there is
-    none yet, or if a file or the tokenizer has changed since."""
+def cached_token_files(files: list[Path], tokenizer: Tokenizer) -> Path:
+    """Return the directory in `cache/` with the token files of a corpus. Tokenize the corpus if
+    there is none yet, or if a file or the tokenizer has changed since."""
     key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash}".encode())
     for path in files:
         stat = path.stat()
@@ -187,28 +181,28 @@ def cached_shards(files: list[Path], tokenizer: Tokenizer) -> Path:
     return directory
 
 
-def find_shards(data: list[str]) -> list[Path]:
+def find_token_files(data: list[str]) -> list[Path]:
     """Return the `.bin` files that --data names, and those in directories that it names; none if
     it names raw text. Raise UserError if it names both."""
-    shards_by_source = []
+    by_source = []
     for path in map(Path, data):
         candidates = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-        shards_by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
-    if any(shards_by_source) and not all(shards_by_source):
-        raise UserError(f"--data mixes token shards and text ({' '.join(data)}): tokenize the text")
-    return [shard for shards in shards_by_source for shard in shards]
+        by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
+    if any(by_source) and not all(by_source):
+        raise UserError(f"--data mixes token files and text ({' '.join(data)}): tokenize the text")
+    return [file for files in by_source for file in files]
 
 
-def tokenizer_of_shards(data: list[str]) -> str | None:
-    """Return the name or path of the tokenizer that the shards in --data were made with, for
-    load_tokenizer; None if --data is text. Raise UserError if the shards have no data.json."""
-    shards = find_shards(data)
-    if not shards:
+def tokenizer_of_token_files(data: list[str]) -> str | None:
+    """Return the name or path of the tokenizer that the token files in --data were made with, for
+    load_tokenizer; None if --data is text. Raise UserError if they have no data.json."""
+    files = find_token_files(data)
+    if not files:
         return None
-    directory = shards[0].parent
+    directory = files[0].parent
     metadata = directory / "data.json"
     if not metadata.is_file():
-        raise UserError(f"{shards[0]} does not say what tokenizer made it: give --tokenizer")
+        raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
     name = json.loads(metadata.read_text())["tokenizer"]
     return str(directory / name) if name == "tokenizer.model" else name
 
@@ -217,23 +211,23 @@ def tokenizer_of_shards(data: list[str]) -> str | None:
 
 
 class Windows:
-    """The windows of T + 1 tokens in a list of shards, numbered from 0; T is seq_len.
+    """The windows of T + 1 tokens in a list of token files, numbered from 0; T is seq_len.
 
     Neighbouring windows share a token: the last target of one is the first input of the next. The
-    rest of a shard, too short for a window, is not used. With `document_mask`, batches have
+    rest of a file, too short for a window, is not used. With `document_mask`, batches have
     positions that start at 0 in every document, and attention stays within documents."""
 
     def __init__(
         self,
-        shards: list[np.ndarray],
+        files: list[np.ndarray],
         seq_len: int,
         tokenizer: Tokenizer,
         document_mask: bool = False,
     ):
-        self.shards, self.seq_len = shards, seq_len
+        self.files, self.seq_len = files, seq_len
         self.tokenizer, self.document_mask = tokenizer, document_mask
-        # ends[s]: number of windows in shards 0 to s.
-        self.ends = np.cumsum([(len(shard) - 1) // seq_len for shard in shards], dtype=np.int64)
+        # ends[i]: number of windows in files 0 to i.
+        self.ends = np.cumsum([(len(file) - 1) // seq_len for file in files], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -241,21 +235,21 @@ class Windows:
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
 
-        It is that of the shards' lengths and of all their tokens, or of 4096 tokens where there are
+        It is that of the files' lengths and of all their tokens, or of 4096 tokens where there are
         more than 2^24."""
-        total = sum(map(len, self.shards))
-        stride = 1 if total <= 1 << 24 else total // 4096
-        checksum = zlib.crc32(repr([len(shard) for shard in self.shards]).encode())
-        for shard in self.shards:
-            checksum = zlib.crc32(np.ascontiguousarray(shard[::stride]), checksum)
+        lengths = [len(file) for file in self.files]
+        stride = 1 if sum(lengths) <= 1 << 24 else sum(lengths) // 4096
+        checksum = zlib.crc32(repr(lengths).encode())
+        for file in self.files:
+            checksum = zlib.crc32(np.ascontiguousarray(file[::stride]), checksum)
         return checksum
 
     def __getitem__(self, i: int) -> np.ndarray:
         """Return window i [T + 1]."""
-        shard = int(np.searchsorted(self.ends, i, side="right"))
-        windows_before = int(self.ends[shard - 1]) if shard else 0
+        file = int(np.searchsorted(self.ends, i, side="right"))
+        windows_before = int(self.ends[file - 1]) if file else 0
         start = (i - windows_before) * self.seq_len
-        return self.shards[shard][start : start + self.seq_len + 1]
+        return self.files[file][start : start + self.seq_len + 1]
 
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
@@ -282,37 +276,35 @@ class Windows:
 def open_windows(
     data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
 ) -> tuple[Windows, Windows]:
-    """Return the training and the validation windows of --data: token shards, or raw text that is
+    """Return the training and the validation windows of --data: token files, or raw text that is
     tokenized at first use.
 
-    Shards with "val" in their name are for validation; without any, the last twentieth of the last
-    shard is. Raise UserError if there is not at least one window of each, or if the shards were
-    made with another tokenizer. Shards without a data.json, as of other projects, are not checked.
-    """
-    paths = find_shards(data) or sorted(cached_shards(find_files(data), tokenizer).glob("*.bin"))
-    for metadata in sorted({path.parent / "data.json" for path in paths}):
-        if not metadata.is_file():
-            continue
+    Files with "val" in their name are for validation; without any, the last twentieth of the last
+    file is. Raise UserError if there is not at least one window of each, or if the files were made
+    with another tokenizer. Files without a data.json, as of other projects, are not checked."""
+    paths = find_token_files(data)
+    if not paths:
+        paths = sorted(cached_token_files(find_files(data), tokenizer).glob("*.bin"))
+    for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
-                f"the shards in {metadata.parent} were not made with tokenizer {tokenizer.name}: "
-                f"leave out --tokenizer, or tokenize the text anew"
+                f"the token files in {metadata.parent} were not made with tokenizer "
+                f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"
             )
-    train = [open_shard(path) for path in paths if "val" not in path.name]
-    val = [open_shard(path) for path in paths if "val" in path.name]
+    train = [open_token_file(path) for path in paths if "val" not in path.name]
+    val = [open_token_file(path) for path in paths if "val" in path.name]
     if train and not val:
         border = len(train[-1]) * 19 // 20
         train[-1], val = train[-1][:border], [train[-1][border:]]
-    for split, shards in (("training", train), ("validation", val)):
-        longest = max(map(len, shards), default=0)
+    for split, files in (("training", train), ("validation", val)):
+        longest = max(map(len, files), default=0)
         if longest <= seq_len:
             raise UserError(
                 f"the {split} part of {' '.join(data)} is too short: --seq-len {seq_len} needs "
                 f"{seq_len + 1} consecutive tokens, it has {longest}; give more text, or a "
                 f"shorter --seq-len"
             )
-    options = dict(seq_len=seq_len, tokenizer=tokenizer, document_mask=document_mask)
-    return Windows(train, **options), Windows(val, **options)
+    return tuple(Windows(files, seq_len, tokenizer, document_mask) for files in (train, val))
 
 
 # ---------------------------------------------------------------------------------------- order
@@ -364,24 +356,22 @@ def read_ahead(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Train a tokenizer, or turn text into token shards.")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="train-tokenizer|tokenize"
-    )
-    train = commands.add_parser(
-        "train-tokenizer", help="train a byte-pair encoding, written as a tokenizer.model"
-    )
-    shards = commands.add_parser("tokenize", help="write token shards for train.py --data")
+    parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
+    commands = parser.add_subparsers(dest="command", required=True,
+                                     metavar="train-tokenizer|tokenize")
+    train = commands.add_parser("train-tokenizer",
+                                help="train a byte-pair encoding, written as a tokenizer.model")
+    tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
                        help="number of tokens, special ones included (default: %(default)s)")
-    shards.add_argument("--tokenizer", default=DEFAULT_TOKENIZER,
+    tokens.add_argument("--tokenizer", default=DEFAULT_TOKENIZER,
                         help="name or tokenizer.model file (default: %(default)s)")
-    shards.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
+    tokens.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
                         help="fraction of the text held out for validation (default: %(default)s)")
-    shards.add_argument("--shard-tokens", type=positive_int, default=SHARD_TOKENS,
-                        help="tokens per shard (default: %(default)s)")
-    for command, out in ((train, "file"), (shards, "directory")):
+    tokens.add_argument("--shard-tokens", type=positive_int, default=TOKENS_PER_FILE,
+                        help="tokens per file (default: %(default)s)")
+    for command, out in ((train, "file"), (tokens, "directory")):
         command.add_argument("sources", nargs="+",
                              help="text files, directories, or python, the source of Python's "
                                   "standard library")

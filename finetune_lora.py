@@ -83,7 +83,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     checkpoint.check_tokenizer(base, tokenizer)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, quiet=process.rank > 0
+        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt
     )
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     print_rank_zero(summary)

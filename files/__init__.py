@@ -1,1 +1,1 @@
-"""Weights on disk, in the formats of all who publish them."""
+"""Weights on disk, in the formats of everybody: ours, Meta's, Hugging Face's, PEFT's."""

@@ -8,8 +8,6 @@ have Hugging Face's names, and B and magnitudes of wq and wk have Hugging Face's
 """
 
 import json
-import math
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -19,15 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from files.formats import (
-    HF_NAMES,
-    JsonFile,
-    check_weights,
-    hf_name,
-    to_hf_rows,
-    to_meta_rows,
-)
-from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from files.formats import HF_NAMES, JsonFile, check_weights, hf_name, to_hf_rows, to_meta_rows
+from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from lora import TARGETS, LoRA, adapter_settings, adapters, add_adapters, merged_weight
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
@@ -98,9 +89,7 @@ def save_adapter(
 ) -> None:
     """Write PEFT's two files. `base` is the path of the model the adapter was trained on."""
     stored = {
-        peft_name(name): StoredTensor(
-            factor.dtype, tuple(factor.shape), partial(to_hf_rows, name, config, factor)
-        )
+        peft_name(name): StoredTensor.of(to_hf_rows(name, config, factor))
         for name, factor in factors.items()
     }
     save_safetensors(directory / PEFT_FILES[1], stored, {"format": "pt"})
@@ -127,7 +116,7 @@ def is_adapter(directory: Path) -> bool:
     return (directory / PEFT_FILES[0]).is_file()
 
 
-def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, dict[str, StoredTensor]]:
+def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     """Return an adapter's settings and its factors, with lora.py's names and Meta's order of rows.
 
     Raises UserError if it does not fit a Llama of this configuration, or is not plain LoRA on the
@@ -204,10 +193,10 @@ class Merged:
 
     The base is what the adapter saw in training: rounded, if it was in 4 bits."""
 
-    def __init__(self, weights: dict[str, StoredTensor], adapter: Path, config: LlamaConfig):
+    def __init__(self, weights: Weights, adapter: Path, config: LlamaConfig):
         self.lora, self.stored = open_adapter(adapter, config)
         self.bits = bits_of_base(adapter)
-        self.squares = Counter()  # sums of squares of all matrices, and of differences
+        self.squares = torch.zeros(4, dtype=torch.float64)  # what `merge` adds up of all matrices
         self.weights = weights | {
             name: weight.map(partial(self.merge, name.removesuffix("weight")))
             for name, weight in weights.items()
@@ -215,30 +204,23 @@ class Merged:
         }
 
     def merge(self, layer: str, weight: Tensor) -> Tensor:
-        """Return the merged weight of a layer, such as `layers.0.attention.wq.`; add to the sums
-        what it changed and lost."""
+        """Return the merged weight of a layer, such as `layers.0.attention.wq.`; add up squares of
+        the matrix, of what 4 bits lose, of what the adapter changes, and of what rounding loses."""
         original = weight.to(torch.promote_types(weight.dtype, torch.float32))
         base = rounded(original) if self.bits == 4 else original
         names = ("lora_A", "lora_B", *["lora_magnitude"] * self.lora.dora)
         parameters = [self.stored[layer + n].read() for n in names if layer + n in self.stored]
         exact = merged_weight(base, self.lora.scale, *parameters) if parameters else base
         merged = exact.to(weight.dtype)
-        self.squares += {
-            "base": original.square().sum().item(),
-            "in 4 bits": (base - original).square().sum().item(),
-            "change": (exact - base).square().sum().item(),
-            "lost": (merged - exact).square().sum().item(),
-        }
+        parts = original, base - original, exact - base, merged - exact
+        self.squares += torch.stack([part.square().sum() for part in parts]).double()
         return merged
 
     def describe(self) -> str:
         """Return what was lost, in a line, when all weights have been read."""
-
-        def share(part: str, whole: str) -> str:
-            return f"{math.sqrt(self.squares[part] / (self.squares[whole] or 1)):.2%}"
-
-        in_4_bits = f"in 4 bits the base is off by {share('in 4 bits', 'base')}, and merged so; "
+        base, in_4_bits, change, lost = self.squares.sqrt().tolist()
+        note = f"in 4 bits the base is off by {in_4_bits / (base or 1):.2%}, and merged so; "
         return (
-            f"{in_4_bits if self.bits == 4 else ''}merged weights are rounded to the base's dtype, "
-            f"an error of {share('lost', 'change')} of what the adapter changes"
+            f"{note if self.bits == 4 else ''}merged weights are rounded to the base's dtype, an "
+            f"error of {lost / (change or 1):.2%} of what the adapter changes"
         )

@@ -1,8 +1,14 @@
-"""Find and open the directories that hold a model's weights, or an adapter.
+"""Find, open and write the directories that hold a model's weights, or an adapter.
 
 A directory with weights is a checkpoint in our own format (checkpoint.py), or a model in the format
 of Meta or Hugging Face (formats.py). The output directory of a run stands for the newest of its
 checkpoints.
+
+A checkpoint is written under a hidden name and renamed last, after its files have been synced to
+disk. So a directory with its final name is complete, even if the process is killed. Weights and
+optimizer state are written by torch.distributed.checkpoint (DCP), each as a directory. Its file
+__RANK_0.distcp holds what that rank has written; .metadata is the index, which says where in these
+files each tensor lies.
 """
 
 import contextlib
@@ -27,14 +33,19 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from files import formats
 from files.adapters import PEFT_FILES, is_adapter
-from files.safetensors import StoredTensor
+from files.formats import JsonFile, is_hf, is_meta, open_hf, open_meta
+from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
 from plumbing.processes import UserError
 from text.tokenizer import Tokenizer, find_tokenizer
+
+CHECKSUMS = "SHA256SUMS"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of no_dist=True
+
+# ---------------------------------------------------------------------------------------- finding
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -53,14 +64,13 @@ def find_checkpoint(directory: Path) -> Path:
 
     Raises UserError if neither is one of our checkpoints or a directory of Meta or Hugging Face."""
     for found in (directory, *checkpoints(directory)[-1:]):
-        if has_weights(found) or formats.is_meta(found) or formats.is_hf(found):
+        if has_weights(found) or is_meta(found) or is_hf(found):
             return found
         if is_adapter(found):
-            base = formats.JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path")
+            base = JsonFile(found / PEFT_FILES[0]).get("base_model_name_or_path") or "its base"
             raise UserError(
-                f"{found} is an adapter: generate.py takes it as --adapter, with "
-                f"{base or 'its base'} as the model, and python checkpoint.py merge makes a model "
-                f"of both"
+                f"{found} is an adapter: generate.py takes it as --adapter, with {base} as the "
+                f"model, and python checkpoint.py merge makes a model of both"
             )
     raise UserError(
         f"no checkpoint in '{directory}': give a run's --out or one of its step-N, or a directory "
@@ -78,6 +88,9 @@ def find_adapter(directory: Path) -> Path:
     raise UserError(f"no adapter in '{directory}': give a run of finetune_lora.py, or PEFT's files")
 
 
+# ---------------------------------------------------------------------------------------- opening
+
+
 def read_config(directory: Path) -> dict:
     """Return the metadata of a directory from find_checkpoint, or of an adapter's checkpoint.
 
@@ -88,7 +101,7 @@ def read_config(directory: Path) -> dict:
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
     verify(directory, "config.json", "tokenizer.model")
-    content = formats.JsonFile(directory / "config.json")
+    content = JsonFile(directory / "config.json")
     try:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
     except (TypeError, ValueError) as error:
@@ -114,13 +127,12 @@ def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
         )
 
 
-def open_weights(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+def open_weights(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Return the configuration and the weights of any directory that find_checkpoint returns.
 
     It does not communicate."""
     if not has_weights(directory):
-        is_meta = formats.is_meta(directory)
-        return formats.open_meta(directory) if is_meta else formats.open_hf(directory)
+        return open_meta(directory) if is_meta(directory) else open_hf(directory)
     verify(directory, "weights", alone=True)
     entries = read_index(directory / "weights").state_dict_metadata
 
@@ -141,17 +153,6 @@ def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -
     return ", ".join(f"{name} {a}, not {b}" for (name, a), b in fields if a != b)
 
 
-# ---------------------------------------------------------------------------- files of a checkpoint
-# A directory is written under a hidden name and renamed last, after its files have been synced to
-# disk. So a directory with its final name is complete, even if the process is killed. Weights and
-# optimizer state are written by torch.distributed.checkpoint (DCP), each as a directory. Its file
-# __RANK_0.distcp holds what that rank has written; .metadata is the index, which says where in
-# these files each tensor lies.
-
-
-CHECKSUMS = "SHA256SUMS"
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of no_dist=True
-
 # -------------------------------------------------------------------------------------- checksums
 
 
@@ -167,12 +168,17 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def write_checksums(directory: Path, digests: dict[str, str]) -> None:
-    """Write SHA256SUMS in the format of the command sha256sum. The last line is a comment with the
-    digest of the lines above it."""
+def seal(directory: Path, digests: dict[str, str]) -> None:
+    """Write SHA256SUMS, which makes a directory a complete checkpoint, and flush all to disk.
+
+    `digests` are those of the files in weights/ and optimizer/, which DCP has synced. The format is
+    that of the command sha256sum; the last line is a comment with the digest of those above it."""
+    small = [path for path in directory.glob("*") if path.is_file()]
+    digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     own = hashlib.sha256(lines.encode()).hexdigest()
     (directory / CHECKSUMS).write_text(f"{lines}# complete: {own}\n")
+    sync(*directory.glob("*"), directory)
 
 
 def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
@@ -198,9 +204,7 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
         if not file.exists():
             raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
         if checksums(directory, [file]) != {name: digests[name]}:
-            raise UserError(
-                f"{file} is damaged: its checksum is not the one in {CHECKSUMS}. {advice}"
-            )
+            raise UserError(f"{file} is damaged: its checksum is not that in {CHECKSUMS}. {advice}")
 
 
 # ------------------------------------------------------------------------------- DCP's directories
@@ -262,19 +266,16 @@ def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = Fals
         raise UserError(f"cannot load {directory}: {failure_reason(error)}")
 
 
-def save_stored_tensors(stored: dict[str, StoredTensor], directory: Path) -> None:
+def save_stored_tensors(stored: Weights, directory: Path) -> None:
     """Write weights/ from one process, which holds one tensor at a time."""
-    on_meta = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in stored.items()
-    }
+    on_meta = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
     dcp.save(on_meta, checkpoint_id=directory, planner=_ReadWhenWritten(stored), no_dist=True)
 
 
 class _ReadWhenWritten(dcp.DefaultSavePlanner):
     """Lets DCP plan with tensors on `meta`, and reads each one only when DCP writes it."""
 
-    def __init__(self, stored: dict[str, StoredTensor]):
+    def __init__(self, stored: Weights):
         super().__init__()
         self.stored = stored
 
@@ -292,15 +293,7 @@ def failure_reason(error: OSError | CheckpointException) -> str:
     return kind + " ".join(str(error).split())
 
 
-# ------------------------------------------------------------------------------------ directories
-
-
-def sync(*paths: Path) -> None:
-    """Flush files or directories to disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+# ---------------------------------------------------------------------------------------- writing
 
 
 def lock_directory(out: Path) -> None:
@@ -358,8 +351,9 @@ def remove_checkpoint(checkpoint: Path) -> None:
         print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
 
 
-def use_gpu(gpu: int) -> None:
-    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
-    otherwise wait for training."""
-    torch.cuda.set_device(gpu)
-    torch.cuda.set_stream(torch.cuda.Stream())
+def sync(*paths: Path) -> None:
+    """Flush files or directories to disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

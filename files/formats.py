@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from files.safetensors import StoredTensor, open_safetensors, save_safetensors
+from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
+
+Shapes = dict[str, tuple[int, ...]]
 
 # -------------------------------------------------------------------------- names and row orders
 
@@ -80,27 +82,22 @@ def to_meta_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else tensor
 
 
-def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: LlamaConfig) -> Shapes:
     """Return the shape of every parameter of model.py's Llama. A tied output is not listed."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
 
 
-def published_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a published Llama, whatever model.py has."""
+def published_shapes(config: LlamaConfig) -> Shapes:
+    """Return the shape of every parameter of a published Llama, whatever model.py has. A model
+    with a padded vocabulary computes the same logits, and is none."""
     D, F, V = config.dim, config.ffn_dim, config.vocab_size
     kv_dim = config.n_kv_heads * config.head_dim
     block = {
-        "attention_norm": (D,),
-        "attention.wq": (D, D),
-        "attention.wk": (kv_dim, D),
-        "attention.wv": (kv_dim, D),
-        "attention.wo": (D, D),
-        "ffn_norm": (D,),
-        "feed_forward.w1": (F, D),
-        "feed_forward.w2": (D, F),
-        "feed_forward.w3": (F, D),
-    }
+        "attention_norm": (D,), "attention.wq": (D, D), "attention.wk": (kv_dim, D),
+        "attention.wv": (kv_dim, D), "attention.wo": (D, D), "ffn_norm": (D,),
+        "feed_forward.w1": (F, D), "feed_forward.w2": (D, F), "feed_forward.w3": (F, D),
+    }  # fmt: skip
     layers = [f"layers.{i}" for i in range(config.n_layers)]
     shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in block.items()}
     shapes |= {"tok_embeddings": (V, D), "norm": (D,)}
@@ -110,10 +107,7 @@ def published_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(
-    found: dict[str, StoredTensor] | dict[str, Tensor],
-    expected: dict[str, tuple[int, ...]],
-    source: Path,
-    model: str = "this Llama",
+    found: Weights | dict[str, Tensor], expected: Shapes, source: Path, model: str = "this Llama"
 ) -> None:
     """Raise UserError unless the weights have exactly the expected names and shapes."""
     common = found.keys() & expected.keys()
@@ -127,14 +121,13 @@ def check_weights(
         },
         "has {} tensor(s) of integers": {n for n in common if not found[n].dtype.is_floating_point},
     }
-    messages = [
-        f"{problem.format(len(names))}: {', '.join(sorted(names)[:5])}"
-        f"{', ...' if len(names) > 5 else ''}"
-        for problem, names in problems.items()
-        if names
-    ]
+    messages = []
+    for problem, names in problems.items():
+        if names:
+            some = sorted(names)[:5] + ["..."] * (len(names) > 5)
+            messages.append(f"it {problem.format(len(names))}: {', '.join(some)}")
     if messages:
-        raise UserError(f"the weights in {source} are not {model}'s: it {'; it '.join(messages)}")
+        raise UserError(f"the weights in {source} are not {model}'s: {'; '.join(messages)}")
 
 
 class JsonFile(dict):
@@ -235,24 +228,23 @@ def hf_config(directory: Path) -> LlamaConfig:
     return config
 
 
-def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory that transformers' save_pretrained has written."""
     config = hf_config(directory)
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = JsonFile(index)["weight_map"]
-        if not isinstance(weight_map, dict) or any(
-            Path(str(file)).name != file for file in weight_map.values()
-        ):
+        named = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if any(Path(str(file)).name != file for file in named):
             raise UserError(f"{index} is damaged: weight_map does not list files beside it")
-        files = sorted(set(weight_map.values()))
+        files = sorted(set(named))
     else:
         files = sorted(path.name for path in directory.glob("model*.safetensors"))
     if missing := [name for name in files if not (directory / name).is_file()]:
         raise UserError(f"{directory} lacks {', '.join(missing)}, which {index.name} lists")
     if not files:
         raise UserError(f"{directory} has a config.json and no model.safetensors beside it")
-    found: dict[str, StoredTensor] = {}
+    found: Weights = {}
     for name in files:
         tensors = open_safetensors(directory / name)
         if duplicates := found.keys() & tensors.keys():
@@ -274,7 +266,7 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
 def save_hf(
     directory: Path,
     config: LlamaConfig,
-    weights: dict[str, StoredTensor],
+    weights: Weights,
     bos: int | None = None,
     eos: list[int] | None = None,
 ) -> None:
@@ -331,7 +323,7 @@ def is_meta(directory: Path) -> bool:
     return (directory / "params.json").is_file()
 
 
-def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory with params.json and consolidated.00.pth, consolidated.01.pth, ...
 
     Several files are the shards of tensor parallelism: each has some rows or some columns of every
@@ -342,8 +334,7 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
         rope_scaling          1 without use_scaled_rope; else rope_scaling_factor, which save_meta
                               writes where needed; else 32 for tied embeddings (Llama 3.2 1B and 3B)
                               and 8 for others
-        max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without
-    """
+        max_seq_len           131,072 tokens with use_scaled_rope, 8,192 without"""
     path, files = directory / "params.json", sorted(directory.glob("consolidated.*.pth"))
     if not files:
         raise UserError(f"{directory} has a params.json and no consolidated.00.pth beside it")
@@ -380,12 +371,11 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
         """Concatenate the shards of a weight along the dimension in which they are not full."""
         sizes = zip(shape, full_shapes.get(name, shape))
         dim = next((d for d, (size, full_size) in enumerate(sizes) if size != full_size), None)
-        dtype = shards[0][name].dtype
         if dim is None:  # a norm, which is full in every shard, or the only shard
-            return StoredTensor(dtype, shape, lambda: shards[0][name])
+            return StoredTensor.of(shards[0][name])
         joined_shape = (*shape[:dim], shape[dim] * n_shards, *shape[dim + 1 :])
         read = partial(torch.cat, [shard[name] for shard in shards], dim)
-        return StoredTensor(dtype, joined_shape, read)
+        return StoredTensor(shards[0][name].dtype, joined_shape, read)
 
     weights = {name: join(name, shape) for name, shape in shard_shapes.items()}
     if tied:
@@ -415,7 +405,7 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
     return {name: weight for name, weight in content.items() if name != "rope.freqs"}
 
 
-def save_meta(directory: Path, config: LlamaConfig, weights: dict[str, StoredTensor]) -> None:
+def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     """Write params.json and one consolidated.00.pth. The full model must fit in the CPU's memory.
 
     max_seq_len is lost, since params.json has no field for it. The output is always written, since

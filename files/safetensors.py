@@ -23,23 +23,12 @@ from torch import Tensor
 from plumbing.processes import UserError
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 
 
@@ -50,6 +39,11 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "StoredTensor":
+        """Return a StoredTensor that reads a tensor in memory."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +57,10 @@ class StoredTensor:
         return StoredTensor(dtype, self.shape, lambda: self.read().to(dtype))
 
 
-def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+Weights = dict[str, StoredTensor]  # a model's, by name
+
+
+def open_safetensors(path: Path) -> Weights:
     """Return the tensors of a file by name, without reading their data.
 
     Raises UserError if the file is malformed."""
@@ -140,9 +137,7 @@ def _map(
     return data.view(dtype).view(shape)
 
 
-def save_safetensors(
-    path: Path, tensors: dict[str, StoredTensor], metadata: dict[str, str]
-) -> None:
+def save_safetensors(path: Path, tensors: Weights, metadata: dict[str, str]) -> None:
     """Write a file, reading one tensor at a time.
 
     The widest dtypes come first, so that every tensor is aligned to its dtype."""

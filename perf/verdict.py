@@ -222,7 +222,7 @@ RULES = {
     "data": Rule(
         "waits for data",
         0.05,
-        lambda facts: ["tokenize it with data.py tokenize, and keep the shards on a local disk"],
+        lambda facts: ["tokenize it with data.py tokenize, and keep the tokens on a local disk"],
     ),
     "optimizer": Rule("updates weights", 0.15, optimizer_levers),
     "other": Rule("clips gradients, or waits for other ranks", 0.10, other_levers),

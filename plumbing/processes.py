@@ -197,6 +197,13 @@ def keep_freed_memory() -> None:
         set_option(-3, 2**30) or set_option(-3, 2**25)
 
 
+def use_gpu(gpu: int) -> None:
+    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
+    otherwise wait for training."""
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+
 def _own_address(host: str, port: int) -> str:
     """Return this node's address on its way to the first node, to torchrun's store.
 

@@ -31,7 +31,7 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=["python"],
-                      help="text files, directories or token shards (default: python, the source "
+                      help="text files, directories or token files (default: python, the source "
                            "of Python's standard library)")
     data.add_argument("--tokenizer", help=f"name or tokenizer.model file (default: the one of the "
                                           f"data or of --init, or {DEFAULT_TOKENIZER})")

@@ -243,9 +243,9 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shards(text, tmp_path_factory) -> Path:
-    """That text as byte tokens."""
-    out = tmp_path_factory.mktemp("shards") / "counting"
+def corpus(text, tmp_path_factory) -> Path:
+    """Token files of that text, whose tokens are bytes."""
+    out = tmp_path_factory.mktemp("corpus") / "counting"
     succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     return out
 

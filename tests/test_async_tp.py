@@ -173,8 +173,8 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
         ),
     ],
 )
-def test_wrong_flags_are_refused(shards, tmp_path, nproc, options, parts):
-    given = flags(shards, tmp_path / "run", **options)
+def test_wrong_flags_are_refused(corpus, tmp_path, nproc, options, parts):
+    given = flags(corpus, tmp_path / "run", **options)
     refused(launch("train.py", *given, "--async-tp", nproc=nproc), *parts)
 
 
@@ -185,9 +185,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", ["q of a norm", slow("a sum")])
-def test_what_needs_all_tokens_at_once_is_refused(shards, tmp_path, name):
+def test_what_needs_all_tokens_at_once_is_refused(corpus, tmp_path, name):
     """A change of model.py that plain tensor parallelism can split, and this cannot."""
     old, new = CHANGES[name]
     changed = changed_copy(tmp_path / "copy", edits={old: new})
-    given = flags(shards, tmp_path / "run", tp=2)
+    given = flags(corpus, tmp_path / "run", tp=2)
     refused(launch(*changed, "train.py", *given, "--async-tp", nproc=2), "leave out --async-tp")

@@ -110,10 +110,10 @@ def test_every_configuration_computes_the_same(name, changed, tmp_path):
 
 @pytest.mark.slow
 def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
-    name, changed, shards, tmp_path
+    name, changed, corpus, tmp_path
 ):
     out, exported = tmp_path / "run", tmp_path / "exported"
-    given = flags(shards, out, steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
+    given = flags(corpus, out, steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
     succeed(*changed, "train.py", *given)
     expected = metrics(out)
     if name == "cosine":  # (1 + cos 2x) / 2 is cos² x; the first of two warmup steps is lower
@@ -133,11 +133,11 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, shards, tmp_path):
+def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     given = dict(steps=3, **FLAGS.get(name, {}))
-    succeed(*changed, "train.py", *flags(shards, one, **given))
-    result = launch(*changed, "train.py", *flags(shards, two, cp=2, dp="fsdp", **given), nproc=2)
+    succeed(*changed, "train.py", *flags(corpus, one, **given))
+    result = launch(*changed, "train.py", *flags(corpus, two, cp=2, dp="fsdp", **given), nproc=2)
     if name == "sliding_window":  # which takes a rank's own tokens for all there are
         refused(result, "--cp computes other logits than one process")
         return
@@ -150,19 +150,19 @@ def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, sh
 @pytest.mark.parametrize(
     "name, layer", [("qk_norm", "attention.q_norm"), ("experts", "feed_forward.router")]
 )
-def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, shards, tmp_path):
+def test_a_layer_without_a_place_in_the_plan_is_refused(name, layer, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", name, exclude="parallel.py")
-    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    result = launch(*changed, "train.py", *flags(corpus, tmp_path / "run"), "--tp", 2, nproc=2)
     refused(result, f"--tp cannot shard layers.0.{layer}.weight: add its layer to PLAN")
 
 
-def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(shards, tmp_path):
+def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(corpus, tmp_path):
     """The stream is scaled after the embedding, and so would be the input of every stage."""
     embed = (
         "        device, dtype, E = tokens.device.type, self.compute_dtype, self.config.head_dim\n"
     )
     changed = changed_copy(tmp_path / "copy", edits={embed: f"        x = 8 * x\n{embed}"})
-    run = ["train.py", *flags(shards, tmp_path / "run"), "--pp", 2]
+    run = ["train.py", *flags(corpus, tmp_path / "run"), "--pp", 2]
     refused(launch(*changed, *run, nproc=2), "--pp computes another loss than one process")
 
 
@@ -183,28 +183,28 @@ FEATURES = "self.swiglu(self.w1(x), self.w3(x))"
     ],
     ids=["features", "heads", "loss"],
 )
-def test_what_sees_a_shard_for_the_whole_is_refused(old, new, shards, tmp_path):
+def test_what_sees_a_shard_for_the_whole_is_refused(old, new, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits={old: new})
-    result = launch(*changed, "train.py", *flags(shards, tmp_path / "run"), "--tp", 2, nproc=2)
+    result = launch(*changed, "train.py", *flags(corpus, tmp_path / "run"), "--tp", 2, nproc=2)
     refused(result, "--tp computes another loss than one process, since model.py was changed")
 
 
-def test_dropout_is_for_training(shards, tmp_path):
+def test_dropout_is_for_training(corpus, tmp_path):
     """As seen after two steps without a learning rate."""
     dropped = f"F.dropout({FEED_FORWARD}, 0.5, self.training)"
     for out, edits in (("plain", {}), ("dropout", {FEED_FORWARD: dropped})):
-        given = flags(shards, tmp_path / out, steps=2, lr=0, eval_every=1)
+        given = flags(corpus, tmp_path / out, steps=2, lr=0, eval_every=1)
         succeed(*changed_copy(tmp_path / f"{out}-copy", edits=edits), "train.py", *given)
     plain, changed = metrics(tmp_path / "plain"), metrics(tmp_path / "dropout")
     assert [row["val_loss"] for row in plain] == [row["val_loss"] for row in changed]
     assert all(row["loss"] != other["loss"] for row, other in zip(plain, changed))
 
 
-def test_a_cap_of_the_logits_that_training_lacks_is_told(shards, tmp_path):
+def test_a_cap_of_the_logits_that_training_lacks_is_told(corpus, tmp_path):
     capped = {"return self.output(x)": "return self.output(x).tanh()"}
     for out, edits in (("plain", {}), ("capped", capped)):
         changed = changed_copy(tmp_path / f"{out}-copy", edits=edits)
-        result = succeed(*changed, "train.py", *flags(shards, tmp_path / out, steps=1))
+        result = succeed(*changed, "train.py", *flags(corpus, tmp_path / out, steps=1))
         told = (
             "note: the loss is not the cross entropy of the logits that generation uses"
             in result.out
@@ -213,12 +213,12 @@ def test_a_cap_of_the_logits_that_training_lacks_is_told(shards, tmp_path):
 
 
 @pytest.mark.parametrize("float8", ["none", "tensorwise"])
-def test_a_layer_that_is_not_called_is_told(shards, tmp_path, float8):
+def test_a_layer_that_is_not_called_is_told(corpus, tmp_path, float8):
     """Where its weight is used without it, 8 bits have no effect."""
     edits = {"self.wq(x)": "F.linear(x, self.wq.weight)"}
     for out, changes in (("plain", {}), ("changed", edits)):
         changed = changed_copy(tmp_path / f"{out}-copy", edits=changes)
-        given = flags(shards, tmp_path / out, steps=1, float8=float8, dim=32, ffn_dim=64)
+        given = flags(corpus, tmp_path / out, steps=1, float8=float8, dim=32, ffn_dim=64)
         told = "no effect in attention.wq" in succeed(*changed, "train.py", *given).out
         assert told == bool(changes and float8 != "none")
 

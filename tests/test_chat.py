@@ -1,5 +1,6 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
+import itertools
 import json
 import random
 import time
@@ -12,6 +13,7 @@ from conftest import shared
 
 import finetune_lora
 from model import IGNORE, Llama, LlamaConfig
+from plumbing import processes
 from plumbing.processes import UserError
 from text import chat
 from text.chat import (
@@ -473,10 +475,13 @@ def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch
     path = write(tmp_path / "a.jsonl", *answering(1500))
     open_samples([str(path)], BYTES, 128)
     assert capsys.readouterr().err == ""
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(chat.time, "monotonic", lambda: next(ticks))
-    open_samples([str(path)], BYTES, 128, quiet=True)
-    assert capsys.readouterr().err == ""
+    seconds = itertools.count()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
     open_samples([str(path)], BYTES, 128)
-    shown = capsys.readouterr().err
-    assert "1,000" in shown and "1,500 in " in shown and shown.endswith(" s\n")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("encoding samples: 6 of 1500  ")
+    assert all(line.endswith(" left") for line in shown)
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.dist, "get_rank", lambda: 1)
+    open_samples([str(path)], BYTES, 128)
+    assert capsys.readouterr().err == ""

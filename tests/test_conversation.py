@@ -1,4 +1,4 @@
-"""Conversations with generate.py, whose answers are compared with those of model.generate."""
+"""Conversations with generate.py, whose answers are compared with those of generate.stream."""
 
 import fcntl
 import io
@@ -20,7 +20,7 @@ from conftest import ENVIRONMENT, ROOT, launch, refused
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
 from files.safetensors import StoredTensor
-from generate import generate, stream
+from generate import stream
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.chat import drop_oldest, encode_prompt
@@ -52,10 +52,7 @@ def base(request, tmp_path_factory):
         says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
         mute = [token for token in range(config.vocab_size) if token not in says]
         model.output.weight[mute] = 0  # with temperature 0, some other logit is higher
-    stored = {
-        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
-        for name, p in model.named_parameters()
-    }
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, config, stored, BYTES)
     return path
@@ -65,10 +62,10 @@ endless = pytest.mark.parametrize("base", [1_000_000], indirect=True)  # an answ
 
 
 def answer(base, *messages: dict, new: int = NEW) -> str:
-    """Return the answer to a conversation, from model.generate."""
+    """Return the answer to a conversation, from generate.stream."""
     prompt = encode_prompt([*messages], BYTES)
-    (tokens,) = generate(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
-    return BYTES.decode(token for token in tokens if token not in BYTES.stop)
+    steps = stream(load_pretrained(base), [prompt], new, temperature=0, stop=BYTES.stop)
+    return BYTES.decode(token for (token,) in steps if token not in BYTES.stop)
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from plumbing.processes import UserError
 LARGE = ["--dim", "128", "--n-layers", "4", "--ffn-dim", "256"]
 
 
-def large(shards, out, **more) -> list[str]:
-    return [*flags(shards, out, **dict(batch=4, lr=1e-3, dtype="float32") | more), *LARGE]
+def large(corpus, out, **more) -> list[str]:
+    return [*flags(corpus, out, **dict(batch=4, lr=1e-3, dtype="float32") | more), *LARGE]
 
 
 def hidden(out: Path) -> list[Path]:
@@ -91,17 +91,17 @@ def one_line(result: Result, *parts: str) -> str:
 # -------------------------------------------------------------------- killed at any instant
 
 
-def test_a_run_killed_twice_gives_the_same_losses(shards, tmp_path):
-    kill_and_resume(shards, tmp_path, nproc=2, kills=2)
+def test_a_run_killed_twice_gives_the_same_losses(corpus, tmp_path):
+    kill_and_resume(corpus, tmp_path, nproc=2, kills=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc, kills, more", [(0, 14, {}), (2, 22, {}), (2, 8, dict(pp=2))])
-def test_a_run_killed_often_gives_the_same_losses(shards, tmp_path, nproc, kills, more):
-    assert kill_and_resume(shards, tmp_path, nproc, kills, **more) >= kills / 4
+def test_a_run_killed_often_gives_the_same_losses(corpus, tmp_path, nproc, kills, more):
+    assert kill_and_resume(corpus, tmp_path, nproc, kills, **more) >= kills / 4
 
 
-def kill_and_resume(shards, tmp_path, nproc: int, kills: int, **more) -> int:
+def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
     """Kill one rank or all ranks of a run and resume it, `kills` times.
 
     Asserts that losses equal those of an uninterrupted run. Returns how often a kill interrupted a
@@ -111,8 +111,8 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int, **more) -> int:
     dice = random.Random(seed)
     out, whole = tmp_path / "run", tmp_path / "whole"
     steps = 20 + 20 * kills
-    uninterrupted = start("train.py", *large(shards, whole, steps=steps, **more), nproc=nproc)
-    arguments = [*large(shards, out, steps=steps, save_every=1, keep=2, **more), "--resume"]
+    uninterrupted = start("train.py", *large(corpus, whole, steps=steps, **more), nproc=nproc)
+    arguments = [*large(corpus, out, steps=steps, save_every=1, keep=2, **more), "--resume"]
     interrupted = 0
     for i in range(kills):
         before, options = newest(out), ["--async-save"] if i % 2 else []
@@ -146,7 +146,7 @@ def kill_and_resume(shards, tmp_path, nproc: int, kills: int, **more) -> int:
             one_line(result, "error: rank ", "--resume continues from step-0000")
 
     more["save_every"] = steps // 2
-    arguments = [*large(shards, out, steps=steps, keep=2, **more), "--resume"]
+    arguments = [*large(corpus, out, steps=steps, keep=2, **more), "--resume"]
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
     assert finish(uninterrupted).code == 0
     for key in ("step", "loss", "grad_norm"):
@@ -169,10 +169,10 @@ def wait_until(happened, process: subprocess.Popen) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(shards, tmp_path_factory) -> Path:
+def run(corpus, tmp_path_factory) -> Path:
     """Return a run of two steps with a checkpoint of each."""
     out = tmp_path_factory.mktemp("two_steps") / "run"
-    succeed("train.py", *large(shards, out, steps=2, save_every=1))
+    succeed("train.py", *large(corpus, out, steps=2, save_every=1))
     return out
 
 
@@ -205,10 +205,10 @@ def disk(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("kilobytes, option", [(1000, []), (4000, ["--async-save"])], ids=str)
-def test_a_limited_file_size(shards, run, tmp_path, kilobytes, option):
+def test_a_limited_file_size(corpus, run, tmp_path, kilobytes, option):
     """With 1000 kB writing the weights fails, with 4000 kB writing the optimizer."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
-    arguments = [*large(shards, out, steps=9, save_every=1), "--resume", *option]
+    arguments = [*large(corpus, out, steps=9, save_every=1), "--resume", *option]
     limit = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash"]
     result = from_bash(f'exec {shlex.join(limit)} "$@"', *arguments)
     last = f"The last checkpoint is {out / 'step-00000002'}:"
@@ -219,7 +219,7 @@ def test_a_limited_file_size(shards, run, tmp_path, kilobytes, option):
 @pytest.mark.parametrize(
     "nproc, option", [(0, []), (0, ["--async-save"]), (2, []), (2, ["--async-save"])], ids=str
 )
-def test_a_full_disk(shards, disk, tmp_path, nproc, option):
+def test_a_full_disk(corpus, disk, tmp_path, nproc, option):
     """The disk has 20 MB, a checkpoint takes 7.5 MB. The third does not fit beside the first two,
     which are removed only after it has been saved."""
     copy = tmp_path / "copy"
@@ -229,7 +229,7 @@ def test_a_full_disk(shards, disk, tmp_path, nproc, option):
         cp -a {shlex.quote(str(disk))} {shlex.quote(str(copy))}  # the mount ends with this shell
         exit $code"""
     options = dict(steps=9, save_every=1, keep=2)
-    result = from_bash(bash, *large(shards, disk / "run", **options), *option, nproc=nproc)
+    result = from_bash(bash, *large(corpus, disk / "run", **options), *option, nproc=nproc)
     line = one_line(result, "error: cannot save ", "/run/step-00000003: ")
     assert re.search(r"; 0\.0 GB are free there\. .* is \S+/step-00000002: make room", line), line
     assert nproc or result.code == 2
@@ -238,10 +238,10 @@ def test_a_full_disk(shards, disk, tmp_path, nproc, option):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_a_read_only_disk(shards, disk, nproc):
+def test_a_read_only_disk(corpus, disk, nproc):
     path = shlex.quote(str(disk))
     bash = f'mount -t tmpfs tmpfs {path} && mount -o remount,ro {path} && exec "$@"'
-    result = from_bash(bash, *large(shards, disk / "run"), nproc=nproc)
+    result = from_bash(bash, *large(corpus, disk / "run"), nproc=nproc)
     one_line(result, "Read-only file system", str(disk / "run"))
     assert nproc or result.code == 2
     assert "step " not in result.err and "parameters" not in result.out  # training did not start
@@ -250,11 +250,11 @@ def test_a_read_only_disk(shards, disk, nproc):
 # -------------------------------------------------------------------- two runs in one directory
 
 
-def test_a_directory_belongs_to_one_run(shards, tmp_path):
+def test_a_directory_belongs_to_one_run(corpus, tmp_path):
     out = tmp_path / "run"
-    first = start("train.py", *large(shards, out, steps=10**6, log_every=10**6))
+    first = start("train.py", *large(corpus, out, steps=10**6, log_every=10**6))
     wait_until(lambda: (out / "metrics.jsonl").exists() and len(metrics_so_far(out)) > 5, first)
-    arguments = large(shards, out, steps=10)
+    arguments = large(corpus, out, steps=10)
     message = f"{out} is in use by process {first.pid} on {socket.gethostname()}: "
     for options in ([], ["--resume"]):
         refused(launch("train.py", *arguments, *options), message, "another --out")
@@ -321,11 +321,11 @@ def test_damage_is_found_and_named(run, tmp_path, name, damage):
     ],
     ids=["optimizer", "two_processes", "generate"],
 )
-def test_scripts_refuse_damaged_checkpoints(shards, run, tmp_path, script, nproc, name, damage):
+def test_scripts_refuse_damaged_checkpoints(corpus, run, tmp_path, script, nproc, name, damage):
     out = Path(shutil.copytree(run, tmp_path / "run"))
     damage(out / "step-00000002" / name)
     before = contents(out)
-    resume = [*large(shards, out, steps=9, save_every=1), "--resume"]
+    resume = [*large(corpus, out, steps=9, save_every=1), "--resume"]
     result = launch(script, *(resume if script == "train.py" else [out]), nproc=nproc)
     one_line(result, str(out / "step-00000002"), name)
     assert nproc or result.code == 2

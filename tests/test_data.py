@@ -1,4 +1,4 @@
-"""data.py and text/corpora.py: corpora, shards, windows, and their order."""
+"""data.py and text/corpora.py: corpora, token files, windows, and their order."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from conftest import launch, refused, succeed
 
 import data
-from data import ShardWriter, Windows, open_shard, open_windows, window_of
+from data import TokenFileWriter, Windows, open_token_file, open_windows, window_of
 from model import IGNORE
 from plumbing.processes import UserError
 from text.corpora import find_files, read_pieces
@@ -22,14 +22,14 @@ def small_bpe(text, tmp_path_factory):
     return out
 
 
-# ------------------------------------------------------------------------------ corpora, shards
+# -------------------------------------------------------------------------- corpora, token files
 
 
 def documents(directory, split) -> str:
-    """Everything in the shards of one split, as text with visible special tokens."""
-    tokenizer = load_tokenizer(data.tokenizer_of_shards([str(directory)]))
+    """Everything in the token files of one split, as text with visible special tokens."""
+    tokenizer = load_tokenizer(data.tokenizer_of_token_files([str(directory)]))
     names = {token: name for name, token in tokenizer.special.items()}
-    tokens = np.concatenate([open_shard(p) for p in sorted(directory.glob(f"{split}_*.bin"))])
+    tokens = np.concatenate([open_token_file(p) for p in sorted(directory.glob(f"{split}_*.bin"))])
     return "".join(names.get(i) or chr(i) for i in tokens.tolist())
 
 
@@ -53,20 +53,20 @@ def test_tokenize_files_and_lines(tmp_path):
     expected = ["first\nfile\n", "second", *(line["text"] for line in lines)]
     assert sorted(found["train"] + found["val"]) == sorted(expected)
     assert 20 <= len(found["val"]) <= 60
-    sizes = [len(open_shard(path)) for path in sorted(out.glob("train_*.bin"))]
+    sizes = [len(open_token_file(path)) for path in sorted(out.glob("train_*.bin"))]
     assert sizes[:-1] == [500] * (len(sizes) - 1) and 0 < sizes[-1] <= 500
     metadata = json.loads((out / "data.json").read_text())
     assert metadata["train_tokens"] == sum(sizes)
 
 
-def test_shards_are_llm_c_format(tmp_path, small_bpe, text):
+def test_token_files_are_llm_c_format(tmp_path, small_bpe, text):
     out = tmp_path / "out"
     succeed("data.py", "tokenize", text, "--tokenizer", small_bpe, "--out", out)
     raw = (out / "train_000000.bin").read_bytes()
     header = np.frombuffer(raw[:1024], "<i4")
     body = np.frombuffer(raw[1024:], "<u2")
     assert header[:3].tolist() == [20240520, 1, len(body)] and not header[3:].any()
-    tokenizer = load_tokenizer(data.tokenizer_of_shards([str(out)]))
+    tokenizer = load_tokenizer(data.tokenizer_of_token_files([str(out)]))
     written = tokenizer.decode(body[1:].tolist())
     assert body[0] == tokenizer.bos and text.read_text().startswith(written)
 
@@ -110,42 +110,42 @@ def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
     assert len(again) == len(train)
 
 
-def test_shards_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, small_bpe, text):
+def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, small_bpe, text):
     save_tokenizer(tmp_path, load_tokenizer(str(small_bpe)))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     data.tokenize([text], tokenizer, tmp_path / "out")
-    kept = load_tokenizer(data.tokenizer_of_shards([str(tmp_path / "out")]))
+    kept = load_tokenizer(data.tokenizer_of_token_files([str(tmp_path / "out")]))
     assert kept.hash == tokenizer.hash
     open_windows([str(tmp_path / "out")], kept, 32)
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    writer = ShardWriter(tmp_path, "train", 128_256, shard_tokens=10)
+    writer = TokenFileWriter(tmp_path, "train", 128_256, tokens_per_file=10)
     tokens = np.array([1, 128_255, 70_000], dtype=np.uint32)
     writer.write(tokens)
     writer.close()
     header = np.fromfile(tmp_path / "train_000000.bin", "<i4", 256)
     assert header[:3].tolist() == [20240801, 7, 3]
-    assert open_shard(tmp_path / "train_000000.bin").tolist() == tokens.tolist()
+    assert open_token_file(tmp_path / "train_000000.bin").tolist() == tokens.tolist()
 
 
-def test_shards_of_other_projects_without_validation(tmp_path):
-    """fineweb_train_000001.bin and the like: the end of the last shard is held out."""
+def test_token_files_of_other_projects_without_validation(tmp_path):
+    """fineweb_train_000001.bin and the like: the end of the last file is held out."""
     for i in range(2):
-        writer = ShardWriter(tmp_path, f"fineweb_train_{i}", 267, shard_tokens=10**6)
+        writer = TokenFileWriter(tmp_path, f"fineweb_train_{i}", 267, tokens_per_file=10**6)
         writer.write(np.full(2000, i, dtype=np.uint32))
         writer.close()
     train, val = open_windows([str(tmp_path)], load_tokenizer("bytes"), 50)
-    assert [len(shard) for shard in train.shards] == [2000, 1900]
+    assert [len(file) for file in train.files] == [2000, 1900]
     assert val[0].tolist() == [1] * 51
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: p.write_bytes(b""), "is not a token shard"),
+        (lambda p: p.write_bytes(b""), "is not a token file"),
         (lambda p: p.write_bytes(bytes(2000)), "magic 0, version 0"),
-        (lambda p: p.write_bytes(np.array([20240520, 1, 9], "<i4").tobytes()), "not a token shard"),
+        (lambda p: p.write_bytes(np.array([20240520, 1, 9], "<i4").tobytes()), "not a token file"),
         (
             lambda p: p.write_bytes(
                 np.array([20240520, 1, 900] + [0] * 253, "<i4").tobytes() + bytes(1000)
@@ -154,7 +154,7 @@ def test_shards_of_other_projects_without_validation(tmp_path):
         ),
     ],
 )
-def test_damaged_shards_are_refused(tmp_path, make, message):
+def test_damaged_token_files_are_refused(tmp_path, make, message):
     make(tmp_path / "train.bin")
     with pytest.raises(UserError, match=message):
         open_windows([str(tmp_path)], load_tokenizer("bytes"), 8)
@@ -184,17 +184,17 @@ def test_unusable_text_is_refused(tmp_path, name, content, message, monkeypatch)
         open_windows([str(path)], load_tokenizer("bytes"), 64)
 
 
-def test_shards_of_another_tokenizer_are_refused(shards, tmp_path, small_bpe):
+def test_token_files_of_another_tokenizer_are_refused(corpus, tmp_path, small_bpe):
     with pytest.raises(UserError, match="were not made with tokenizer"):
-        open_windows([str(shards)], load_tokenizer(str(small_bpe)), 8)
-    open_windows([str(shards)], load_tokenizer("bytes"), 8)
-    writer = ShardWriter(tmp_path, "train", 267, shard_tokens=10**6)
+        open_windows([str(corpus)], load_tokenizer(str(small_bpe)), 8)
+    open_windows([str(corpus)], load_tokenizer("bytes"), 8)
+    writer = TokenFileWriter(tmp_path, "train", 267, tokens_per_file=10**6)
     writer.write(np.zeros(5000, dtype=np.uint32))
     writer.close()
     with pytest.raises(UserError, match="give --tokenizer"):
-        data.tokenizer_of_shards([str(tmp_path)])
-    with pytest.raises(UserError, match="mixes token shards and text"):
-        data.find_shards([str(shards), str(small_bpe.parent)])
+        data.tokenizer_of_token_files([str(tmp_path)])
+    with pytest.raises(UserError, match="mixes token files and text"):
+        data.find_token_files([str(corpus), str(small_bpe.parent)])
 
 
 def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
@@ -237,22 +237,22 @@ def test_default_corpus_is_python_source():
 # ---------------------------------------------------------------------------- windows and order
 
 
-def test_windows_cover_shards():
-    shards = [np.arange(0, 21), np.arange(100, 104), np.arange(200, 211)]
-    windows = Windows(shards, 5, load_tokenizer("bytes"))
+def test_windows_cover_token_files():
+    files = [np.arange(0, 21), np.arange(100, 104), np.arange(200, 211)]
+    windows = Windows(files, 5, load_tokenizer("bytes"))
     rows = [windows[i].tolist() for i in range(len(windows))]
     starts = [0, 5, 10, 15, 200, 205]
     assert rows == [list(range(start, start + 6)) for start in starts]
 
 
 @pytest.mark.parametrize("size", [5000, (1 << 24) + 1])
-def test_a_checksum_notices_other_shards(size):
-    """Of many tokens it reads only some; the first of each shard is one of them."""
+def test_a_checksum_notices_other_files(size):
+    """Of many tokens it reads only some; the first of each file is one of them."""
     tokens = np.zeros(size, np.uint16)
     other = tokens.copy()
     other[0 if size > 5000 else 3001] = 1
     datasets = [[tokens], [other], [tokens[:-1]], [tokens, tokens[:100]], [tokens[:100], tokens]]
-    checksums = [Windows(shards, 10, load_tokenizer("bytes")).checksum() for shards in datasets]
+    checksums = [Windows(files, 10, load_tokenizer("bytes")).checksum() for files in datasets]
     assert len(set(checksums)) == len(datasets)
     assert Windows([tokens], 20, load_tokenizer("bytes")).checksum() == checksums[0]
 

@@ -207,7 +207,7 @@ def sandbox(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def notes_tokens(sandbox) -> Path:
-    """The token shards that a command of the README has made, if the tests of commands ran."""
+    """The token files that a command of the README has made, if the tests of commands ran."""
     tokens = sandbox / "notes_tokens"
     if not tokens.exists():
         sources = (sandbox / "my_notes", "--tokenizer", sandbox / "notes.model")

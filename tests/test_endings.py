@@ -77,10 +77,10 @@ def descendants(process: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_step(shards, tmp_path):
+def test_a_second_ctrl_c_ends_a_step(corpus, tmp_path):
     """The first step compiles for some seconds."""
     out = tmp_path / "run"
-    run = start("train.py", *flags(shards, out, steps=9), "--compile")
+    run = start("train.py", *flags(corpus, out, steps=9), "--compile")
     wait_until((out / "config.json").exists, run)
     time.sleep(1)
     for _ in range(2):
@@ -140,22 +140,22 @@ def kill(torchrun: subprocess.Popen) -> None:
     torchrun.wait()
 
 
-def test_ranks_do_not_outlive_torchrun(shards, tmp_path):
+def test_ranks_do_not_outlive_torchrun(corpus, tmp_path):
     """Killed before the ranks have met."""
-    torchrun = start("train.py", *flags(shards, tmp_path / "run", steps=10**6), nproc=2)
+    torchrun = start("train.py", *flags(corpus, tmp_path / "run", steps=10**6), nproc=2)
     both = ranks(tmp_path)
     kill(torchrun)
     assert all(map(gone_in_time, both))
     assert error_lines(finish(torchrun)) == ["error: torchrun, which started this run, has died"]
 
 
-def two_nodes(shards: Path, out: Path) -> list[subprocess.Popen]:
+def two_nodes(corpus: Path, out: Path) -> list[subprocess.Popen]:
     """Start two launches of one rank each, which meet at a port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     meet = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    arguments = flags(shards, out, steps=10**6)
+    arguments = flags(corpus, out, steps=10**6)
     return [
         start("train.py", *arguments, nproc=1, torchrun=[*meet, f"--node-rank={rank}"])
         for rank in (0, 1)
@@ -163,9 +163,9 @@ def two_nodes(shards: Path, out: Path) -> list[subprocess.Popen]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_does_not_outlive_torchrun(shards, tmp_path):
+def test_a_rank_that_waits_does_not_outlive_torchrun(corpus, tmp_path):
     """It waits at the store of another node, which lives."""
-    nodes = two_nodes(shards, tmp_path / "run")
+    nodes = two_nodes(corpus, tmp_path / "run")
     stopped, waiting = ranks(tmp_path)
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(10)
@@ -176,10 +176,10 @@ def test_a_rank_that_waits_does_not_outlive_torchrun(shards, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines, killed", [(0, 0), (5, 0), (5, 1)])
-def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(shards, tmp_path, lines, killed):
+def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(corpus, tmp_path, lines, killed):
     """Killed before the ranks have met, or while they train."""
     out = tmp_path / "run"
-    nodes = two_nodes(shards, out)
+    nodes = two_nodes(corpus, out)
     both = ranks(tmp_path)
     if lines:
         wait_for_lines(out / "metrics.jsonl", lines)

@@ -14,6 +14,11 @@ from runs import check_model as fingerprint
 FIELD = "    tie_embeddings: bool = False"
 TINY = "vocab_size=2048, tie_embeddings=True"
 GEGLU = {"self.swiglu(self.w1(x), self.w3(x))": "F.gelu(self.w1(x)) * self.w3(x)"}
+PADDED = {
+    "Embedding(config.vocab_size": "Embedding(config.vocab_size + 5",
+    "Linear(config.dim, config.vocab_size": "Linear(config.dim, config.vocab_size + 5",
+    "return self.output(x)": "return self.output(x)[..., :-5]",
+}
 OFF = {FIELD: f"    window: int = 0\n{FIELD}"}
 ON = OFF | {TINY: f"window=64, {TINY}"}
 
@@ -40,21 +45,22 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
         ),
         ("", GEGLU, "model.py has been changed and no longer computes"),
         ("qk_norm", {}, "it has 8 unknown tensor(s): layers.0.attention.k_norm.weight,"),
+        ("", PADDED, "tok_embeddings.weight [272, 96], not [267, 96]"),
         ("", ON, "read back with window 0, not 64"),
         ("sliding_window", {}, "model.py has been changed and no longer computes"),
         ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
         ("experts", {}, "layers.0.feed_forward.experts.0.w1.weight,"),
     ],
-    ids="gelu geglu qk-norm window constant-window long-window experts".split(),
+    ids="gelu geglu qk-norm padded window constant-window long-window experts".split(),
 )
-def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, shards, tmp_path):
-    for result in exports(patch, edits, shards, tmp_path):
+def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
+    for result in exports(patch, edits, corpus, tmp_path):
         refused(result, message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run"]
 
 
-def test_another_loss_and_a_field_that_is_off_do_not_matter(shards, tmp_path):
-    results = exports("z_loss", OFF, shards, tmp_path)
+def test_another_loss_and_a_field_that_is_off_do_not_matter(corpus, tmp_path):
+    results = exports("z_loss", OFF, corpus, tmp_path)
     assert [result.code for result in results] == [0, 0], results[0].err
 
 

@@ -36,10 +36,7 @@ def base(tmp_path_factory) -> Path:
         for parameter in model.parameters():
             parameter.mul_(2 if parameter.ndim > 1 else 1)
     named = dict(model.named_parameters())
-    stored = {
-        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
-        for name, p in named.items()
-    }
+    stored = {name: StoredTensor.of(p.detach()) for name, p in named.items()}
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, CONFIG, stored, load_tokenizer("bytes"))
     return path

@@ -199,13 +199,13 @@ def test_an_odd_number_of_tokens_is_refused_in_blocks():
         float8_product(x, weight, "mxfp8").sum().backward()
 
 
-def test_a_run_says_which_layers_and_its_weights_load_anywhere(shards, tmp_path):
+def test_a_run_says_which_layers_and_its_weights_load_anywhere(corpus, tmp_path):
     """train.py in 8 bits, resumed without them, and with them from the same checkpoint."""
     out = tmp_path / "run"
-    given = flags(shards, out, steps=2, float8="tensorwise")
+    given = flags(corpus, out, steps=2, float8="tensorwise")
     told = succeed("train.py", *given).out
     assert "tensorwise float8 in wq wk wv wo w1 w2 w3 of 2 blocks, emulated" in told
-    resumed = succeed("train.py", *flags(shards, out, steps=3), "--resume")
+    resumed = succeed("train.py", *flags(corpus, out, steps=3), "--resume")
     assert "warning: --float8 was tensorwise, is now none" in resumed.err
     assert "float8" not in resumed.out
     succeed("generate.py", out, "--prompt", "a", "--max-new-tokens", 2)

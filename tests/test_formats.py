@@ -44,10 +44,7 @@ def our_model(config: LlamaConfig, dtype=torch.float32) -> Llama:
 
 
 def stored(model: Llama) -> dict[str, StoredTensor]:
-    return {
-        name: StoredTensor(p.dtype, tuple(p.shape), lambda p=p: p.detach())
-        for name, p in model.named_parameters()
-    }
+    return {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
 
 
 def equal(a: Llama, b: Llama) -> bool:

@@ -384,10 +384,10 @@ def test_memory_is_predicted_within_a_tenth(process, name):
 
 
 @needs_gpu
-def test_out_of_memory_is_told_with_flags_that_fit(shards, tmp_path):
+def test_out_of_memory_is_told_with_flags_that_fit(corpus, tmp_path):
     given = dict(model="llama3.1-8b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
     given = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    given += ["--data", str(shards), "--no-compile", "--eval-every=0", "--save-every=0"]
+    given += ["--data", str(corpus), "--no-compile", "--eval-every=0", "--save-every=0"]
     result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
     assert result.code == 2 and result.err.count("error: ") == 1, result.err
     line = result.err[result.err.index("error: out of memory on a GPU of") :]
@@ -401,10 +401,10 @@ def test_out_of_memory_is_told_with_flags_that_fit(shards, tmp_path):
 
 
 @needs_gpu
-def test_a_full_gpu_is_told(shards, tmp_path):
+def test_a_full_gpu_is_told(corpus, tmp_path):
     free, total = torch.cuda.mem_get_info()
     taken = torch.empty(int(free - 0.05 * total), dtype=torch.uint8, device=DEVICE)
-    given = ["--model=llama3.2-1b", "--data", str(shards), "--batch=2", "--seq-len=64", "--steps=1"]
+    given = ["--model=llama3.2-1b", "--data", str(corpus), "--batch=2", "--seq-len=64", "--steps=1"]
     result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=120)
     del taken
     torch.cuda.empty_cache()
@@ -531,15 +531,15 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 # ------------------------------------------------------------------------------- whole commands
 
 
-def test_a_killed_run_resumes(shards, tmp_path):
+def test_a_killed_run_resumes(corpus, tmp_path):
     given = dict(steps=300, save_every=10, dtype="float64", async_save=True)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert finish(start("train.py", *flags(shards, whole, **given)), timeout=200).code == 0
-    process = start("train.py", *flags(shards, killed, **given))
+    assert finish(start("train.py", *flags(corpus, whole, **given)), timeout=200).code == 0
+    process = start("train.py", *flags(corpus, killed, **given))
     wait_for_lines(killed / "metrics.jsonl", 25)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    result = finish(start("train.py", *flags(shards, killed, **given), "--resume"), timeout=200)
+    result = finish(start("train.py", *flags(corpus, killed, **given), "--resume"), timeout=200)
     assert result.code == 0 and "resumed from" in result.out, result.err
     ours, theirs = metrics(killed), metrics(whole)
     assert [row["step"] for row in ours] == [*range(1, 301)]
@@ -548,8 +548,8 @@ def test_a_killed_run_resumes(shards, tmp_path):
 
 
 @needs_gpu
-def test_a_profile_shows_kernels(shards, tmp_path):
-    given = flags(shards, tmp_path / "out", steps=8, dtype="bfloat16")
+def test_a_profile_shows_kernels(corpus, tmp_path):
+    given = flags(corpus, tmp_path / "out", steps=8, dtype="bfloat16")
     result = finish(start("train.py", *given, "--profile", "--no-compile"), timeout=200)
     assert result.code == 0, result.err
     trace = json.loads((tmp_path / "out" / "trace-0.json").read_text())["traceEvents"]

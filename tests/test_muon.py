@@ -117,21 +117,21 @@ def test_every_split_takes_the_same_steps(ranks, tmp_path):
         sends_as_predicted(result, given, ranks)
 
 
-def test_a_run_is_resumed_on_another_mesh(shards, tmp_path):
+def test_a_run_is_resumed_on_another_mesh(corpus, tmp_path):
     """Momenta are saved, whole."""
     one, other = tmp_path / "one", tmp_path / "other"
     given = dict(steps=4, save_every=2, optimizer="muon")
-    succeed("train.py", *flags(shards, one, **given))
-    first = flags(shards, other, **given | dict(steps=2, warmup=2))
+    succeed("train.py", *flags(corpus, one, **given))
+    first = flags(corpus, other, **given | dict(steps=2, warmup=2))
     succeed("train.py", *first, "--dp", "fsdp", nproc=2)
-    result = succeed("train.py", *flags(shards, other, **given), "--resume", "--tp", "2", nproc=2)
+    result = succeed("train.py", *flags(corpus, other, **given), "--resume", "--tp", "2", nproc=2)
     assert "--steps was 2, is now 4" in result.err
     for ours, theirs in zip(metrics(other)[2:], metrics(one)[2:], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
 
 
-def test_a_run_keeps_its_optimizer(shards, tmp_path):
-    given = flags(shards, tmp_path / "run", steps=2, optimizer="adamw")
+def test_a_run_keeps_its_optimizer(corpus, tmp_path):
+    given = flags(corpus, tmp_path / "run", steps=2, optimizer="adamw")
     succeed("train.py", *given)
     resumed = [flag for flag in given if not flag.startswith("--optimizer")]
     refused(launch("train.py", *resumed, "--resume"), "another optimizer: give --optimizer adamw")

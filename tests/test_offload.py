@@ -117,7 +117,7 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
         model(tokens, targets=tokens).backward()
 
 
-def test_selective_checkpointing_is_refused(shards, tmp_path):
-    given = flags(shards, tmp_path / "out", checkpointing="selective")
+def test_selective_checkpointing_is_refused(corpus, tmp_path):
+    given = flags(corpus, tmp_path / "out", checkpointing="selective")
     result = launch("train.py", *given, "--offload-activations")
     refused(result, "--offload-activations", "use --checkpointing full or none")

@@ -30,10 +30,7 @@ def test_an_adapter_of_lm_head_is_refused(tmp_path, listed, in_file):
         tensors = {name: t.read().clone() for name, t in open_safetensors(weights).items()}
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(2, 32)
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(60, 2)
-        stored = {
-            name: StoredTensor(t.dtype, tuple(t.shape), lambda t=t: t)
-            for name, t in tensors.items()
-        }
+        stored = {name: StoredTensor.of(t) for name, t in tensors.items()}
         save_safetensors(weights, stored, {})
     if not (listed or in_file):
         assert open_adapter(tmp_path, CONFIG)[0] == LoRA(rank=2)

@@ -31,7 +31,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_the_package_reads_our_files_and_we_read_its_files(tmp_path):
     tensors = samples()
-    entries = {n: StoredTensor(t.dtype, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()}
+    entries = {n: StoredTensor.of(t) for n, t in tensors.items()}
     save_safetensors(tmp_path / "ours", entries, {"format": "pt"})
     by_them = safetensors.torch.load_file(tmp_path / "ours")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -24,9 +24,9 @@ from runs.flags import add_optimizer_flags
 from train import make_optimizer, train_step
 
 
-def step(shards, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
+def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:
     """Return what bench.py step prints, the seconds of each part, and the bytes of each kind."""
-    out = succeed("bench.py", "step", *SIZES, "--data", shards, "--seq-len=24", "--batch=4",
+    out = succeed("bench.py", "step", *SIZES, "--data", corpus, "--seq-len=24", "--batch=4",
                   "--repeats=2", *more, nproc=nproc).out  # fmt: skip
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
     parts = {row[0]: float(row[1]) for row in rows if len(row) == 3 and row[0] != "part"}
@@ -59,11 +59,11 @@ def check_traffic(out: str) -> None:
     assert counted == f"counted: {predicted}"
 
 
-def test_fully_sharded(shards, tmp_path):
+def test_fully_sharded(corpus, tmp_path):
     """An OUT with a run in it is accepted and left as it is."""
     left = tmp_path / "run" / "step-00000001"
     left.mkdir(parents=True)
-    out, parts, memory = step(shards, "--dp=fsdp", "--checkpointing=full", "--microbatch=1",
+    out, parts, memory = step(corpus, "--dp=fsdp", "--checkpointing=full", "--microbatch=1",
                               "--out", left.parent, nproc=2)  # fmt: skip
     assert list(left.parent.rglob("*")) == [left]
     assert list(parts) == ["forward", "backward", "recompute", EXPOSED + "shard", "optimizer",
@@ -73,8 +73,8 @@ def test_fully_sharded(shards, tmp_path):
     check_traffic(out)
 
 
-def test_shared_sequences(shards):
-    out, parts, memory = step(shards, "--cp=2", "--dp=fsdp", "--microbatch=2", nproc=2)
+def test_shared_sequences(corpus):
+    out, parts, memory = step(corpus, "--cp=2", "--dp=fsdp", "--microbatch=2", nproc=2)
     assert list(parts)[2:4] == [EXPOSED + "shard", EXPOSED + "cp"]
     assert "attention runs forward 1 time(s)" in out
     check_memory(memory, ParallelConfig(dp="fsdp", shard=2, cp=2), 2)
@@ -82,16 +82,16 @@ def test_shared_sequences(shards):
 
 
 @pytest.mark.slow
-def test_shared_sequences_compiled(shards):
-    out, parts, _ = step(shards, "--cp=2", "--compile", "--checkpointing=full", nproc=2)
+def test_shared_sequences_compiled(corpus):
+    out, parts, _ = step(corpus, "--cp=2", "--compile", "--checkpointing=full", nproc=2)
     assert "attention runs forward 2 time(s)" in out and EXPOSED + "cp" in parts
     assert "1 graph(s) compiled, 0 graph break(s)" in out
 
 
-def test_a_pipeline(shards, tmp_path):
+def test_a_pipeline(corpus, tmp_path):
     """Waiting for the other stage is a part; the bubble has three shares, and a picture."""
     picture = tmp_path / "step.svg"
-    out, parts, memory = step(shards, "--pp=2", "--microbatch=1", "--plot", picture, nproc=2)
+    out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", "--plot", picture, nproc=2)
     assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
     check_memory(memory, ParallelConfig(pp=2), 4)
     predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
@@ -102,8 +102,8 @@ def test_a_pipeline(shards, tmp_path):
     assert picture.read_text().count("<rect") == 2 * 2 * 4
 
 
-def test_one_process(shards):
-    out, parts, _ = step(shards, "--checkpointing=selective", nproc=0)
+def test_one_process(corpus):
+    out, parts, _ = step(corpus, "--checkpointing=selective", nproc=0)
     assert (
         "attention runs forward 1 time(s)" in out
         and "counted: per step, each rank sends nothing" in out
@@ -113,8 +113,8 @@ def test_one_process(shards):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dp", ["ddp", "zero1"])
-def test_replicas(shards, dp):
-    out, parts, memory = step(shards, f"--dp={dp}", "--microbatch=1", nproc=2)
+def test_replicas(corpus, dp):
+    out, parts, memory = step(corpus, f"--dp={dp}", "--microbatch=1", nproc=2)
     assert EXPOSED + "replicate" in parts and "recompute" not in parts
     assert "attention runs forward 1 time(s)" in out
     check_memory(memory, ParallelConfig(dp=dp, replicate=2), 2)
@@ -122,12 +122,12 @@ def test_replicas(shards, dp):
 
 
 @pytest.mark.slow
-def test_compiled(shards):
+def test_compiled(corpus):
     """Full checkpointing is around the compiled block, selective within."""
-    out, parts, memory = step(shards, "--compile", "--checkpointing=full", nproc=1)
+    out, parts, memory = step(corpus, "--compile", "--checkpointing=full", nproc=1)
     assert "attention runs forward 2 time(s)" in out and parts["recompute"] > 0
     assert "1 graph(s) compiled, 0 graph break(s)" in out and memory["peak"] == "-"
-    out, parts, _ = step(shards, "--compile", "--checkpointing=selective", nproc=1)
+    out, parts, _ = step(corpus, "--compile", "--checkpointing=selective", nproc=1)
     assert "attention runs forward 1 time(s)" in out and "recompute" not in parts
     assert "recompute is compiled into backward" in out
 
@@ -141,8 +141,8 @@ def test_silenced_passes_leave_no_trace():
 
 
 @pytest.mark.slow
-def test_refuses_what_train_refuses(shards):
-    wrong = ["bench.py", "step", *SIZES, "--data", shards, "--seq-len=24"]
+def test_refuses_what_train_refuses(corpus):
+    wrong = ["bench.py", "step", *SIZES, "--data", corpus, "--seq-len=24"]
     refused(launch(*wrong, "--plot", "x.svg"), "--plot draws a pipeline: give --pp 2")
     result = launch(*wrong, "--batch=3", nproc=2)
     assert result.err.count("error: --batch 3 is no multiple of the 2 ranks that share it") == 1

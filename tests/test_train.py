@@ -24,9 +24,9 @@ SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2"
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)
 
 
-def flags(shards, out, steps=5, **more) -> list[str]:
+def flags(corpus, out, steps=5, **more) -> list[str]:
     """Return the flags of a short run of CONFIG, in float64 and without evaluation."""
-    given = dict(data=shards, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, eval_every=0,
+    given = dict(data=corpus, out=out, steps=steps, seq_len=24, batch=8, lr=1e-2, eval_every=0,
                  warmup=min(2, steps), save_every=0, dtype="float64")  # fmt: skip
     given |= dict(optimizer="adamw") | more
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in given.items())
@@ -45,7 +45,7 @@ def name_case(value) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(shards):
+def reference(corpus):
     """Five steps of AdamW on the mean cross entropy of the whole batch: metrics and weights."""
     model = Llama(CONFIG).double()
     model.init_weights(seed=0)
@@ -56,7 +56,7 @@ def reference(shards):
         betas=(0.9, 0.95),
         fused=False,
     )
-    windows, _ = open_windows([str(shards)], load_tokenizer("bytes"), 24)
+    windows, _ = open_windows([str(corpus)], load_tokenizer("bytes"), 24)
     rows = []
     for step in range(5):
         chosen = [window_of(step * 8 + i, len(windows), seed=0) for i in range(8)]
@@ -87,9 +87,9 @@ def reference(shards):
     ],
     ids=lambda value: value.__name__ if callable(value) else name_case(value),
 )
-def test_training_equals_the_plain_loop(shards, reference, tmp_path, run, nproc, parallel):
+def test_training_equals_the_plain_loop(corpus, reference, tmp_path, run, nproc, parallel):
     out = tmp_path / "run"
-    succeed("train.py", *flags(shards, out, clip=0.5), *parallel, run=run, nproc=nproc)
+    succeed("train.py", *flags(corpus, out, clip=0.5), *parallel, run=run, nproc=nproc)
     rows, expected = reference
     for ours, theirs in zip(metrics(out), rows, strict=True):
         for key, value in theirs.items():
@@ -108,10 +108,10 @@ WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, document_m
 
 
 @pytest.fixture(scope="module")
-def one_run(shards, tmp_path_factory):
+def one_run(corpus, tmp_path_factory):
     """A run of one process, with its samples of text."""
     out = tmp_path_factory.mktemp("one") / "run"
-    result = succeed("train.py", *flags(shards, out, **WHOLE_RUN))
+    result = succeed("train.py", *flags(corpus, out, **WHOLE_RUN))
     return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
 
 
@@ -142,10 +142,10 @@ def same_run(out: Path, expected: Path) -> None:
     ],
     ids=name_case,
 )
-def test_a_run_on_any_mesh_is_the_same_run(shards, one_run, tmp_path, nproc, parallel):
+def test_a_run_on_any_mesh_is_the_same_run(corpus, one_run, tmp_path, nproc, parallel):
     """Training, evaluation, samples, checkpoints; then the run is resumed."""
     out = tmp_path / "run"
-    arguments = [*flags(shards, out, **WHOLE_RUN), *parallel]
+    arguments = [*flags(corpus, out, **WHOLE_RUN), *parallel]
     result = succeed("train.py", *arguments, nproc=nproc)
     assert re.search("per step, (each rank sends|a rank sends up to) ", result.out)
     same_run(out, one_run[0])
@@ -158,10 +158,10 @@ def test_a_run_on_any_mesh_is_the_same_run(shards, one_run, tmp_path, nproc, par
 
 
 @pytest.fixture(scope="module")
-def zero1_run(shards, tmp_path_factory):
+def zero1_run(corpus, tmp_path_factory):
     """A run under ZeRO-1 whose last checkpoint is that of its second step."""
     out = tmp_path_factory.mktemp("zero1") / "run"
-    succeed("train.py", *flags(shards, out, **WHOLE_RUN), "--dp=zero1", nproc=2)
+    succeed("train.py", *flags(corpus, out, **WHOLE_RUN), "--dp=zero1", nproc=2)
     shutil.rmtree(out / "step-00000004")
     return out
 
@@ -170,11 +170,11 @@ def zero1_run(shards, tmp_path_factory):
     "nproc, parallel", [(0, []), (2, ["--dp=ddp"]), (2, ["--dp=fsdp"])], ids=name_case
 )
 def test_a_checkpoint_of_zero1_resumes_elsewhere(
-    shards, one_run, zero1_run, tmp_path, nproc, parallel
+    corpus, one_run, zero1_run, tmp_path, nproc, parallel
 ):
     out = tmp_path / "run"
     shutil.copytree(zero1_run, out)
-    arguments = [*flags(shards, out, **WHOLE_RUN), *parallel, "--resume"]
+    arguments = [*flags(corpus, out, **WHOLE_RUN), *parallel, "--resume"]
     resumed = succeed("train.py", *arguments, nproc=nproc)
     assert f"resumed from {out / 'step-00000002'}" in resumed.out
     same_run(out, one_run[0])
@@ -201,11 +201,11 @@ def test_document_mask_and_evaluation_do_not_depend_on_processes(tmp_path):
 # ------------------------------------------------------------------------ parts of a training run
 
 
-def test_validation_loss_is_that_of_every_window(shards, tmp_path):
+def test_validation_loss_is_that_of_every_window(corpus, tmp_path):
     out = tmp_path / "run"
-    succeed("train.py", *flags(shards, out, steps=2, eval_every=2, eval_windows=10**6))
+    succeed("train.py", *flags(corpus, out, steps=2, eval_every=2, eval_windows=10**6))
     tokenizer = load_tokenizer("bytes")
-    _, windows = open_windows([str(shards)], tokenizer, 24)
+    _, windows = open_windows([str(corpus)], tokenizer, 24)
     model = load_pretrained(out, torch.float64)
     rows = torch.tensor([windows[i].tolist() for i in range(len(windows))])
     with torch.no_grad():
@@ -235,10 +235,10 @@ def test_schedule_and_decay_groups():
     ids=["one", "fsdp", "tp"],
 )
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
-    shards, float32_run, tmp_path, nproc, parallel
+    corpus, float32_run, tmp_path, nproc, parallel
 ):
     out = tmp_path / "bfloat16"
-    succeed("train.py", *flags(shards, out, steps=3, dtype="bfloat16"), *parallel, nproc=nproc)
+    succeed("train.py", *flags(corpus, out, steps=3, dtype="bfloat16"), *parallel, nproc=nproc)
     for a, b in zip(metrics(float32_run), metrics(out), strict=True):
         assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=5e-3)
     from torch.distributed.checkpoint import FileSystemReader
@@ -249,16 +249,16 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
 
 
 @pytest.fixture(scope="module")
-def float32_run(shards, tmp_path_factory):
+def float32_run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("float32") / "run"
-    succeed("train.py", *flags(shards, out, steps=3, dtype="float32"))
+    succeed("train.py", *flags(corpus, out, steps=3, dtype="float32"))
     return out
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_alike(shards, tmp_path):
+def test_compiled_blocks_train_alike(corpus, tmp_path):
     for name, option, nproc in [("eager", "--no-compile", 0), ("compiled", "--compile", 2)]:
-        arguments = flags(shards, tmp_path / name, steps=3, eval_every=3, document_mask=True)
+        arguments = flags(corpus, tmp_path / name, steps=3, eval_every=3, document_mask=True)
         succeed("train.py", *arguments, option, nproc=nproc, timeout=240)
     for a, b in zip(metrics(tmp_path / "eager"), metrics(tmp_path / "compiled"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
@@ -269,10 +269,10 @@ def test_compiled_blocks_train_alike(shards, tmp_path):
 # ------------------------------------------------------------------------------------- a whole run
 
 
-def test_a_run_learns_and_reports_it(shards, tmp_path):
+def test_a_run_learns_and_reports_it(corpus, tmp_path):
     out = tmp_path / "run"
     options = dict(steps=60, eval_every=60, dtype="float32", profile=True, keep=1, save_every=20)
-    result = succeed("train.py", *flags(shards, out, **options), run=by_torchrun, nproc=1)
+    result = succeed("train.py", *flags(corpus, out, **options), run=by_torchrun, nproc=1)
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
@@ -289,6 +289,6 @@ def test_a_run_learns_and_reports_it(shards, tmp_path):
 
     command = result.out.strip().splitlines()[-1].split("python generate.py ")[1]
     assert command == f"{out} --prompt def"
-    more = succeed("train.py", *flags(shards, tmp_path / "more", steps=1, init=out, lr=1e-9))
+    more = succeed("train.py", *flags(corpus, tmp_path / "more", steps=1, init=out, lr=1e-9))
     assert "checkpoint" in more.out
     assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]

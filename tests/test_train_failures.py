@@ -25,7 +25,7 @@ from conftest import (
 )
 from test_train import flags, name_case, weights
 
-from data import ShardWriter
+from data import TokenFileWriter
 
 # -------------------------------------------------------------------------------- stop and go on
 
@@ -34,13 +34,13 @@ from data import ShardWriter
     "nproc, parallel",
     [(0, {}), (2, {}), (2, dict(dp="zero1")), (2, dict(cp=2)), (2, dict(pp=2, microbatch=2))],
 )
-def test_resuming_is_bit_exact(shards, tmp_path, nproc, parallel):
+def test_resuming_is_bit_exact(corpus, tmp_path, nproc, parallel):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = dict(steps=6, save_every=3, dtype="float32") | parallel
-    succeed("train.py", *flags(shards, whole, **options), nproc=nproc)
+    succeed("train.py", *flags(corpus, whole, **options), nproc=nproc)
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "step-00000006")
-    resumed = succeed("train.py", *flags(shards, parts, **options), "--resume", nproc=nproc)
+    resumed = succeed("train.py", *flags(corpus, parts, **options), "--resume", nproc=nproc)
     assert f"resumed from {parts / 'step-00000003'}" in resumed.out
     for a, b in zip(metrics(whole), metrics(parts), strict=True):
         assert [a[key] for key in ("step", "loss", "grad_norm", "lr")] == [
@@ -50,19 +50,19 @@ def test_resuming_is_bit_exact(shards, tmp_path, nproc, parallel):
         assert torch.equal(weight, weights(parts)[name]), name
 
 
-def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(shards, tmp_path):
+def test_resume_starts_a_new_run_and_ends_where_all_steps_are_done(corpus, tmp_path):
     out = tmp_path / "run"
-    first = succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    first = succeed("train.py", *flags(corpus, out, steps=2), "--resume")
     assert f"warning: nothing to resume in {out}: starting at step 1" in first.err
-    again = succeed("train.py", *flags(shards, out, steps=2), "--resume")
+    again = succeed("train.py", *flags(corpus, out, steps=2), "--resume")
     assert "has done its 2 steps" in again.out and "warning" not in again.err
     assert len(metrics(out)) == 2
 
 
 @pytest.mark.parametrize("nproc, parallel", [(0, {}), (2, {}), slow(2, dict(pp=2, microbatch=1))])
-def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc, parallel):
+def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, nproc, parallel):
     out = tmp_path / "run"
-    arguments = flags(shards, out, steps=10**6, **parallel)
+    arguments = flags(corpus, out, steps=10**6, **parallel)
     run = (start if nproc else Forks)("train.py", *arguments, nproc=nproc)
     wait_for_lines(out / "metrics.jsonl", 5)
     if nproc:  # a terminal sends the signal to torchrun and to every process that it started
@@ -76,13 +76,13 @@ def test_ctrl_c_saves_and_another_run_continues(shards, tmp_path, nproc, paralle
     (saved,) = sorted(out.glob("step-*"))
     stopped = metrics(out)[-1]["step"]
     assert saved.name == f"step-{stopped:08d}" and stopped >= 5
-    arguments = flags(shards, out, steps=stopped + 2, **parallel)
+    arguments = flags(corpus, out, steps=stopped + 2, **parallel)
     assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
-def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(shards, tmp_path):
+def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(corpus, tmp_path):
     out = tmp_path / "run"
-    arguments = flags(shards, out, steps=10**6)
+    arguments = flags(corpus, out, steps=10**6)
     run = Forks("train.py", *arguments)
     wait_for_lines(out / "metrics.jsonl", 5)
     shutil.rmtree(out.rename(tmp_path / "moved"))  # the run must not write in between
@@ -125,8 +125,8 @@ def test_a_run_whose_directory_is_deleted_says_so_and_goes_on(shards, tmp_path):
         (dict(float8="rowwise", ffn_dim=40, dim=40, n_heads=1, n_kv_heads=1), ["finds no matrix"]),
     ],
 )
-def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
-    refused(launch("train.py", *flags(shards, tmp_path / "run", **options)), *parts)
+def test_wrong_flags_are_refused(corpus, tmp_path, options, parts):
+    refused(launch("train.py", *flags(corpus, tmp_path / "run", **options)), *parts)
     assert not (tmp_path / "run").exists()
 
 
@@ -151,37 +151,37 @@ def test_wrong_flags_are_refused(shards, tmp_path, options, parts):
     ],
     ids=name_case,
 )
-def test_wrong_flags_are_refused_once_by_two_ranks(shards, tmp_path, options, parts):
-    refused(launch("train.py", *flags(shards, tmp_path / "run", **options), nproc=2), *parts)
+def test_wrong_flags_are_refused_once_by_two_ranks(corpus, tmp_path, options, parts):
+    refused(launch("train.py", *flags(corpus, tmp_path / "run", **options), nproc=2), *parts)
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_reports_wrong_flags_once(shards, tmp_path):
-    options = flags(shards, tmp_path / "run", dtype="int3")
+def test_torchrun_reports_wrong_flags_once(corpus, tmp_path):
+    options = flags(corpus, tmp_path / "run", dtype="int3")
     result = by_torchrun("train.py", *options, nproc=2)
     (line,) = error_lines(result)
     assert f"traceback : {line}" in result.err.splitlines()[-2]  # above torchrun's last border
     assert "exitcode  : 2" in result.err and result.code != 0
 
 
-def test_output_directories_and_checkpoints_of_others(shards, tmp_path):
+def test_output_directories_and_checkpoints_of_others(corpus, tmp_path):
     out = tmp_path / "run"
-    succeed("train.py", *flags(shards, out, steps=1))
+    succeed("train.py", *flags(corpus, out, steps=1))
     refused(
-        launch("train.py", *flags(shards, out, steps=1)), f"{out} already holds a run", "--resume"
+        launch("train.py", *flags(corpus, out, steps=1)), f"{out} already holds a run", "--resume"
     )
-    other = flags(shards, out, steps=2, ffn_dim=64)
+    other = flags(corpus, out, steps=2, ffn_dim=64)
     refused(launch("train.py", *other, "--resume"), "another model", "ffn_dim 48, not 64")
-    other = flags(shards, tmp_path / "other", init=out, dim=64)
+    other = flags(corpus, tmp_path / "other", init=out, dim=64)
     refused(launch("train.py", *other), f"{out} has dim 32, not 64")
-    changed = succeed("train.py", *flags(shards, out, steps=2, seed=1), "--resume")
+    changed = succeed("train.py", *flags(corpus, out, steps=2, seed=1), "--resume")
     assert "warning: --seed was 0, is now 1" in changed.err and "sequences that" not in changed.err
 
 
-def test_resuming_with_other_data_is_said(shards, tmp_path):
-    """One token in the middle of a shard is another one."""
+def test_resuming_with_other_data_is_said(corpus, tmp_path):
+    """One token in the middle of a token file is another one."""
     data, out = tmp_path / "data", tmp_path / "run"
-    shutil.copytree(shards, data)
+    shutil.copytree(corpus, data)
     succeed("train.py", *flags(data, out, steps=1))
     content = bytearray((data / "train_000000.bin").read_bytes())
     content[len(content) // 4 * 2] ^= 1
@@ -190,10 +190,10 @@ def test_resuming_with_other_data_is_said(shards, tmp_path):
     assert f"warning: --data {data} no longer gives the sequences" in resumed.err
 
 
-def test_output_directories_that_cannot_be_written(shards, tmp_path):
+def test_output_directories_that_cannot_be_written(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     for out, reason in [(tmp_path / "file", "it is a file"), ("/proc/run", "No such file")]:
-        refused(launch("train.py", *flags(shards, out)), f"cannot write to --out {out}: {reason}")
+        refused(launch("train.py", *flags(corpus, out)), f"cannot write to --out {out}: {reason}")
 
 
 def test_commands_name_what_is_missing_or_misspelt():
@@ -201,9 +201,9 @@ def test_commands_name_what_is_missing_or_misspelt():
     refused(launch("bench.py", "step", "--micro-batch", "1"), "did you mean --microbatch?")
 
 
-def test_nodes_without_a_common_disk_are_refused_before_the_first_step(shards, tmp_path):
+def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):
     for rank in (0, 1):
-        shutil.copytree(shards, tmp_path / f"{rank}" / "data")
+        shutil.copytree(corpus, tmp_path / f"{rank}" / "data")
     launched = ["tests/workers/own_directory.py", tmp_path, *flags("data", "run")]
     result = launch(*launched, nproc=2)
     refused(result, "--out run must be on a disk that all nodes share")
@@ -216,16 +216,16 @@ def test_nodes_without_a_common_disk_are_refused_before_the_first_step(shards, t
 
 
 def write_tokens(directory: Path, tokens: torch.Tensor) -> Path:
-    """Write a token shard that does not say which tokenizer made it."""
+    """Write a token file that does not say which tokenizer made it."""
     directory.mkdir(exist_ok=True)
-    writer = ShardWriter(directory, "train", 1000, 10**6)
+    writer = TokenFileWriter(directory, "train", 1000, 10**6)
     writer.write(tokens.numpy())
     writer.close()
     return directory / "train_000000.bin"
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_out_of_memory_is_told_in_one_line(shards, tmp_path, nproc):
+def test_out_of_memory_is_told_in_one_line(corpus, tmp_path, nproc):
     """With the flags that would fit. The error of a GPU is raised by the model here."""
     edits = {
         "        cos, sin = rope_angles(self.config, positions)\n\n": """
@@ -235,13 +235,13 @@ def test_out_of_memory_is_told_in_one_line(shards, tmp_path, nproc):
 """,
     }
     script = changed_copy(tmp_path / "copy", edits=edits)
-    result = launch(*script, "train.py", *flags(shards, tmp_path / "out", dp="ddp"), nproc=nproc)
+    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=nproc)
     refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
     batch = 4 if nproc else 8
     assert int(result.err.split("--microbatch ")[1].split()[0]) < batch
 
 
-def test_tokens_beyond_the_vocabulary_and_damaged_shards(shards, tmp_path):
+def test_tokens_beyond_the_vocabulary_and_damaged_token_files(corpus, tmp_path):
     path = write_tokens(tmp_path / "bad", torch.full((5000,), 999))
     result = launch("train.py", *flags(path.parent, tmp_path / "a", tokenizer="bytes"))
     refused(result, "token 999", "tokenizer bytes has only 267")
@@ -268,11 +268,11 @@ def test_nothing_is_updated_when_a_rank_is_not_finite():
 
 
 @pytest.mark.parametrize("nproc", [slow(0), 2])
-def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, nproc):
+def test_a_loss_that_is_not_finite_stops_before_the_update(corpus, tmp_path, nproc):
     out = tmp_path / "run"
-    succeed("train.py", *flags(shards, out, steps=2), nproc=nproc)
+    succeed("train.py", *flags(corpus, out, steps=2), nproc=nproc)
     before = weights(out)
-    arguments = flags(shards, out, steps=50, lr=1e300, warmup=0)
+    arguments = flags(corpus, out, steps=50, lr=1e300, warmup=0)
     result = launch("train.py", *arguments, "--resume", nproc=nproc)
     refused(result, "error: step 4: the ", "Nothing was updated")
     assert all(torch.equal(weight, before[name]) for name, weight in weights(out).items())
@@ -281,14 +281,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(shards, tmp_path, npr
 # ------------------------------------------------------------------------ ranks that die or differ
 
 
-def test_ranks_started_with_different_flags_are_refused(shards, tmp_path):
+def test_ranks_started_with_different_flags_are_refused(corpus, tmp_path):
     """Two nodes, as two launches that meet at a port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     nodes = []
     for rank in (0, 1):
-        options = flags(shards, tmp_path / "run", lr=(1e-2, 2e-2)[rank])
+        options = flags(corpus, tmp_path / "run", lr=(1e-2, 2e-2)[rank])
         node = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
         nodes.append(
             start("train.py", *options, nproc=1, torchrun=[*node, f"--master-port={port}"])
@@ -301,9 +301,9 @@ def test_ranks_started_with_different_flags_are_refused(shards, tmp_path):
 
 
 @pytest.mark.parametrize("parallel", [slow([]), ["--dp", "fsdp"], slow(["--tp", "2"])], ids=str)
-def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, parallel):
+def test_a_rank_that_dies_is_named_and_ends_all(corpus, tmp_path, parallel):
     out = tmp_path / "run"
-    process = start("train.py", *flags(shards, out, steps=10**6), *parallel, nproc=2)
+    process = start("train.py", *flags(corpus, out, steps=10**6), *parallel, nproc=2)
     killed = _kill_rank_1_after(out / "metrics.jsonl", 5)
     result = finish(process)
     assert time.monotonic() - killed < 30, result.err
@@ -314,10 +314,10 @@ def test_a_rank_that_dies_is_named_and_ends_all(shards, tmp_path, parallel):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
+def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
     out = tmp_path / "run"
     options = dict(steps=300, dtype="float32")
-    arguments = [*flags(shards, out, save_every=20, **options), "--resume"]
+    arguments = [*flags(corpus, out, save_every=20, **options), "--resume"]
     process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
     _kill_rank_1_after(out / "metrics.jsonl", 50)
     result = finish(process)
@@ -326,7 +326,7 @@ def test_torchrun_restarts_a_run_whose_rank_died(shards, tmp_path):
     expected = "--dp auto takes ddp: weights, gradients and AdamW state of a copy take 0.000"
     assert expected in result.out
     whole = tmp_path / "whole"
-    succeed("train.py", *flags(shards, whole, **options), nproc=2)
+    succeed("train.py", *flags(corpus, whole, **options), nproc=2)
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
         assert [ours[key] for key in ("step", "loss")] == [theirs[key] for key in ("step", "loss")]
 

@@ -1,1 +1,1 @@
-"""From text to token ids."""
+"""Text to token ids, and token ids to batches: corpora, tokenizers, chat."""

@@ -19,12 +19,10 @@ the model learns to write the docstring.
 import ast
 import bisect
 import itertools
-import operator
 import re
-import sys
-import time
 import zlib
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,19 +30,20 @@ import numpy as np
 import torch
 
 from model import IGNORE
-from plumbing.processes import UserError
+from plumbing.processes import UserError, with_progress
 from text.batch import Batch
 from text.corpora import (
+    check_string,
     document_name,
     hash_fraction,
     read_json_lines,
-    replace_lone_surrogates,
     split_of,
     standard_library,
 )
 from text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
+Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets [n]
 
 # --------------------------------------------------------------------------- conversation files
 
@@ -71,47 +70,42 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
 
 
 def _conversation(record: dict, where: str) -> Conversation:
-    """Return the conversation in an object of any of the LINE_FORMATS."""
-    if "messages" in record:
-        return _check_messages(record["messages"], where)
+    """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
     fields = record | {"input": record.get("input") or ""}  # it may be missing, null or empty
-    for keys in ONE_TURN_KEYS:
-        if set(keys) <= fields.keys():
-            for key in keys:
-                if not isinstance(fields[key], str):
-                    raise UserError(f'{where}: "{key}" is {fields[key]!r:.60}: give it as a string')
-            *prompts, answer = (fields[key] for key in keys)
-            return _check_messages(_one_turn("\n\n".join(filter(None, prompts)), answer), where)
-    found = ", ".join(map(repr, record)) or "nothing"
-    raise UserError(f"{where}: an object with {found:.200}: give {LINE_FORMATS}")
+    one_turn = next((keys for keys in ONE_TURN_KEYS if fields.keys() >= set(keys)), None)
+    if "messages" in record:
+        messages = record["messages"]
+    elif one_turn:
+        *prompts, answer = (check_string(fields[key], f'{where}: "{key}" is') for key in one_turn)
+        messages = _one_turn("\n\n".join(filter(None, prompts)), answer)
+    else:
+        found = ", ".join(map(repr, record)) or "nothing"
+        raise UserError(f"{where}: an object with {found:.200}: give {LINE_FORMATS}")
+    if not isinstance(messages, list):
+        raise UserError(f'{where}: "messages" is not a list: give {MESSAGES}')
+    checked = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, 1)]
+    while checked and checked[-1]["role"] != "assistant":
+        checked.pop()
+    if not checked:
+        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
+    return checked
 
 
 def _one_turn(prompt: str, answer: str) -> Conversation:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def _check_messages(messages: object, where: str) -> Conversation:
-    """Return the messages up to the last answer. Raise UserError where they are not valid."""
-    if not isinstance(messages, list):
-        raise UserError(f'{where}: "messages" is not a list: give {MESSAGES}')
-    checked = []
-    for number, message in enumerate(messages, 1):
-        which = f"{where}: message {number}"
-        if not isinstance(message, dict):
-            raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-        if not isinstance(content, str):
-            raise UserError(f'{which} has the "content" {content!r:.60}: give it as a string')
-        if role == "assistant" and not content.strip():
-            raise UserError(f"{which} is an empty answer: write one, or leave the line out")
-        checked.append({"role": role, "content": replace_lone_surrogates(content)})
-    while checked and checked[-1]["role"] != "assistant":
-        checked.pop()
-    if not checked:
-        raise UserError(f"{where}: no message has the role assistant: give an answer to train on")
-    return checked
+def _message(message: object, which: str) -> dict[str, str]:
+    """Return a message of a conversation file. Raise UserError if it is not valid."""
+    if not isinstance(message, dict):
+        raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
+    role = message.get("role")
+    if role not in ROLES:
+        raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
+    content = check_string(message.get("content"), f'{which} has the "content"')
+    if role == "assistant" and not content.strip():
+        raise UserError(f"{which} is an empty answer: write one, or leave the line out")
+    return {"role": role, "content": content}
 
 
 # ------------------------------------------------------------------------- the default data set
@@ -127,13 +121,10 @@ def docstrings() -> Iterator[tuple[str, str, Conversation]]:
 
     Modules are held out as files are in pretraining on `python`, so validation is on functions
     that a model pretrained there has not seen. Each source occurs once. Training modules come
-    first, so a function that is also in a training module is never held out."""
-    modules = []
-    for path in standard_library():
-        name = document_name(path)
-        modules.append((split_of(name), name, path))
+    first ("train" before "val"), so a function that is also in one of them is never held out."""
+    names = ((document_name(path), path) for path in standard_library())
     seen = set()
-    for split, name, path in sorted(modules):  # "train" before "val"
+    for split, name, path in sorted((split_of(name), name, path) for name, path in names):
         text = path.read_text(encoding="utf-8")
         lines = text.split("\n")  # not splitlines(): Python's line numbers ignore form feeds
         for function in ast.walk(ast.parse(text)):
@@ -168,9 +159,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # ----------------------------------------------------------------- from conversations to tokens
 
 
-def encode(
-    messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False
-) -> tuple[list[int], list[bool]]:
+def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False) -> Encoded:
     """Return the ids of a conversation up to its last answer, and for each id whether it is a
     target: whether the model is trained to predict it.
 
@@ -230,35 +219,30 @@ def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
     This is best fit decreasing: from the longest sample to the shortest, each goes into the row
     where it leaves the fewest free slots, or into a new row. It needs at most 11/9 of the smallest
     possible number of rows, plus a constant (Johnson et al. 1974)."""
-    if max(lengths, default=0) > seq_len:
-        raise UserError(
-            f"a sample of {max(lengths)} tokens fits in no row: give a longer --seq-len"
-        )
+    if (longest := max(lengths, default=0)) > seq_len:
+        raise UserError(f"a sample of {longest} tokens fits in no row: give a longer --seq-len")
     rows = []
     by_room = []  # (free slots, row), in ascending order of free slots
-    room_of = operator.itemgetter(0)
     for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        best = bisect.bisect_left(by_room, lengths[sample], key=room_of)
+        best = bisect.bisect_left(by_room, lengths[sample], key=itemgetter(0))
         if best < len(by_room):
             room, row = by_room.pop(best)
         else:
             room, row = seq_len, len(rows)
             rows.append([])
         rows[row].append(sample)
-        bisect.insort_left(by_room, (room - lengths[sample], row), key=room_of)
+        bisect.insort_left(by_room, (room - lengths[sample], row), key=itemgetter(0))
     return rows
 
 
 class Packed:
     """Samples packed into rows, numbered from 0. Training scripts use it like data.Windows.
 
-    samples: what `encode` returned, (ids [n], is_target [n]), with n at most seq_len + 1."""
+    samples: what `encode` returned, of at most seq_len + 1 ids each."""
 
     document_mask = True
 
-    def __init__(
-        self, samples: list[tuple[list[int], list[bool]]], seq_len: int, tokenizer: Tokenizer
-    ):
+    def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
         self.seq_len, self.tokenizer = seq_len, tokenizer
         # In arrays an id and its is_target take 5 bytes, in lists about 48.
         self.samples = [
@@ -273,10 +257,7 @@ class Packed:
 
     def checksum(self) -> int:
         """Return a checksum of all ids, to notice when nodes have different files."""
-        checksum = 0
-        for ids, _ in self.samples:
-            checksum = zlib.crc32(ids, checksum)
-        return checksum
+        return zlib.crc32(np.concatenate([ids for ids, _ in self.samples]))
 
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the rows of these indices; None makes a row without targets."""
@@ -316,7 +297,6 @@ def open_samples(
     seq_len: int,
     long: str = "truncate",
     train_on_prompt: bool = False,
-    quiet: bool = False,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
@@ -324,18 +304,15 @@ def open_samples(
     data: JSONL files, directories of them, or `python` for the docstrings
     long: whether to "truncate" or to "drop" samples that are longer than a row; a sample that has
     no target within a row is dropped in any case
-    quiet: print no progress
 
     Samples are held out by a hash; if that leaves either split empty, the last one is held out.
-    Raise UserError if fewer than two samples can be used.
-    """
-    samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt, quiet)
+    Raise UserError if fewer than two samples can be used."""
+    samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
     if not train or not val:
         train, val = samples[:-1], samples[-1:]
-    train_rows, val_rows = (
-        Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)
-    )
+    packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
+    train_rows, val_rows = packed
     filled = sum(len(ids) - 1 for ids, _ in train_rows.samples) / (len(train_rows) * seq_len)
     summary = (
         f"{len(train):,} samples in {len(train_rows):,} rows of {seq_len:,} tokens, "
@@ -343,44 +320,29 @@ def open_samples(
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
-    shuffled = sorted(
-        val,
-        key=lambda s: (
-            not SHORTEST <= s.encoded[1].sum() <= ANSWER_ROOM,
-            hash_fraction(str(s.messages)),
-        ),
-    )
-    prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in shuffled)
+    val.sort(key=lambda sample: hash_fraction(str(sample.messages)))
+    val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
+    prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in val)
     short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
     return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
 
 
 def _encode_all(
-    data: list[str],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    long: str,
-    train_on_prompt: bool,
-    quiet: bool,
+    data: list[str], tokenizer: Tokenizer, seq_len: int, long: str, train_on_prompt: bool
 ) -> tuple[list[Sample], str]:
     """Return the samples that can be used, and text that says how many were truncated or dropped.
     Raise UserError if fewer than two can be used: one for training, one for validation."""
-    usable, truncated, dropped, longest, started = [], 0, 0, 0, time.monotonic()
-    for count, (split, messages) in enumerate(_conversations(data), 1):
+    usable, truncated, longest = [], 0, 0
+    conversations = list(_conversations(data))
+    for split, messages in with_progress(conversations, "encoding samples"):
         ids, is_target = encode(messages, tokenizer, train_on_prompt)
         length = len(ids) - 1  # slots in a row
         longest = max(longest, length)
         ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
-        if (length > seq_len and long == "drop") or not any(is_target):
-            dropped += 1
-        else:
+        if any(is_target) and (length <= seq_len or long == "truncate"):
             truncated += length > seq_len
             usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
-        seconds = time.monotonic() - started
-        if count % 1000 == 0 and seconds > 2 and not quiet:
-            print(f"\rencoding samples: {count:,} ", end="", file=sys.stderr, flush=True)
-    if seconds > 2 and not quiet:
-        print(f"\rencoding samples: {count:,} in {seconds:.0f} s", file=sys.stderr)
+    count, dropped = len(conversations), len(conversations) - len(usable)
     if len(usable) < 2 and dropped:
         raise UserError(
             f"{dropped:,} of {count:,} samples do not fit in --seq-len {seq_len}, and at least two "
@@ -398,12 +360,10 @@ def _conversations(data: list[str]) -> Iterator[tuple[str, Conversation]]:
     if data == ["python"] and not Path("python").exists():
         yield from ((split, messages) for split, _, messages in docstrings())
         return
-    for source in map(Path, data):
-        files = sorted(source.rglob("*.jsonl")) if source.is_dir() else [source]
+    for path in map(Path, data):
+        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
         if not files:
-            raise UserError(
-                f"{source} holds no .jsonl file: give one with lines like {LINE_FORMATS}"
-            )
-        for path in files:
-            for number, messages in read_conversations(path):
-                yield split_of(f"{document_name(path)}:{number}"), messages
+            raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
+        for file in files:
+            for number, messages in read_conversations(file):
+                yield split_of(f"{document_name(file)}:{number}"), messages

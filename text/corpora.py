@@ -97,14 +97,12 @@ def read_pieces(files: list[Path], val_fraction: float = VAL_FRACTION) -> Iterat
         name = document_name(path)
         if path.suffix == ".jsonl":
             for number, record in read_json_lines(path, '{"text": "..."}'):
-                text = record.get("text")
-                if not isinstance(text, str):
-                    problem = f'"text" is {text!r:.60}: give it as a string'
-                    if "text" not in record:
-                        problem = f'there is no "text" but {", ".join(record) or "nothing"}'
-                    raise UserError(f"{path}, line {number}: {problem}")
-                split = split_of(f"{name}:{number}", val_fraction)
-                yield Piece(replace_lone_surrogates(text), True, split)
+                where = f"{path}, line {number}"
+                if "text" not in record:
+                    found = ", ".join(record) or "nothing"
+                    raise UserError(f'{where}: there is no "text" but {found}')
+                text = check_string(record["text"], f'{where}: "text" is')
+                yield Piece(text, True, split_of(f"{name}:{number}", val_fraction))
         elif hold_out_end:
             yield from _read_text(path, train_bytes - offset)
         else:
@@ -125,18 +123,18 @@ def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
             raw = file.read(size) + file.readline()
             if not raw:
                 return
-            yield Piece(_decode(raw, path), starts_document, split)
+            yield Piece(_decode(raw, str(path)), starts_document, split)
             starts_document = False
 
 
-def _decode(raw: bytes, path: Path) -> str:
+def _decode(raw: bytes, where: str) -> str:
     try:
-        if b"\0" not in raw:
-            return raw.decode()
-        problem = "a zero byte"
+        text = raw.decode()
     except UnicodeDecodeError as error:
-        problem = f"byte 0x{raw[error.start]:02x}"
-    raise UserError(f"{path} is not UTF-8 text (it holds {problem}): convert it, or leave it out")
+        raise UserError(f"{where}: byte 0x{raw[error.start]:02x} is not UTF-8: convert the file")
+    if "\0" in text:
+        raise UserError(f"{where}: a zero byte is not text: leave the file out")
+    return text
 
 
 def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict]]:
@@ -146,21 +144,20 @@ def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict]]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
+            where = f"{path}, line {number}"
             try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                problem = f"byte 0x{byte:02x} is not UTF-8: convert the file to UTF-8"
-                raise UserError(f"{path}, line {number}: {problem}")
+                record = json.loads(_decode(line, where).removeprefix("\ufeff"))
             except (ValueError, RecursionError):  # not JSON, or nested too deep
                 record = None
             if not isinstance(record, dict):
-                problem = f"{line[:60]!r} is not a JSON object: give {expected}"
-                raise UserError(f"{path}, line {number}: {problem}")
+                raise UserError(f"{where}: {line[:60]!r} is not a JSON object: give {expected}")
             yield number, record
 
 
-def replace_lone_surrogates(text: str) -> str:
-    """Replace halves of characters by U+FFFD. JSON can hold such a half (a surrogate) without the
-    other; UTF-8 and tokenizers cannot."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def check_string(value: object, what: str) -> str:
+    """Return a string that was in a JSON file. Raise UserError for another value.
+
+    JSON can hold half of a character, a lone surrogate, and UTF-8 cannot: it becomes U+FFFD."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} {value!r:.60}: give it as a string")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

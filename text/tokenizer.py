@@ -7,7 +7,6 @@ the 256 bytes, then the merged tokens, and last the special tokens, which never 
 """
 
 import base64
-import binascii
 import functools
 import hashlib
 import heapq
@@ -26,7 +25,7 @@ import tiktoken
 from plumbing.processes import UserError
 from text.corpora import find_files, read_pieces
 
-CACHE = Path(__file__).resolve().parent.parent / "cache"  # tokenizers and shards made at first use
+CACHE = Path(__file__).resolve().parent.parent / "cache"  # what is made at first use
 DEFAULT_TOKENIZER = "python-2048"
 
 # Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
@@ -36,20 +35,11 @@ WORD_PATTERN = (
 )
 # Llama 3's 256 special tokens in order of id. Smaller tokenizers have the first eleven, which
 # include all that have a meaning, so that models with any tokenizer can be fine-tuned on chat.
-SPECIAL = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
-]
+SPECIAL = (
+    "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|> "
+    "<|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> "
+    "<|eom_id|> <|eot_id|> <|python_tag|>"
+).split() + [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
 N_SMALL_SPECIAL = SPECIAL.index("<|python_tag|>") + 1
 LLAMA3_VOCAB_SIZE = 128_000  # without special tokens
 
@@ -68,6 +58,7 @@ class Tokenizer:
         self.vocab: dict[bytes, int] = encoding._mergeable_ranks
         self.special: dict[str, int] = encoding._special_tokens
         self.vocab_size = encoding.n_vocab  # ordinary and special tokens
+        self._known_ids = {*self.vocab.values(), *self.special.values()}
         # GPT-2 and its relatives have one token that both ends a document and begins the next.
         endoftext = self.special.get("<|endoftext|>")
         self.bos = self.special.get("<|begin_of_text|>", endoftext)
@@ -97,11 +88,11 @@ class Tokenizer:
             start, end = self.special["<|start_header_id|>"], self.special["<|end_header_id|>"]
             return [start, *self.encode(role), end, *self.encode("\n\n")]
 
-        tokens = [self.bos]
+        ids, end_of_turn = [self.bos], self.special["<|eot_id|>"]
         for message in messages:
-            tokens += header(message["role"]) + self.encode(message["content"].strip())
-            tokens.append(self.special["<|eot_id|>"])
-        return tokens + header("assistant")
+            content = self.encode(message["content"].strip())
+            ids += [*header(message["role"]), *content, end_of_turn]
+        return ids + header("assistant")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -111,10 +102,6 @@ class Tokenizer:
         """Return the bytes of ids. Ids without a token are left out: a model may generate some if
         its vocabulary is larger than the tokenizer's."""
         return self.encoding.decode_bytes([token for token in tokens if token in self._known_ids])
-
-    @functools.cached_property
-    def _known_ids(self) -> set[int]:
-        return {*self.vocab.values(), *self.special.values()}
 
     @functools.cached_property
     def hash(self) -> str:
@@ -151,8 +138,7 @@ def load_tokenizer(name: str) -> Tokenizer:
                       corpus when it is first used
     a path            a `tokenizer.model` in Meta's format, a `tokenizer.json` of Hugging Face's
                       Llama 3, or a directory with one of them
-    gpt2, ...         tiktoken's encodings, which tiktoken downloads
-    """
+    gpt2, ...         tiktoken's encodings, which tiktoken downloads"""
     if name == "bytes":
         vocab = {bytes([i]): i for i in range(256)}
         # Nothing is merged, so any division into words gives the same tokens.
@@ -168,7 +154,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         vocab = _read_tokenizer_json(path) if path.suffix == ".json" else _read_model_file(path)
         if sorted(vocab.values()) != list(range(len(vocab))) or len(vocab) < 256:
             raise UserError(
-                f"{path} is not a tokenizer: expected ids 0, 1, 2, ... of at least 256 tokens"
+                f"{path} is no tokenizer: expected ids 0, 1, 2, ... of 256 tokens or more"
             )
         return Tokenizer(name, _encoding(name, vocab, WORD_PATTERN), path)
     if name in tiktoken.list_encoding_names():
@@ -176,9 +162,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             return Tokenizer(name, tiktoken.get_encoding(name))
         except OSError as error:  # the errors of requests, which downloads, are OSErrors
             reason = type(error).__name__
-            raise UserError(
-                f"tiktoken could not download '{name}' ({reason}): try --tokenizer bytes"
-            )
+            raise UserError(f"tiktoken cannot download '{name}' ({reason}): give --tokenizer bytes")
     known = ", ".join(["bytes", DEFAULT_TOKENIZER, *tiktoken.list_encoding_names()])
     raise UserError(f"no tokenizer '{name}': give a tokenizer.model file or one of {known}")
 
@@ -193,13 +177,11 @@ def find_tokenizer(directory: Path) -> Path | None:
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
     n_special = len(SPECIAL) if len(vocab) == LLAMA3_VOCAB_SIZE else N_SMALL_SPECIAL
     special = {token: len(vocab) + i for i, token in enumerate(SPECIAL[:n_special])}
-    return tiktoken.Encoding(
-        name, pat_str=word_pattern, mergeable_ranks=vocab, special_tokens=special
-    )
+    ids = dict(mergeable_ranks=vocab, special_tokens=special)
+    return tiktoken.Encoding(name, pat_str=word_pattern, **ids)
 
 
 # ----------------------------------------------------------------- Meta's file: tokenizer.model
-#
 # A line for each ordinary token: base64 of its bytes, a space, its id.
 
 
@@ -217,16 +199,13 @@ def _read_model_file(path: Path) -> dict[bytes, int]:
         for line in path.read_bytes().splitlines():
             token, i = line.split()
             vocab[base64.b64decode(token, validate=True)] = int(i)
-    except (ValueError, binascii.Error):
-        number = len(vocab) + 1
-        raise UserError(
-            f"{path} is not a tokenizer.model: line {number} is not a token in base64 and its id"
-        )
+    except ValueError:
+        where = f"{path}, line {len(vocab) + 1}"
+        raise UserError(f"{where}: expected a token in base64 and its id, as in a tokenizer.model")
     return vocab
 
 
 # ---------------------------------------------------- Hugging Face's files: tokenizer.json, ...
-#
 # JSON cannot hold bytes, so a token is written in GPT-2's alphabet, which has a character for each
 # byte: a printable character of Latin-1 for itself, U+0100 and the following for the 68 others.
 
@@ -245,34 +224,32 @@ CHAT_TEMPLATE = (
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Write a tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    vocab = tokenizer.vocab
-
-    def to_characters(token: bytes) -> str:
-        return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
-
+    vocab = {
+        "".join(CHARACTER_OF_BYTE[byte] for byte in token): i
+        for token, i in tokenizer.vocab.items()
+    }
     # transformers wants a list of merges, the preferred ones first. Meta's format has none: any two
     # tokens that make a third may be merged, and a merge with a lower resulting id is preferred.
     merges = []
     for token in sorted(vocab, key=vocab.get):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [(left, right) for left, right in pairs if left in vocab and right in vocab]
-        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        pairs = [pair for pair in pairs if all(part in vocab for part in pair)]
+        merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     pattern = {"Regex": tokenizer.encoding._pat_str}
     split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
+    special = [{"id": i, "content": token, **flags} for token, i in tokenizer.special.items()]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": token, **flags} for token, i in tokenizer.special.items()
-        ],
+        "added_tokens": special,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
         "model": {
             "type": "BPE",
             "ignore_merges": True,  # a word that is a token needs no merges
-            "vocab": {to_characters(token): i for token, i in vocab.items()},
-            "merges": [[to_characters(left), to_characters(right)] for left, right in merges],
+            "vocab": vocab,
+            "merges": merges,
         },
     }
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
@@ -288,16 +265,14 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
 
 def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
     """Return the ordinary tokens of a Llama 3 tokenizer.json with their ids."""
-    byte_of_character = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+    byte_of = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
     try:
         content = json.loads(path.read_text())
         pre_tokenizer = content["pre_tokenizer"]
         steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
         patterns = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
-        vocab = {
-            bytes(byte_of_character[character] for character in token): i
-            for token, i in content["model"]["vocab"].items()
-        }
+        vocab = content["model"]["vocab"]
+        vocab = {bytes(byte_of[character] for character in token): i for token, i in vocab.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a Llama 3 tokenizer: {type(error).__name__} {error}")
     if patterns != [WORD_PATTERN]:
@@ -316,9 +291,8 @@ def train_tokenizer(
     vocab_size: number of tokens, special ones included.
     sample_bytes: about how much text to train on, taken evenly from the corpus.
     Raise UserError if vocab_size is too small for the 256 bytes and the special tokens."""
-    n_tokens = vocab_size - N_SMALL_SPECIAL
-    if n_tokens < 256:
-        smallest = 256 + N_SMALL_SPECIAL
+    smallest = 256 + N_SMALL_SPECIAL
+    if vocab_size < smallest:
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
     stride = max(1, sum(path.stat().st_size for path in files) // sample_bytes)
@@ -326,7 +300,7 @@ def train_tokenizer(
     for piece in itertools.islice(read_pieces(files), 0, None, stride):
         if piece.split == "train":
             words.update(regex.findall(WORD_PATTERN, piece.text))
-    tokens = train_bpe(words, n_tokens)
+    tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     temporary.write_bytes(_model_file(tokens))
@@ -345,19 +319,18 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
     Counting all pairs again after each merge would be slow. Instead, counts are updated only for
     words that contain the merged pair, and the most frequent pair is taken from a heap. A pair
     whose count rises gets a new entry in the heap. If its count falls, the entry stays as it is;
-    when it is popped, it is compared with the count and, if out of date, pushed again.
-    """
+    when it is popped, it is compared with the count and, if out of date, pushed again."""
     tokens = [bytes([i]) for i in range(256)]
-    word_tokens = [list(word.encode()) for word in words]  # each word as token ids
+    # A word is a string with a character for each token, whose code is the token's id.
+    in_tokens = [word.encode().decode("latin-1") for word in words]
     frequencies = list(words.values())
-    pair_counts: Counter[tuple[int, int]] = Counter()
+    pair_counts: Counter[tuple[str, str]] = Counter()
     words_with = defaultdict(set)  # pair -> indices of the words that contain it
-    for w, ids in enumerate(word_tokens):
-        for pair in itertools.pairwise(ids):
+    for w, word in enumerate(in_tokens):
+        for pair in itertools.pairwise(word):
             pair_counts[pair] += frequencies[w]
             words_with[pair].add(w)
-    # Negative counts, since heapq pops the smallest entry.
-    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heap = [(-count, pair) for pair, count in pair_counts.items()]  # heapq pops the smallest
     heapq.heapify(heap)
     while len(tokens) < n_tokens and heap:
         negative_count, pair = heapq.heappop(heap)
@@ -365,31 +338,18 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
             if pair_counts[pair] > 0:
                 heapq.heappush(heap, (-pair_counts[pair], pair))
             continue
-        new_id = len(tokens)
-        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+        left, right = map(ord, pair)
+        tokens.append(tokens[left] + tokens[right])
         grown = set()  # pairs whose count may have risen
         for w in words_with.pop(pair):
-            merged = _merge(word_tokens[w], pair, new_id)
-            for old in itertools.pairwise(word_tokens[w]):
+            merged = in_tokens[w].replace("".join(pair), chr(len(tokens) - 1))
+            for old in itertools.pairwise(in_tokens[w]):
                 pair_counts[old] -= frequencies[w]
             for new in itertools.pairwise(merged):
                 pair_counts[new] += frequencies[w]
                 words_with[new].add(w)
                 grown.add(new)
-            word_tokens[w] = merged
+            in_tokens[w] = merged
         for new in grown:
             heapq.heappush(heap, (-pair_counts[new], new))
     return tokens
-
-
-def _merge(ids: list[int], pair: tuple[int, int], new_id: int) -> list[int]:
-    """Replace each occurrence of a pair in a list of ids, from left to right, by one id."""
-    merged, i = [], 0
-    while i < len(ids):
-        if tuple(ids[i : i + 2]) == pair:
-            merged.append(new_id)
-            i += 2
-        else:
-            merged.append(ids[i])
-            i += 1
-    return merged
