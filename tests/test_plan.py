@@ -9,14 +9,22 @@ import torch
 from conftest import launch, refused, succeed
 from test_roofline import measurement
 
+from costs.machines import assumed_machine
 from costs.memory import predict_memory
-from costs.search import USABLE_FRACTION, data_parallel_choices
+from costs.search import (
+    FILTERS,
+    USABLE_FRACTION,
+    data_parallel_choices,
+    every_plan,
+    with_mesh_sizes,
+)
 from costs.work import Work
-from model import PRESETS
+from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
-from runs.flags import add_finetuning_flags
+from runs.flags import add_finetuning_flags, add_pretraining_flags, flags_of
+from runs.rules import requested_parallel
 
 
 def run(*args) -> str:
@@ -60,6 +68,22 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     memory = predict_memory(work)
     assert best["bytes"] == memory and memory["peak"] < USABLE_FRACTION * 80e9
     assert "needs" in out and "waiting for tp" in out  # why others lose
+
+
+def test_the_flags_of_every_plan_ask_for_it():
+    """Each plan of 8 GPUs in two nodes, in bfloat16 and with what is not a default."""
+    requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16", async_tp=True, tp=2)
+    model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
+    machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(FILTERS)
+    plans = [*every_plan(Work(model, requested, 16, 1, 512), 8, machine, wanted)]
+    assert len({plan.work.parallel for plan in plans}) > 200
+    for parallel in {plan.work.parallel for plan in plans}:
+        parser = Parser()
+        add_pretraining_flags(parser)
+        flags = flags_of(parallel, ["dtype", "reshard", "schedule"][: 3 if parallel.pp > 1 else 2])
+        args = parser.parse_args([*flags.split(), "--optimizer", "adamw"])
+        again = with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
+        assert again == parallel, flags
 
 
 def test_zero1_wins_where_only_adamw_is_too_large():
