@@ -345,18 +345,13 @@ def commands(plan: Plan, question: Question) -> list[str]:
     """Return the lines that start a plan: the command of the first node, and of the others."""
     work, parallel, lora = plan.work, plan.work.parallel, question.adapters
     nodes, per_node = question.gpus // question.per_node, question.per_node
-    what, always = (
-        f"train.py --model {question.preset}",
-        ["dp", "checkpointing", "dtype", "compile"],
-    )
+    what = f"train.py --model {question.preset}"
     if lora:
         what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
         what += " --base-bits 4" * (question.base_bits == 4) + " --dora" * lora.dora
-    always += ["optimizer"] * (not lora) + ["reshard"] * (parallel.shard > 1)
-    always += ["schedule"] * (parallel.pp > 1)
     train = (
         f"{what} --batch {work.batch} --microbatch {work.microbatch} --seq-len {work.seq_len} "
-        f"{flags_of(parallel, always)}"
+        f"{flags_of(parallel)}"
     )
     train += " --document-mask" * (work.document > 0 and not lora)  # else always
     if nodes == 1:

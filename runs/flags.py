@@ -1,7 +1,6 @@
 """Command-line flags: the groups that scripts share."""
 
 import argparse
-from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 
@@ -188,16 +187,17 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def flags_of(parallel: ParallelConfig, always: Collection[str] = ()) -> str:
+def flags_of(parallel: ParallelConfig) -> str:
     """Return the flags that ask for a configuration on its processes: those of fields that differ
-    from the default, and of those in `always`."""
+    from the default, and those whose default a run chooses."""
+    chosen = ["dp", "dtype", "compile", "optimizer"] + ["reshard"] * (parallel.shard > 1)
     flags = []
     for field in fields(ParallelConfig):
         name, value = field.name.replace("_", "-"), getattr(parallel, field.name)
         if field.name in ("replicate", "shard"):  # their sizes follow from the others, but for hsdp
             is_shown = field.name == "shard" and STRATEGIES[parallel.dp].copy_per == "node"
         else:
-            is_shown = field.name in always or value != field.default
+            is_shown = field.name in chosen or value != field.default
         if is_shown and isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif is_shown:
