@@ -4,11 +4,10 @@ A directory with weights is a checkpoint in our own format (checkpoint.py), or a
 of Meta or Hugging Face (formats.py). The output directory of a run stands for the newest of its
 checkpoints.
 
-A checkpoint is written under a hidden name and renamed last, after its files have been synced to
-disk. So a directory with its final name is complete, even if the process is killed. Weights and
-optimizer state are written by torch.distributed.checkpoint (DCP), each as a directory. Its file
-__RANK_0.distcp holds what that rank has written; .metadata is the index, which says where in these
-files each tensor lies.
+The weights and the optimizer's state of a checkpoint are written by torch.distributed.checkpoint
+(DCP), each as a directory. Its file __RANK_0.distcp holds what that rank has written; .metadata is
+the index, which says where in these files each tensor lies. A checkpoint gets its final name last,
+after its files have been synced to disk: so it is complete, even if the process is killed.
 """
 
 import contextlib
