@@ -76,8 +76,8 @@ def test_the_flags_of_every_plan_ask_for_it():
     requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16", async_tp=True, tp=2)
     model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
     machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(FILTERS)
-    plans = [*every_plan(Work(model, requested, 16, 1, 512), 8, machine, wanted)]
-    assert len({plan.work.parallel for plan in plans}) == 200
+    plans = [*every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)]
+    assert {1, 2} <= {plan.work.parallel.cp for plan in plans}
     for parallel in {plan.work.parallel for plan in plans}:
         parser = Parser()
         add_pretraining_flags(parser)
