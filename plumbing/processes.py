@@ -221,9 +221,14 @@ def note_checkpoint(name: str) -> None:
     _store().set("newest checkpoint", name)
 
 
+def is_rank_zero() -> bool:
+    """Return whether this is rank 0, or a process without others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
-    if text and dist.get_rank() == 0:
+    if text and is_rank_zero():
         print(text, flush=True, **where)
 
 
@@ -231,8 +236,7 @@ def with_progress(items: Collection, what: str, every: float = 5.0) -> Iterator:
     """Yield the items; every so many seconds rank 0 prints how many are done, and the time left."""
     started = printed = time.monotonic()
     for done, item in enumerate(items):
-        is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0
-        if done and is_rank_zero and time.monotonic() - printed > every:
+        if done and is_rank_zero() and time.monotonic() - printed > every:
             printed = time.monotonic()
             left = round((printed - started) / done * (len(items) - done))
             line = f"{what}: {done} of {len(items)}  {left // 60}:{left % 60:02d} left"

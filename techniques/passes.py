@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, rotate
+from plumbing.processes import print_rank_zero
 
 
 def use_fewer_passes(model: Llama) -> None:
@@ -63,7 +64,7 @@ def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
     same = all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*found))
     if not same:
         note = f"note: model.py's own {name} is used: techniques/passes.py computes another one"
-        print(note, file=sys.stderr)
+        print_rank_zero(note, file=sys.stderr)
     return same
 
 

@@ -1,4 +1,19 @@
-"""Activation checkpointing and torch.compile, block by block."""
+"""Activation checkpointing: backward recomputes what forward then need not save.
+
+               elements saved per token and block                        attention forwards
+    none       6 D + 2 KV E + 3 F                                        1
+    selective  3 D + KV E + F: the block's input, the outputs of         1
+               attention, wk, wo and w3
+    full       D: the block's input                                      2
+
+Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
+all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
+reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
+Use when activations do not fit. Avoid when only a larger microbatch is gained.
+
+torch.compile is applied here too, since the order of the two matters. labs/recompute.py writes
+activation checkpointing by hand.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -46,20 +61,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
-    """Activation checkpointing: backward recomputes what forward then need not save
-    (labs/recompute.py writes it by hand).
-
-                   elements saved per token and block                        attention forwards
-        none       6 D + 2 KV E + 3 F                                        1
-        selective  3 D + KV E + F: the block's input, the outputs of         1
-                   attention, wk, wo and w3
-        full       D: the block's input                                      2
-
-    Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
-    all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
-    reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
-    Use when activations do not fit. Avoid when only a larger microbatch is gained.
-    """
+    """Return a forward that keeps its inputs, and runs again in backward."""
     context = {"context_fn": _selective_context} if selective else {}
     return partial(checkpoint, forward, use_reentrant=False, **context)
 

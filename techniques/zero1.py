@@ -1,4 +1,17 @@
-"""ZeRO-1: every rank holds the whole model, and AdamW's state of a slice of it."""
+"""ZeRO-1: DDP whose AdamW state is sharded (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
+    rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
+
+A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
+gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
+has reduce-scattered them. labs/zero1.py takes such a step by hand.
+Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
+the last backward computes, all-gather of P g bytes after the update. Together they send what
+DDP's all-reduce sends.
+Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
+DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,20 +25,7 @@ from plumbing.shards import chunk_of
 
 
 class ZeRO1(nn.Module):
-    """ZeRO-1: DDP whose AdamW state is sharded (Rajbhandari et al. 2020, arXiv:1910.02054).
-
-        rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
-        rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
-
-    A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
-    gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
-    has reduce-scattered them. labs/zero1.py takes such a step by hand.
-    Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
-    the last backward computes, all-gather of P g bytes after the update. Together they send what
-    DDP's all-reduce sends.
-    Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
-    DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
-    """
+    """A model whose gradients are reduce-scattered to slices, which the optimizer updates."""
 
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""
