@@ -19,23 +19,32 @@ python bench.py gpu --out gpu.json
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
+import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+import finetune_lora
+import train
 from costs.devices import GPUS, LINKS
 from costs.search import PLANNED
+from data import read_ahead
+from lora import LoRA
 from model import PRESETS
+from parallel import ParallelConfig, with_mesh
 from perf.comm import SIZES, measure_comm
-from perf.compare import CONTESTANTS, contestant_name, measure_compare
+from perf.compare import CONTESTANTS, measure_compare
 from perf.gpu import measure_gpu
+from perf.instruments import Task, adapters_of, check_adamw, problem_with_files
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
-from perf.step import measure_lora_step, measure_step
+from perf.step import Training, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
-from plumbing.processes import run
+from plumbing.processes import Process, UserError, init_distributed, run
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from techniques.float8 import RECIPES
 
@@ -92,12 +101,21 @@ def add_loss_flags(parser: argparse.ArgumentParser) -> None:
                         help="model width (default: %(default)s)")
     parser.add_argument("--vocab-size", type=positive_int, default=128_256,
                         help="entries of the vocabulary (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="dtype of hidden states and weights (default: %(default)s)")
+    parser.add_argument("--chunks", nargs="+", type=positive_int, default=[], metavar="TOKENS",
+                        help="tokens whose logits exist at the same time (default: as in training)")
+    parser.add_argument("--repeats", type=nonnegative_int, default=0,
+                        help="rounds of timing, for --json (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("contestants", nargs="*", metavar="NAME", type=contestant_name,
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
-                             "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
+                             "bare: its matrix products alone; transformers: transformers' model "
+                             "and peft's adapters; fsdp-X: fsdp with --reshard X; wrong: hsdp that "
+                             "shards across nodes; "
                              "tp: tensor parallelism over all processes; async-tp: the same, "
                              "sending while it multiplies; cp: fsdp whose ranks in a node share "
                              "sequences; pp: a stage on each node, or process; "
@@ -138,6 +156,7 @@ def add_step_flags(
                         help="rounds of all measurements (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg",
                         help="with --pp: draw when each stage computed which microbatch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
     add_script_flags(parser)
 
 
@@ -209,16 +228,105 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
+def contestant_name(text: str) -> str:
+    """Argument type: a name in CONTESTANTS. `choices` would not do: some versions of argparse
+    reject the empty list, which stands for no argument, as no choice."""
+    if text not in CONTESTANTS:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
+    return text
+
+
+# ------------------------------------------------------------------------------ the commands
+
+
+def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
+    """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
+    options = dict(optimizer=args.optimizer or "adamw", moments=args.moments)
+    parallel = ParallelConfig(dtype=getattr(torch, args.dtype), **options)
+    sizes = PRESETS[args.model], args.batch, microbatch, args.seq_len
+    optimizer_of = partial(train.make_optimizer, args=args)
+    return Task(args.model, *sizes, parallel, optimizer_of, *adapters)
+
+
+def limit(args: argparse.Namespace) -> str:
+    check_adamw(args.optimizer)
+    return measure_limit(task_of(args, args.batch), args.repeats, args.compile, args.operators)
+
+
+def lora(args: argparse.Namespace) -> str:
+    check_adamw(args.optimizer)
+    return measure_lora(task_of(args, args.batch, LoRA(args.rank)), args.repeats, args.compile)
+
+
+def loss(args: argparse.Namespace) -> str:
+    sizes = args.tokens, args.dim, args.vocab_size
+    return measure_loss(*sizes, args.dtype, args.chunks, args.repeats, args.json)
+
+
+def compare(args: argparse.Namespace) -> str:
+    names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
+    flags = {name: getattr(args, name) for name in names.split()}
+    task = task_of(args, args.microbatch, *adapters_of(args))
+    return measure_compare(args.contestants, task, args.repeats, flags, args.json, args.plot)
+
+
+def comm(args: argparse.Namespace) -> str:
+    check_adamw(args.optimizer)
+    world, task = with_mesh(init_distributed()), None
+    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
+    if args.model:  # every rank computes a microbatch
+        args.batch = args.microbatch * world.size
+        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+        task = task_of(args, args.microbatch)
+    return measure_comm(world, args.sizes, args.repeats, args.out, task)
+
+
+def step(
+    args: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace, Process], train.Job] = train.prepare,
+) -> str:
+    """Set up a training as a script does, of which `prepare` is, and measure its step."""
+    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
+    args.out, args.resume = args.out or Path("out"), True
+    if args.plot and args.pp == 1:
+        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
+    if problem := problem_with_files({"--plot": args.plot, "--json": args.json}):
+        raise UserError(problem)
+    process = train.setup(args)
+    # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
+    # computes slowly. Threads inherit this setting, so it comes before they are started.
+    torch.set_flush_denormal(True)
+    job = prepare(args, process)
+    world, runner = train.build(args, job, process)
+    optimizer = train.make_optimizer(job.model, args)
+    for group in optimizer.param_groups:  # throughout, so that the loss stays finite
+        group["lr"] = train.learning_rate(1, args)
+    read = partial(train.local_batch, args, world, job.train_set)
+    with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
+        given = job.model, runner, optimizer, batches, args.microbatch, args.clip
+        training = Training(world, *given)
+        return measure_step(training, job, args.batch, args.repeats, args.plot, args.json)
+
+
+def step_lora(args: argparse.Namespace) -> str:
+    prepare = finetune_lora.prepare
+    return step(finetune_lora.complete(args), lambda *given: prepare(*given)[0])
+
+
+def gpu(args: argparse.Namespace) -> str:
+    return measure_gpu(args.out, args.parts, args.docs, args.rehearse)
+
+
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
-    "limit": (add_limit_flags, measure_limit),
-    "lora": (add_lora_flags, measure_lora),
-    "loss": (add_loss_flags, measure_loss),
-    "compare": (add_compare_flags, measure_compare),
-    "comm": (add_comm_flags, measure_comm),
-    "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
-    "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
+    "limit": (add_limit_flags, limit),
+    "lora": (add_lora_flags, lora),
+    "loss": (add_loss_flags, loss),
+    "compare": (add_compare_flags, compare),
+    "comm": (add_comm_flags, comm),
+    "step": (partial(add_step_flags, add_pretraining_flags), step),
+    "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
     "plan": (add_plan_flags, plan_cluster),
-    "gpu": (add_gpu_flags, measure_gpu),
+    "gpu": (add_gpu_flags, gpu),
 }
 
 

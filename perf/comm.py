@@ -11,7 +11,6 @@ one pair of ranks after the other exchanges a message, which finds a slow link o
 `bench.py plan --measured` reads the file of --out in place of data sheets.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -21,28 +20,29 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from costs.choose import USABLE_FRACTION, usable_memory
-from model import PRESETS, Llama
+from model import Llama
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import (
+    Task,
     build_on_meta,
-    check_adamw,
     describe_machine,
     markdown_table,
     problem_with_files,
     random_batch,
     time_interleaved,
 )
-from plumbing.processes import UserError, init_distributed, print_rank_zero
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import assign_shard, to_local
 from runs.records import write_atomically
 from text.batch import Batch
-from train import accumulate, make_optimizer
+from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
 MAX_RANKS_FOR_ALL_PAIRS = 32
@@ -51,27 +51,27 @@ MAX_PAIRS_SHOWN = 8
 # --------------------------------------------------------------------------------- measuring
 
 
-def measure_comm(args: argparse.Namespace) -> str:
-    """Measure the links between all ranks; return the results as text and write them to --out."""
-    check_adamw(args)
-    world = with_mesh(init_distributed())
+def measure_comm(
+    world: World, sizes: list[int], repeats: int, out: Path | None, task: Task | None
+) -> str:
+    """Measure the links between all ranks, with messages of `sizes` bytes, and the computation of a
+    task; return the results as text and write them to --out."""
     if world.size < 2:
         raise UserError(
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
-    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
-    find_problem = partial(problem_with_files, {"--out": args.out})
+    find_problem = partial(problem_with_files, {"--out": out})
     if problem := world.broadcast_from_rank_zero(find_problem):
         raise UserError(problem)
     groups = {}
     for name, group in process_groups(world).items():
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
-        times = time_collectives(group, sorted(set(args.sizes)), args.repeats, world)
+        times = time_collectives(group, sorted(set(sizes)), repeats, world)
         groups[name] = {"ranks": group.size(), "times": times}
-    compute_times = time_computation(args, world) if args.model else None
+    compute_times = time_computation(task, repeats, world) if task else None
     pairs = pairs_to_measure(world.size, world.per_node)
     print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
-    pair_speeds = time_pairs(pairs, args.repeats, world)
+    pair_speeds = time_pairs(pairs, repeats, world)
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
@@ -79,8 +79,8 @@ def measure_comm(args: argparse.Namespace) -> str:
         "pairs": pair_speeds,
         "compute": compute_times,
     }
-    if args.out and world.rank == 0:
-        write_atomically(args.out, json.dumps(report) + "\n")
+    if out and world.rank == 0:
+        write_atomically(out, json.dumps(report) + "\n")
     return text_report(report)
 
 
@@ -108,7 +108,7 @@ def time_collectives(
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
-        timed = time_interleaved(contestants, repeats, f"{nbytes:,} bytes, ")
+        timed = time_interleaved(contestants, repeats, f"rounds of {nbytes:,} bytes")
         for name, seconds in timed.items():
             median = statistics.median(slowest(seconds, world))
             times.setdefault(name, []).append((nbytes, median))
@@ -153,36 +153,35 @@ def send_and_receive(*transfers: tuple) -> None:
         work.wait()
 
 
-def time_computation(args: argparse.Namespace, world: World) -> dict:
-    """Return the seconds that one microbatch and one update of --model take without communication.
+def time_computation(task: Task, repeats: int, world: World) -> dict:
+    """Return the seconds that one microbatch and one update take without communication.
 
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
     Times are medians of the slowest rank's, since a training step waits for that rank."""
     print_rank_zero(
-        f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr
+        f"computation: {task.model}, a microbatch of {task.microbatch}", file=sys.stderr
     )
-    config = PRESETS[args.model]
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    batch = random_batch(config, args.microbatch, args.seq_len).to(world.device)
+    batch = random_batch(task.config, task.microbatch, task.seq_len).to(world.device)
     contestants = {}
     for dp in ("fsdp", "ddp"):
         # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
-        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
-        model = build_on_meta(config)
+        parallel = ParallelConfig(dp=dp, dtype=task.parallel.dtype)
+        alone = replace(world, size=1, parallel=parallel)
+        model = build_on_meta(task.config)
         parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
-    optimizer = make_optimizer(model, args)  # of the last model, ddp's
+    optimizer = task.optimizer_of(model)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
-    seconds = time_interleaved(contestants, args.repeats, "a microbatch, ")
+    seconds = time_interleaved(contestants, repeats, "rounds of a microbatch")
     medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}
     return {
-        "model": args.model,
-        "config": asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
-        "moments": args.moments,
-        "tokens": args.microbatch * args.seq_len,
-        "seq_len": args.seq_len,
+        "model": task.model,
+        "config": asdict(task.config),
+        "dtype": str(task.parallel.dtype).removeprefix("torch."),
+        "moments": task.parallel.moments,
+        "tokens": task.microbatch * task.seq_len,
+        "seq_len": task.seq_len,
         "forward_backward": medians["ddp"],
         "forward_backward_in_fsdp": medians["fsdp"],
         "update": medians["update"],
@@ -222,7 +221,7 @@ def time_pairs(
     seconds = []
     for i, j in pairs:
         round_trip = partial(send_there_and_back, message, world.rank, i, j)
-        fastest = min(time_interleaved({"pair": round_trip}, repeats, "a pair, ")["pair"])
+        fastest = min(time_interleaved({"pair": round_trip}, repeats, "rounds of a pair")["pair"])
         seconds.append(fastest if world.rank == i else 0.0)  # rank i sees the whole round trip
     return [
         (i, j, 2 * message.nbytes / pair_seconds)

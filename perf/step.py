@@ -18,12 +18,19 @@ after the other, beginning with the one whose ranks are farthest apart. What eac
 exposed time; what is left when all are silent is computation. So the parts add up to the step. A
 negative part is noise. What ZeRO-1 and Muon all-gather counts as the optimizer's time.
 
+With a pipeline, ranks wait for other stages, which is its bubble. It is told in three shares of the
+time of forward and backward:
+
+    by the schedule alone      if all stages take equally long, and messages no time
+    with measured times        if messages take no time: more than the first, as stages are uneven
+    measured                   more than the second, as messages take time
+
 The last lines say which parts take long, and which flags would shorten them (perf/verdict.py).
 """
 
-import argparse
 import contextlib
 import itertools
+import json
 import statistics
 import sys
 import time
@@ -39,47 +46,39 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import finetune_lora
 from costs.choose import usable_memory
 from costs.devices import peak_flops
 from costs.memory import mask_width, predict_memory, prediction_caveat
 from costs.traffic import DIMS, describe_traffic, flops_per_token
-from data import read_ahead
 from model import Llama
 from parallel import World
-from perf.bubble import actions_stamped, draw, shares_of_bubble
 from perf.instruments import (
     Counted,
     Live,
-    count_rounds,
     markdown_table,
     megabytes,
-    problem_with_files,
     quartiles,
     silenced,
     state_bytes,
     state_tensors,
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
-from plumbing.processes import Process, UserError, print_rank_zero
+from plumbing.processes import print_rank_zero, with_progress
+from runs.records import write_atomically
 from techniques.float8 import has_kernel
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
-from techniques.schedules import Action, Span
-from text.batch import Batch
-from train import (
-    Job,
-    accumulate,
-    build,
-    learning_rate,
-    local_batch,
-    make_optimizer,
-    prepare,
-    setup,
-    train_step,
-    update,
-    zero_gradients,
+from techniques.schedules import (
+    Action,
+    Span,
+    bubble,
+    check_schedule,
+    draw_svg,
+    make_schedule,
+    simulate,
 )
+from text.batch import Batch
+from train import Job, accumulate, train_step, update, zero_gradients
 
 Rounds = dict[str, list[dict[str, float]]]  # variant -> in each round, part of a step -> seconds
 WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
@@ -89,18 +88,13 @@ WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are 
 class Training:
     """A training as train.py sets it up."""
 
-    args: argparse.Namespace
     world: World
     model: Llama
     runner: nn.Module  # what parallelize returned
     optimizer: torch.optim.Optimizer
-    batches: Iterator[Batch]
-    whole: Llama | None = None  # the model on meta, for predictions
-    masked: int = 0  # what memory.mask_width returns
-
-    @property
-    def microbatches(self) -> int:
-        return self.args.batch // self.world.data_size // self.args.microbatch
+    batches: Iterator[Batch]  # this rank's sequences of each step
+    microbatch: int  # sequences
+    clip: float
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -114,50 +108,35 @@ class Training:
         return [dim for dim in DIMS if getattr(self.world.parallel, dim) > 1]
 
 
-def measure_lora_step(args: argparse.Namespace) -> str:
-    """Return the output of `bench.py step-lora`."""
-    return measure_step(
-        finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0]
-    )
-
-
 def measure_step(
-    args: argparse.Namespace, prepare: Callable[[argparse.Namespace, Process], Job] = prepare
+    training: Training,
+    job: Job,
+    batch: int,
+    repeats: int,
+    plot: Path | None,
+    json_file: Path | None,
 ) -> str:
-    """Return the output of `bench.py step`: tables and the verdict. `prepare` is the script's."""
-    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
-    args.out, args.resume = args.out or Path("out"), True
-    if args.plot and args.pp == 1:
-        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
-    if problem := problem_with_files({"--plot": args.plot}):
-        raise UserError(problem)
-    process = setup(args)
-    # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
-    # computes slowly. Threads inherit this setting, so it comes before they are started.
-    torch.set_flush_denormal(True)
-    job = prepare(args, process)
-    world, runner = build(args, job, process)
-    # The learning rate of step 1 throughout, so that the loss stays finite.
-    lr = learning_rate(1, args)
-    optimizer = make_optimizer(job.model, args)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    read = partial(local_batch, args, world, job.train_set)
-    with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        config, documents = job.whole.config, job.train_set.document_mask
-        masked = mask_width(config, world.parallel, args.seq_len, world.device, documents)
-        training = Training(args, world, job.model, runner, optimizer, batches, job.whole, masked)
-        print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
-        for _ in range(WARM_UP_STEPS):
-            plain_step(training, next(batches))
-        memory, counted = count_step(training)
-        attentions = counted.attentions if counted else profile_attention(training)
-        rounds = time_variants(training)
-        if args.plot and args.pp > 1:
-            batch = next(batches)
-            dist.barrier()  # the spans of all ranks begin now
-            draw(args, world, marked_step(training, batch).spans())
-    return report(training, rounds, memory, counted, attentions)
+    """Return tables and the verdict; write results to --json, and draw a pipeline's step to --plot.
+    A step of the job has `batch` sequences, over all ranks."""
+    world, batches = training.world, training.batches
+    print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
+    start = time.perf_counter()
+    plain_step(training, next(batches))
+    first_step = time.perf_counter() - start
+    for _ in range(WARM_UP_STEPS - 1):
+        plain_step(training, next(batches))
+    memory, counted = count_step(training)
+    attentions = counted.attentions if counted else profile_attention(training)
+    rounds = time_variants(training, repeats)
+    if plot:
+        sequences = next(batches)
+        dist.barrier()  # the spans of all ranks begin now
+        draw(plot, world, marked_step(training, sequences).spans())
+    text, results = report(training, job, batch, rounds, memory, counted, attentions)
+    if json_file and world.rank == 0:
+        results = results | {"first step": first_step}
+        write_atomically(json_file, json.dumps(results, indent=1) + "\n")
+    return text
 
 
 # ------------------------------------------------------------------------------------- time stamps
@@ -186,6 +165,15 @@ class TimeStamps:
     def end(self, part: str) -> None:
         self.closed[part].append((self.open.pop(part), self.stamp()))
 
+    @contextlib.contextmanager
+    def of(self, part: str | Action) -> Iterator[None]:
+        """Stamp what runs within the context."""
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end(part)
+
     def between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
         """Return the seconds from stamp a to stamp b. On a GPU, synchronize before."""
         return a.elapsed_time(b) / 1e3 if self.on_gpu else b - a
@@ -205,9 +193,9 @@ class TimeStamps:
 
 @contextlib.contextmanager
 def time_stamped(training: Training) -> Iterator[TimeStamps]:
-    """Record time stamps of forward, recompute and optimizer in the steps within the context."""
-    stamps = TimeStamps(training.world.device)
-    runner, optimizer = training.runner, training.optimizer
+    """Record time stamps of forward, recompute, optimizer, and the actions of a pipeline, in the
+    steps within the context."""
+    stamps, optimizer = TimeStamps(training.world.device), training.optimizer
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
@@ -216,22 +204,25 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         # prepend: before FSDP's own hook, which all-gathers weights
         begin = stage.register_forward_pre_hook(lambda *_: stamps.begin("forward"), prepend=True)
         hooks += [begin, stage.register_forward_hook(lambda *_: stamps.end("forward"))]
-    # Blocks that parallel.recompute has wrapped; within a compiled block it cannot be stamped.
-    blocks = training.model.layers.values()
-    originals = {b: b.forward for b in blocks if getattr(b.forward, "func", None) is checkpoint}
-    for block, forward in originals.items():
-        (inner,) = forward.args
-        block.forward = partial(checkpoint, stamp_recompute(inner, stamps), **forward.keywords)
-    is_pipeline = isinstance(runner, Pipeline)
-    actions = actions_stamped(runner, stamps.begin, stamps.end)
-    try:
-        with actions if is_pipeline else contextlib.nullcontext():
-            yield stamps
-    finally:
-        for block, forward in originals.items():
-            block.forward = forward
+    with contextlib.ExitStack() as undo:
         for hook in hooks:
-            hook.remove()
+            undo.callback(hook.remove)
+        for block in training.model.layers.values():
+            # Blocks that parallel.recompute has wrapped; a compiled block cannot be stamped within.
+            if getattr(forward := block.forward, "func", None) is checkpoint:
+                stamped = stamp_recompute(*forward.args, stamps)
+                block.forward = partial(checkpoint, stamped, **forward.keywords)
+                undo.callback(setattr, block, "forward", forward)
+        if isinstance(runner := training.runner, Pipeline):
+            compute = runner.compute
+
+            def stamped_compute(action: Action, *given):
+                with stamps.of(action):  # what it waits for has arrived
+                    return compute(action, *given)
+
+            runner.compute = stamped_compute
+            undo.callback(delattr, runner, "compute")  # the attribute, which hides the method
+        yield stamps
 
 
 def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
@@ -240,11 +231,8 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
     def stamped_forward(*args, **kwargs):
         if "forward" in stamps.open:
             return forward(*args, **kwargs)
-        stamps.begin("recompute")
-        try:
+        with stamps.of("recompute"):  # an exception ends it, as soon as checkpoint has enough
             return forward(*args, **kwargs)
-        finally:  # checkpoint ends a recomputation by an exception, as soon as it has enough
-            stamps.end("recompute")
 
     return stamped_forward
 
@@ -254,17 +242,15 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
 
 def plain_step(training: Training, batch: Batch) -> None:
     """Run train.py's step."""
-    args, world = training.args, training.world
-    train_step(
-        training.runner, training.optimizer, batch, args.microbatch, args.clip, world, step=1
-    )
+    runner, optimizer, world = training.runner, training.optimizer, training.world
+    train_step(runner, optimizer, batch, training.microbatch, training.clip, world, step=1)
 
 
 def marked_step(training: Training, batch: Batch) -> TimeStamps:
     """Run the same step with time stamps."""
     with time_stamped(training) as stamps:
         loss = forward_and_backward(training, batch, stamps)
-        update(training.optimizer, loss, batch, training.args.clip, training.world, step=1)
+        update(training.optimizer, loss, batch, training.clip, training.world, step=1)
     return stamps
 
 
@@ -279,14 +265,13 @@ def silenced_pass(training: Training, dims: list[str], batch: Batch) -> TimeStam
 
 def forward_and_backward(training: Training, batch: Batch, stamps: TimeStamps) -> torch.Tensor:
     """Stamp one `pass`, including the communication of gradients. Return the sum of the losses."""
-    stamps.begin("pass")
-    loss = accumulate(training.runner, batch, training.args.microbatch, training.world)
-    stamps.end("pass")
-    return loss
+    with stamps.of("pass"):
+        return accumulate(training.runner, batch, training.microbatch, training.world)
 
 
-def time_variants(training: Training) -> Rounds:
-    """Run each variant once in each of --repeats rounds; the last silences all dimensions.
+def time_variants(training: Training, repeats: int) -> Rounds:
+    """Run each variant once in each of `repeats` rounds, after one that warms up. The last variant
+    silences all dimensions.
 
     The parts are those with time stamps, `data` (waiting for a batch) and `step` (everything).
     `plain` comes after another whole step, during which its batch is read ahead, as in training."""
@@ -295,7 +280,7 @@ def time_variants(training: Training) -> Rounds:
         dims = training.dims[:n]
         variants[f"without {' '.join(dims)}"] = partial(silenced_pass, training, dims)
     rounds = {name: [] for name in variants}
-    for round_number in count_rounds(training.args.repeats):
+    for _ in with_progress(range(repeats + 1), "rounds"):
         for name, variant in variants.items():
             dist.barrier()  # a rank that still runs the previous variant would disturb
             start = time.perf_counter()
@@ -305,9 +290,8 @@ def time_variants(training: Training) -> Rounds:
             if training.world.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = {"data": data, "step": time.perf_counter() - start}
-            if round_number > 0:  # round 0 is for warming up
-                rounds[name].append(seconds | (stamps.seconds() if stamps else {}))
-    return rounds
+            rounds[name].append(seconds | (stamps.seconds() if stamps else {}))
+    return {name: of_rounds[1:] for name, of_rounds in rounds.items()}
 
 
 def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
@@ -342,7 +326,7 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
 
     The bytes are those of the rank that holds most. None stands for unknown: under counters
     compiled blocks would run uncompiled."""
-    args, world, optimizer = training.args, training.world, training.optimizer
+    world, optimizer = training.world, training.optimizer
     on_gpu = world.device.type == "cuda"
     counted = live = None
     batch = next(training.batches)
@@ -353,7 +337,7 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
             counted = counters.enter_context(Counted(world))
             tensors = tree_leaves(state_tensors(training.model, optimizer))
             live = counters.enter_context(Live(tensors))
-        loss = accumulate(training.runner, batch, args.microbatch, world)
+        loss = accumulate(training.runner, batch, training.microbatch, world)
         state = state_bytes(training.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
     hooks = []
@@ -363,7 +347,7 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
             optimizer.register_step_pre_hook(lambda *_: stack.enter_context(counted) and None),
             optimizer.register_step_post_hook(lambda *_: stack.close()),
         ]
-    update(optimizer, loss, batch, args.clip, world, step=1)
+    update(optimizer, loss, batch, training.clip, world, step=1)
     for hook in hooks:
         hook.remove()
 
@@ -398,33 +382,31 @@ def profile_attention(training: Training) -> int:
 
 def report(
     training: Training,
+    job: Job,
+    batch: int,
     rounds: Rounds,
     memory: dict[str, int | None],
     counted: Counted | None,
     attentions: int,
-) -> str:
-    """Return all results in Markdown. Every rank must call it, since times are averaged."""
-    args, world, parallel = training.args, training.world, training.world.parallel
-    on_gpu = world.device.type == "cuda"
+) -> tuple[str, dict]:
+    """Return all results in Markdown, and the figures for --json. Every rank must call it, since
+    times are averaged."""
+    world, parallel, whole = training.world, training.world.parallel, job.whole
+    on_gpu, seq_len = world.device.type == "cuda", job.train_set.seq_len
+    sequences = batch // world.data_size
+    microbatches = sequences // training.microbatch
+    masked = mask_width(whole.config, parallel, seq_len, world.device, job.train_set.document_mask)
     parts = parts_of_step(rounds, training.dims)
     parts = dict(zip(parts, world.all_gather_scalars(list(parts.values())).mean(0).tolist()))
     step_quartiles = quartiles([seconds["step"] for seconds in rounds["plain"]])
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
-    speed = args.batch * args.seq_len / step
+    speed = batch * seq_len / step
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    flops = flops_per_token(training.whole, args.seq_len, parallel)
+    flops = flops_per_token(whole, seq_len, parallel)
     mfu = peak and flops * speed / (peak * world.size)
-    whole, tokens = training.whole, args.microbatch * args.seq_len // parallel.cp
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
+    tokens = training.microbatch * seq_len // parallel.cp
     fused = parallel.compile or on_gpu
-    predicted = partial(
-        predict_memory,
-        whole,
-        tokens=tokens,
-        microbatches=training.microbatches,
-        fused=fused,
-        masked=training.masked,
-    )
     compiler = torch._dynamo.utils.counters
     graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
@@ -432,27 +414,36 @@ def report(
         parallel=parallel,
         size=world.size,
         per_node=world.per_node,
-        sequences=args.batch // world.data_size,
-        microbatches=training.microbatches,
+        sequences=sequences,
+        microbatches=microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
-            name: predicted(other)["peak"]
+            name: predict_memory(whole, other, tokens, microbatches, fused, masked)["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
         frozen=any(not p.requires_grad for p in whole.parameters()),
-        attentions=attentions / (len(training.model.layers) * training.microbatches * chunks),
+        attentions=attentions / (len(training.model.layers) * microbatches * chunks),
         graph_breaks=graph_breaks,
         on_gpu=on_gpu,
         mfu=mfu,
         can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
     )
-    bubble = []
-    if parallel.pp > 1:
-        actions = [{part: time for part, time in seconds.items() if isinstance(part, Action)}
-                   for seconds in rounds["marked"]]  # fmt: skip
-        passes = [statistics.median(seconds["pass"] for seconds in rounds[variant])
-                  for variant in ("marked", "without pp")]  # fmt: skip
-        bubble = [shares_of_bubble(world, training.microbatches, actions, *passes)]
+    memory = memory | {"predicted peak": facts.peaks["this"]}
+    # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
+    # by more for other reasons.
+    overheads = quartiles(
+        [
+            100 * ((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
+            for marked, plain in zip(rounds["marked"], rounds["plain"])
+        ]
+    )
+    traffic = "an unknown amount: blocks are compiled"
+    if counted:
+        traffic = describe_traffic(counted.sent, parallel)
+    compiled = "blocks are not compiled"
+    if parallel.compile:
+        graphs = compiler["stats"]["unique_graphs"]
+        compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",
@@ -467,23 +458,8 @@ def report(
     ]
     if parallel.checkpointing != "none" and "recompute" not in parts:
         lines.append("recompute is compiled into backward")
-    memory = memory | {"predicted peak": facts.peaks["this"]}
-    # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
-    # by more for other reasons.
-    overheads = [
-        100 * ((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
-        for marked, plain in zip(rounds["marked"], rounds["plain"])
-    ]
-    lower, overhead, upper = quartiles(overheads)
-    traffic = "an unknown amount: blocks are compiled"
-    if counted:
-        traffic = describe_traffic(counted.sent, parallel)
-    compiled = "blocks are not compiled"
-    if parallel.compile:
-        graphs = compiler["stats"]["unique_graphs"]
-        compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
     lines += [
-        f"time stamps cost {overhead:.1f} % of a step (quartiles {lower:.1f} to {upper:.1f} %)",
+        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(*overheads),
         "",
         *markdown_table(
             ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
@@ -492,10 +468,64 @@ def report(
         f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends {traffic}",
         *filter(None, [prediction_caveat(whole)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
-        *bubble,
+        *([describe_bubble(world, microbatches, rounds)] if parallel.pp > 1 else []),
         compiled,
         "",
     ]
     if min(facts.shares.values()) < -0.05:
         lines.append("these times are too noisy: use a quieter machine or more --repeats")
-    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)])
+    results = {
+        "tokens_per_second": speed,
+        "seconds": [lower, step, upper],
+        "mfu": mfu,
+        "parts": parts,
+        "bytes": memory,
+        "peak_bytes": memory["peak"],
+        "predicted_peak_bytes": memory["predicted peak"],
+        "time stamps": overheads[1] / 100,
+    }
+    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), results
+
+
+# ---------------------------------------------------------------------------------- the bubble
+
+
+def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
+    """Return the three shares of the bubble in words. All ranks call it together."""
+    parallel, times = world.parallel, defaultdict(list)
+    for seconds in rounds["marked"]:
+        for part, time_of_action in seconds.items():
+            if isinstance(part, Action):
+                times[part.kind, part.stage].append(time_of_action)
+    own = {key: statistics.median(values) for key, values in times.items()}
+    typical = {key: s for of_rank in gather_pipeline(own, world) for key, s in of_rank.items()}
+    schedule = make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank)
+    even = check_schedule(schedule, microbatches, parallel.pp * parallel.stages_per_rank)
+    timed = simulate(schedule, lambda action: typical[action.kind, action.stage])
+    with_messages, without = (
+        statistics.median(seconds["pass"] for seconds in rounds[variant])
+        for variant in ("marked", "without pp")
+    )
+    measured = world.all_gather_scalars([1 - without / with_messages]).mean().item()
+    return (
+        f"of forward and backward, ranks wait for other stages {bubble(even):.1%} by the schedule "
+        f"alone, {bubble(timed):.1%} with the measured time of each stage, {measured:.1%} measured"
+    )
+
+
+def draw(file: Path, world: World, spans: list[Span]) -> None:
+    """Draw a measured step on rank 0: of the ranks of its pipeline. `spans` are this rank's, in
+    seconds since the step began. All ranks call it together."""
+    of_ranks = gather_pipeline(spans, world)
+    if world.rank == 0:
+        seconds = max(of_rank[-1].end for of_rank in of_ranks)
+        schedule = world.parallel.schedule
+        title = f"{schedule}, measured: {seconds:.3g} s of forward and backward"
+        file.write_text(draw_svg(of_ranks, title))
+
+
+def gather_pipeline(own: object, world: World) -> list:
+    """All-gather an object from every rank of this rank's pipeline."""
+    of_ranks = [None] * world.parallel.pp
+    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
+    return of_ranks

@@ -2,7 +2,6 @@
 configuration, print whether silenced collectives do nothing and both trainings give the same
 weights."""
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,8 +36,7 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
-    args = argparse.Namespace(batch=2 * world.data_size, microbatch=1, clip=1.0)
-    training = Training(args, world, model, runner, optimizer, batches=iter(()))
+    training = Training(world, model, runner, optimizer, iter(()), microbatch=1, clip=1.0)
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))
