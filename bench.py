@@ -303,9 +303,9 @@ def step(
         group["lr"] = train.learning_rate(1, args)
     read = partial(train.local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        given = job.model, runner, optimizer, batches, args.microbatch, args.clip
-        training = Training(world, *given)
-        return measure_step(training, job, args.batch, args.repeats, args.plot, args.json)
+        sizes = args.batch, args.microbatch, args.clip
+        training = Training(world, job, runner, optimizer, batches, *sizes)
+        return measure_step(training, args.repeats, args.plot, args.json)
 
 
 def step_lora(args: argparse.Namespace) -> str:

@@ -48,6 +48,9 @@ SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows late
 MAX_RANKS_FOR_ALL_PAIRS = 32
 MAX_PAIRS_SHOWN = 8
 
+Times = dict[str, list[tuple[int, float]]]  # collective -> payload bytes and seconds, by size
+Pair = tuple[int, int, float]  # two ranks, and the bytes per second between them
+
 # --------------------------------------------------------------------------------- measuring
 
 
@@ -98,43 +101,44 @@ def process_groups(world: World) -> dict[str, dist.ProcessGroup]:
 
 def time_collectives(
     group: dist.ProcessGroup, sizes: list[int], repeats: int, world: World
-) -> dict[str, list[tuple[int, float]]]:
-    """Return, for each collective, one (payload bytes, seconds) per size.
+) -> Times:
+    """Time each collective with each payload.
 
     A time is the median, over the rounds, of the slowest rank's. Sizes are rounded up so that every
     rank of the group has an equal number of float32 elements."""
-    times = {}
+    times = defaultdict(list)
     for size in sizes:
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
-        timed = time_interleaved(contestants, repeats, f"rounds of {nbytes:,} bytes")
-        for name, seconds in timed.items():
-            median = statistics.median(slowest(seconds, world))
-            times.setdefault(name, []).append((nbytes, median))
+        what = f"rounds of {nbytes:,} bytes"
+        for name, seconds in time_slowest(contestants, repeats, what, world).items():
+            times[name].append((nbytes, seconds))
     return times
 
 
-def slowest(seconds: list[float], world: World) -> list[float]:
-    """Return, for each of this rank's `seconds`, the longest time of any rank."""
-    return world.all_gather_scalars(seconds).amax(0).tolist()
+def time_slowest(
+    contestants: dict[str, Callable[[], object]], repeats: int, what: str, world: World
+) -> dict[str, float]:
+    """Return for each contestant the median, over the rounds, of the longest time of any rank."""
+    seconds = time_interleaved(contestants, repeats, what)
+    slowest = {name: world.all_gather_scalars(own).amax(0) for name, own in seconds.items()}
+    return {name: statistics.median(times.tolist()) for name, times in slowest.items()}
 
 
 def collectives(
     group: dist.ProcessGroup, nbytes: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Return functions that run each collective once, with a payload of `nbytes`.
-
-    In send/recv, each rank sends to the next and receives from the previous, in a ring."""
+    """Return functions that run each collective once, with a payload of `nbytes`. In send/recv,
+    each rank sends to the next and receives from the previous, in a ring."""
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     full, received = torch.zeros(2, nbytes // 4, device=device)
     shard = torch.zeros(len(full) // len(ranks), device=device)
-    next_rank, previous_rank = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    send = dist.isend, full, ranks[(own + 1) % len(ranks)], group
+    receive = dist.irecv, received, ranks[own - 1], group
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    send = dist.isend, full, next_rank, group
-    receive = dist.irecv, received, previous_rank, group
     return {
         "all-reduce": lambda: dist.all_reduce(full, group=group),
         "all-gather": lambda: all_gather(full, shard, group=group),
@@ -173,8 +177,7 @@ def time_computation(task: Task, repeats: int, world: World) -> dict:
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
     optimizer = task.optimizer_of(model)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
-    seconds = time_interleaved(contestants, repeats, "rounds of a microbatch")
-    medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}
+    medians = time_slowest(contestants, repeats, "rounds of a microbatch", world)
     return {
         "model": task.model,
         "config": asdict(task.config),
@@ -208,25 +211,21 @@ def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
     return sorted({(i, i + step) for step in (1, per_node) for i in range(size - step)})
 
 
-def time_pairs(
-    pairs: list[tuple[int, int]], repeats: int, world: World
-) -> list[tuple[int, int, float]]:
-    """Return (i, j, bytes per second) of each pair, measured by a message from i to j and back.
+def time_pairs(pairs: list[tuple[int, int]], repeats: int, world: World) -> list[Pair]:
+    """Measure the speed of each pair by a message from its first rank to the second and back.
 
     One pair runs at a time, while the other ranks wait. The fastest round counts: a slow link is
     slow in every round, a processor that was busy is not."""
     # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
     elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
     message = torch.zeros(elements, device=world.device)
-    seconds = []
+    measured = []
     for i, j in pairs:
         round_trip = partial(send_there_and_back, message, world.rank, i, j)
         fastest = min(time_interleaved({"pair": round_trip}, repeats, "rounds of a pair")["pair"])
-        seconds.append(fastest if world.rank == i else 0.0)  # rank i sees the whole round trip
-    return [
-        (i, j, 2 * message.nbytes / pair_seconds)
-        for (i, j), pair_seconds in zip(pairs, slowest(seconds, world))
-    ]
+        whole = world.all_gather_scalars([fastest])[i].item()  # rank i sees the whole round trip
+        measured.append((i, j, 2 * message.nbytes / whole))
+    return measured
 
 
 def send_there_and_back(message: Tensor, rank: int, i: int, j: int) -> None:
@@ -252,9 +251,7 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
     return nbytes / seconds * factors.get(collective, 1.0)
 
 
-def slow_pairs(
-    pairs: list[tuple[int, int, float]], per_node: int
-) -> list[tuple[int, int, float, float]]:
+def slow_pairs(pairs: list[Pair], per_node: int) -> list[tuple[int, int, float, float]]:
     """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first. Pairs
     within nodes and pairs across nodes have medians of their own."""
     slow, kinds = [], defaultdict(list)
@@ -314,7 +311,7 @@ def number_of_groups(size: int, n: int) -> str:
     return f"{size // n} groups of {n} ranks at once" if n < size else f"all {n} ranks"
 
 
-def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list[str]:
+def collectives_table(n: int, times: Times) -> list[str]:
     """Return the lines of a table with one row per size, one column per collective."""
     rows = []
     for by_collective in zip(*times.values()):
@@ -327,7 +324,7 @@ def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list
     return markdown_table(["bytes", *times], rows)
 
 
-def pairs_text(pairs: list[tuple[int, int, float]], per_node: int) -> list[str]:
+def pairs_text(pairs: list[Pair], per_node: int) -> list[str]:
     slow = slow_pairs(pairs, per_node)
     if not slow:
         return ["no pair of ranks is slower than half the median of its kind"]

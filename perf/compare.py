@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costs.choose import usable_memory, with_mesh_sizes
 from costs.memory import mask_width, predict_memory
-from costs.traffic import Traffic, describe_traffic, sent_bytes
+from costs.traffic import Traffic, sent_bytes
 from model import Llama
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.instruments import (
@@ -39,6 +39,7 @@ from perf.instruments import (
     ratios_to_first,
     time_interleaved,
     timing_table,
+    traffic_in_words,
 )
 from perf.limit import bare_step, transformers_step
 from plumbing.processes import UserError, print_rank_zero
@@ -116,17 +117,16 @@ def runs_by_default(name: str, lora: bool, base: World) -> bool:
 
 def world_of(name: str, base: World) -> World:
     """Return the processes in the mesh of a contestant."""
-    parallel, dim_names = configure(name, base), base.mesh.mesh_dim_names
+    parallel, group = configure(name, base), {}
     if name in ALONE:
-        ranks = torch.zeros(1, 1, 1, 1, dtype=torch.int)
-        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
-        return replace(base, size=1, parallel=parallel, mesh=mesh, group=dist.new_group([0]))
-    if name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
+        ranks, group = torch.zeros(1, 1, 1, 1), dict(size=1, group=dist.new_group([0]))
+    elif name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
         ranks = torch.arange(base.size).view(1, parallel.shard, parallel.replicate, 1)
         ranks = ranks.transpose(1, 2)
-        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
-        return replace(base, parallel=parallel, mesh=mesh)
-    return with_mesh(base, parallel)
+    else:
+        return with_mesh(base, parallel)
+    mesh = DeviceMesh(base.device.type, ranks.int(), mesh_dim_names=base.mesh.mesh_dim_names)
+    return replace(base, parallel=parallel, mesh=mesh, **group)
 
 
 # ---------------------------------------------------------------------------------- choosing
@@ -258,7 +258,6 @@ def measure_compare(
         steps[name] = make(task, world, share_sequences(share, world).to(base.device))
         costs[name] = count_costs(steps[name], make is make_step, world, before)
     seconds = time_interleaved(steps, repeats)
-    costs = with_highest_peaks(costs, base)
     if base.rank > 0:
         return ""
     if json_file:
@@ -279,30 +278,26 @@ def output_problem(json_file: Path | None, plot: Path | None) -> str | None:
 
 
 def count_costs(step: Callable[[], object], is_ours: bool, world: World, before: int) -> Cost:
-    """Run a contestant's first steps and count in the last of them. `before` are the bytes that the
-    GPU held without it."""
-    loss = step().mean_loss if is_ours else step() and None
+    """Run a contestant's first steps and count in the last of them. The peak is that of the rank
+    with most: uneven shards differ in size. `before` are the bytes that the GPU held already."""
+    first = step()
+    loss = first.mean_loss if is_ours else None
     step()  # DDP makes its final buckets in step 2
+    traffic = None
     if is_ours and not world.parallel.compile:  # whose block would run eagerly under Counted, Live
         with Live() as live:
             step()  # only at its end does Live see AdamW's moments, and count them from then on
             with Counted(world) as counted:
                 step()
-        return Cost(world.parallel, loss, counted.sent, live.peak)
-    if world.device.type != "cuda":
+        traffic, peak = counted.sent, live.peak
+    elif world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
         return Cost(world.parallel, loss)
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return Cost(world.parallel, loss, peak=torch.cuda.max_memory_allocated() - before)
-
-
-def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
-    """Return the costs with the highest peak of all ranks: uneven shards differ in size."""
-    peaks = base.all_gather_scalars([cost.peak or 0 for cost in costs.values()]).amax(0).tolist()
-    return {
-        name: cost if cost.peak is None else replace(cost, peak=round(peak))
-        for (name, cost), peak in zip(costs.items(), peaks)
-    }
+    peak = world.all_gather_scalars([peak]).amax().item()
+    return Cost(world.parallel, loss, traffic, round(peak))
 
 
 # --------------------------------------------------------------------------------- reporting
@@ -315,13 +310,11 @@ def text_report(tokens: int, seconds: Seconds, costs: dict[str, Cost]) -> str:
         "sends": [sent_text(cost) for cost in costs.values()],
         "loss": ["-" if cost.loss is None else f"{cost.loss:.5f}" for cost in costs.values()],
     }
-    traffic = []
-    for name, cost in costs.items():
-        if name not in ALONE:
-            counted = "an unknown amount: blocks are compiled"
-            if cost.traffic is not None:
-                counted = describe_traffic(cost.traffic, cost.parallel)
-            traffic.append(f"{name} sends {counted}")
+    traffic = [
+        f"{name} sends {traffic_in_words(cost.traffic, cost.parallel)}"
+        for name, cost in costs.items()
+        if name not in ALONE
+    ]
     table = timing_table(seconds, tokens, columns)
     return "\n".join([*table, "", compare_losses(costs), *traffic])
 

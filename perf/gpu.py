@@ -21,6 +21,7 @@ prefetching are not measured.
 """
 
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -31,23 +32,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from costs.traffic import flops_per_token
-from model import PRESETS, attend
+from model import attend
 from perf.instruments import (
-    build_on_meta,
     markdown_table,
     megabytes,
     problem_with_files,
     quartiles,
     time_interleaved,
 )
-from plumbing.parser import Parser
 from plumbing.processes import UserError
 from runs.records import write_atomically
 from techniques.float8 import RECIPES, float8_product, has_kernel
@@ -62,72 +59,56 @@ TITLE = "## On one GPU"
 
 MODELS = {
     "1b-4096": "--model llama3.2-1b --batch 8 --microbatch 2 --seq-len 4096",
-    "1b-8192": "--model llama3.2-1b --batch 4 --microbatch 1 --seq-len 8192",
     "8b-4096": "--model llama3.1-8b --batch 4 --microbatch 1 --seq-len 4096 --moments bfloat16",
+    "1b-8192": "--model llama3.2-1b --batch 4 --microbatch 1 --seq-len 8192",
     "8b-8192": "--model llama3.1-8b --batch 2 --microbatch 1 --seq-len 8192 --moments bfloat16",
 }
-STEP = "bench.py step --optimizer adamw --tokenizer TOKENIZER --repeats 5"
-COMPARE = "bench.py compare --dtype bfloat16 --repeats 5"
+STEP = "bench.py step {model} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --checkpointing"
+COMPARE = "{model} --dtype bfloat16 --repeats 5"
+LORA = {
+    name: f"bench.py compare {name} {COMPARE} --lora --rank 16"
+    for name in ("full", "compiled", "one", "transformers")
+}
 LOSS = "bench.py loss --tokens 8192 --dtype bfloat16 --chunks 256 512 1024 2048 4096 --repeats 5"
 
 
-def steps(name: str) -> dict[str, str]:
+def sizes_with(checkpointing: str) -> dict[str, str]:
     return {
-        f"{how}, checkpointing {kind}": f"{STEP} {MODELS[name]} --checkpointing {kind} {flag}"
-        for kind in ("full", "selective", "none")
-        for how, flag in (("compiled", "--compile"), ("eager", "--no-compile"))
+        f"{n} sequences": f"{STEP} {checkpointing} --no-compile --batch {n} --microbatch {n}"
+        for n in (1, 2, 4, 8, 16, 32, 64)
     }
 
 
-def in_8_bits(name: str) -> dict[str, str]:
-    compiled = f"{STEP} {MODELS[name]} --checkpointing selective --compile"
-    return {recipe: f"{compiled} --float8 {recipe}" for recipe in RECIPES[:2]}
-
-
-def peers(name: str) -> dict[str, str]:
-    pairs = ("compiled bare", "compiled transformers")
-    return {pair: f"{COMPARE} {pair} {MODELS[name]}" for pair in pairs}
-
-
-def lora(name: str, more: str = "") -> dict[str, str]:
-    names = ("full", "compiled", "one", "transformers")
-    return {kind: f"{COMPARE} {kind} {MODELS[name]} --lora --rank 16 {more}" for kind in names}
-
-
-def largest(name: str, checkpointing: str) -> dict[str, str]:
-    given = f"{STEP} {MODELS[name]} --no-compile --checkpointing {checkpointing}"
-    return {f"{n} sequences": f"{given} --batch {n} --microbatch {n}" for n in SIZES}
-
-
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Part -> its command lines by name, in the order of the memory that they take: after one for which
-# it did not suffice, the others of the part are left out. What matters most comes first.
-PARTS = {
+# Kind of part -> its command lines by name, in the order of the memory that they take: after one
+# for which it did not suffice, the others of the part are left out.
+KINDS = {
+    "step": {
+        f"{how}, checkpointing {checkpointing}": f"{STEP} {checkpointing} {flag}"
+        for checkpointing in ("full", "selective", "none")
+        for how, flag in (("compiled", "--compile"), ("eager", "--no-compile"))
+    },
+    "lora": LORA,
+    "peers": {
+        name: f"bench.py compare compiled {name} {COMPARE}" for name in ("bare", "transformers")
+    },
+    "float8": {name: f"{STEP} selective --compile --float8 {name}" for name in RECIPES[:2]},
+    "largest-full": sizes_with("full"),
+    "largest-none": sizes_with("none"),
+    "lora-nf4": {name: f"{line} --base-bits 4" for name, line in LORA.items()},
+    "lora-dora": {name: f"{line} --dora" for name, line in LORA.items()},
+}
+PARTS = {  # in the order in which they are measured
     "rates": {"rates": "-m perf.gpu"},
-    "loss-8b": {"loss": f"{LOSS} --dim 4096"},
-    "step-1b-4096": steps("1b-4096"),
-    "step-8b-4096": steps("8b-4096"),
-    "lora-8b-4096": lora("8b-4096"),
-    "peers-1b-4096": peers("1b-4096"),
-    "step-8b-8192": steps("8b-8192"),
-    "step-1b-8192": steps("1b-8192"),
-    "largest-1b-4096-none": largest("1b-4096", "none"),
-    "largest-1b-4096-full": largest("1b-4096", "full"),
-    "largest-8b-4096-none": largest("8b-4096", "none"),
-    "largest-8b-4096-full": largest("8b-4096", "full"),
-    "float8-8b-8192": in_8_bits("8b-8192"),
-    "float8-1b-8192": in_8_bits("1b-8192"),
-    "lora-8b-4096-nf4": lora("8b-4096", "--base-bits 4"),
-    "lora-8b-4096-dora": lora("8b-4096", "--dora"),
-    "lora-8b-8192": lora("8b-8192"),
-    "lora-1b-4096": lora("1b-4096"),
-    "lora-1b-8192": lora("1b-8192"),
-    "peers-1b-8192": peers("1b-8192"),
-    "largest-1b-8192-none": largest("1b-8192", "none"),
-    "largest-1b-8192-full": largest("1b-8192", "full"),
-    "largest-8b-8192-none": largest("8b-8192", "none"),
-    "largest-8b-8192-full": largest("8b-8192", "full"),
     "loss-1b": {"loss": f"{LOSS} --dim 2048"},
+    "loss-8b": {"loss": f"{LOSS} --dim 4096"},
+} | {
+    f"{kind}-{size}-{seq_len}": {
+        name: line.format(model=MODELS[f"{size}-{seq_len}"]) for name, line in commands.items()
+    }
+    for seq_len in (4096, 8192)
+    for kind, commands in KINDS.items()
+    for size in ("1b", "8b")
+    if (kind, size) != ("peers", "8b")  # for which no GPU has room
 }
 REHEARSAL = {  # what is appended to a command; its last value of a flag counts
     "perf.gpu": "--rehearse",
@@ -136,6 +117,8 @@ REHEARSAL = {  # what is appended to a command; its last value of a flag counts
     "--tokenizer bytes",
     "compare": "--model small --batch 2 --microbatch 1 --seq-len 32 --repeats 1 --dtype float32",
 }
+
+# --------------------------------------------------------------------------------- running them
 
 
 def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse: bool) -> str:
@@ -226,14 +209,12 @@ def write_tokenizer(file: Path) -> None:
 def describe_gpu() -> dict:
     """Return the names of the GPU and its driver, without a context on it, and the date."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
+    line = ""
+    with contextlib.suppress(FileNotFoundError):
         line = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
-    except FileNotFoundError:
-        line = ""
     device, _, driver = line.partition(", ")
-    date = datetime.now().astimezone().isoformat(timespec="seconds")
     machine = {"device": device or "cpu", "driver": driver or None}
-    return machine | {"torch": str(torch.__version__), "date": date}
+    return machine | {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
 
 
 # ------------------------------------------------------------------------------------- the rates
@@ -247,56 +228,46 @@ def measure_rates(rehearse: bool) -> dict:
         device, dtype, n, T, document, E = torch.device("cpu"), torch.float32, 64, 64, 16, 8
     random = partial(torch.randn, device=device, dtype=dtype)
     a, b, source = random(n, n), random(n, n), random(n * n * 8)
-    target = torch.empty_like(source)
+    target, nbytes = torch.empty_like(source), source.nbytes
     on_cpu = torch.empty(source.shape, dtype=dtype, pin_memory=not rehearse)
+    steps, work, times = {}, {}, 10  # at a time, so that the start of the first does not count
 
-    def attention(rows: int, mask: object = None) -> Callable[[], object]:
-        """Return forward and backward of attention over T tokens in rows, as the model calls it."""
-        q, k, v, grad = (
-            random(rows, T // rows, h, E).requires_grad_()
-            for h in (heads, kv_heads, kv_heads, heads)
-        )
-        return lambda: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), grad)
+    def add(name: str, operation: Callable[[], object], amount: float, unit: str) -> None:
+        steps[name] = lambda: [operation() for _ in range(times)]
+        work[name] = amount, unit
 
-    starts = torch.arange(0, T + 1, document, dtype=torch.int32, device=device)
-    documents = Documents(starts, starts, document, document)
-    blocks = [torch.ones(document, document, device=device).tril()] * (T // document)
-    mask = torch.block_diag(*blocks).bool()
-    # Forward: two products of 2 E a key, for each token and head, of which causality leaves half.
-    # Backward: 2.5 times as many.
-    of_keys = 3.5 * 2 * T * heads * E
-    operations = {
-        "matrix product": (lambda: a @ b, 2 * n**3, "FLOP/s"),
-        "copy": (lambda: target.copy_(source), 2 * source.nbytes, "bytes/s"),
-        "copy to the CPU": (
-            lambda: on_cpu.copy_(source, non_blocking=True), source.nbytes, "bytes/s"),
-        "copy from the CPU": (
-            lambda: target.copy_(on_cpu, non_blocking=True), source.nbytes, "bytes/s"),
-        f"attention, {T} tokens": (attention(1), of_keys * T, "FLOP/s"),
-        f"attention, rows of {document} tokens": (
-            attention(T // document), of_keys * document, "FLOP/s"),
-        f"attention in documents of {document}, by a mask": (
-            attention(1, mask), of_keys * document, "FLOP/s"),
-    }  # fmt: skip
-    if documents.have_kernel(dtype, E):
-        name = f"attention in documents of {document}, by lengths"
-        operations[name] = attention(1, documents), of_keys * document, "FLOP/s"
+    def add_attention(name: str, rows: int, keys: int, mask: object = None) -> None:
+        """Add forward and backward of attention over T tokens in rows, as the model calls it."""
+        widths = heads, kv_heads, kv_heads, heads
+        q, k, v, grad = (random(rows, T // rows, h, E).requires_grad_() for h in widths)
+        # Forward: two products of 2 E for each token, head and key, of which causality leaves half.
+        # Backward: 2.5 times as many.
+        flops = 3.5 * 2 * T * heads * E * keys
+        step = lambda: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), grad)  # noqa: E731
+        add(f"attention, {name}", step, flops, "FLOP/s")
+
+    add("matrix product", lambda: a @ b, 2 * n**3, "FLOP/s")
     for recipe in RECIPES:
         if has_kernel(device, dtype, recipe):
             product = partial(float8_product, a, b, recipe)
-            operations[f"product with rounding to 8 bits, {recipe}"] = product, 2 * n**3, "FLOP/s"
-    times = 10  # at a time, so that the start of the first does not count
-
-    def repeated(operation: Callable[[], object]) -> None:
-        for _ in range(times):
-            operation()
-
-    contestants = {name: partial(repeated, run) for name, (run, *_) in operations.items()}
-    seconds, results = time_interleaved(contestants, 1 if rehearse else 11), {}
-    for name, (_, work, unit) in operations.items():
-        each = [total / times for total in seconds[name]]
-        results[name] = {"seconds": quartiles(each), "rate": work / statistics.median(each)}
-        results[name]["unit"] = unit
+            add(f"product with rounding to 8 bits, {recipe}", product, 2 * n**3, "FLOP/s")
+    add("copy", lambda: target.copy_(source), 2 * nbytes, "bytes/s")
+    add("copy to the CPU", lambda: on_cpu.copy_(source, non_blocking=True), nbytes, "bytes/s")
+    add("copy from the CPU", lambda: target.copy_(on_cpu, non_blocking=True), nbytes, "bytes/s")
+    add_attention(f"{T} tokens", 1, T)
+    add_attention(f"rows of {document} tokens", T // document, document)
+    blocks = [torch.ones(document, document, device=device).tril()] * (T // document)
+    mask = torch.block_diag(*blocks).bool()
+    add_attention(f"documents of {document} tokens, by a mask", 1, document, mask)
+    starts = torch.arange(0, T + 1, document, dtype=torch.int32, device=device)
+    documents = Documents(starts, starts, document, document)
+    if documents.have_kernel(dtype, E):
+        add_attention(f"documents of {document} tokens, by lengths", 1, document, documents)
+    results = {}
+    for name, seconds in time_interleaved(steps, 1 if rehearse else 11).items():
+        each, (amount, unit) = [total / times for total in seconds], work[name]
+        rate = f"{amount / statistics.median(each) / 1e12:,.3g} T{unit}"
+        results[name] = {"seconds": quartiles(each), "rate": rate}
     return results
 
 
@@ -313,78 +284,48 @@ def replace_section(text: str, section: str) -> str:
 
 def markdown_section(report: dict, command: str) -> str:
     """Return the section: a table for each part that was measured."""
-    machine = report.get("machine") or {}
-    lines = [
-        TITLE,
-        "",
-        f"{machine.get('device', 'no GPU')}, driver {machine.get('driver')}, torch "
-        f"{machine.get('torch')}, {machine.get('date', '')[:10]} (`{command}`). Quartiles in "
-        f"parentheses; what stands in one table ran one after the other.",
-    ]
+    machine = report.get("machine") or {"device": "no GPU"}
+    found = ", ".join(f"{name} {value}" for name, value in machine.items())
+    lines = [TITLE, "", f"{found} (`{command}`). Quartiles are in parentheses."]
     for part, results in report["parts"].items():
-        rows = [row for name, result in results.items() for row in rows_of(part, name, result)]
+        rows = [row for name, result in results.items() for row in rows_of(name, result)]
         headings = list(dict.fromkeys(heading for cells in rows for heading in cells))
         table = [[cells.get(heading, "-") for heading in headings] for cells in rows]
         lines += ["", f"**{part}**", "", *markdown_table(headings, table)] if rows else []
     return "\n".join(lines)
 
 
-def rows_of(part: str, name: str, result: dict) -> list[dict[str, str]]:
+CELLS = {  # what a command measures -> how it is shown
+    "rate": str,
+    "tokens_per_second": "{:,.0f}".format,
+    "ratio": "{:.3f}".format,
+    "mfu": "{:.1%}".format,
+    "causal_mfu": "{:.1%}".format,
+    "peak_bytes": megabytes,
+    "predicted_peak_bytes": megabytes,
+    "first_step": "{:.1f} s".format,
+    "time_stamps": "{:.1%}".format,
+}
+
+
+def rows_of(name: str, result: dict) -> list[dict[str, str]]:
     """Return the rows that a command adds to its part's table, each as heading -> cell."""
     if "error" in result:
         return [{"what": name, "seconds": result["error"]}]
-    if "parts" in result:  # of bench.py step
-        return [{"what": name} | cells_of(result) | cells_of_step(part, result)]
-    if "strategies" in result:  # of bench.py compare
-        result = {
-            name: contestant | {"seconds": quartiles(contestant["seconds"])}
-            for name, contestant in result["strategies"].items()
-        }
-    return [{"what": name} | cells_of(entry) for name, entry in result.items()]
+    if "parts" in result:  # bench.py step's has one row, others have one of each contestant
+        result = {name: result}
+    rows = []
+    for name, measured in result.get("strategies", result).items():
+        seconds = measured["seconds"]
+        lower, middle, upper = quartiles(seconds) if "strategies" in result else seconds
+        cells = {"what": name, "seconds": f"{middle:.4g} ({lower:.4g}-{upper:.4g})"}
+        for key, show in CELLS.items():
+            if measured.get(key) is not None:
+                cells[key.removesuffix("_bytes").replace("_", " ")] = show(measured[key])
+        shares = {part: f"{s / middle:.1%}" for part, s in measured.get("parts", {}).items()}
+        rows.append(cells | shares)
+    return rows
 
 
-def cells_of(result: dict) -> dict[str, str]:
-    """Return what most commands measure."""
-    lower, middle, upper = result["seconds"]
-    cells = {"seconds": f"{middle:.4g} ({lower:.4g}-{upper:.4g})"}
-    if "rate" in result:
-        cells["rate"] = f"{result['rate'] / 1e12:,.3g} T{result['unit']}"
-    if "tokens_per_second" in result:
-        cells["tokens/s"] = f"{result['tokens_per_second']:,.0f}"
-    if "ratio" in result:
-        cells["ratio to the first"] = f"{result['ratio']:.3f}"
-    for key in ("peak_bytes", "predicted_peak_bytes"):
-        if result.get(key):
-            cells[key.removesuffix("_bytes").replace("_", " ")] = megabytes(result[key])
-    return cells
-
-
-def cells_of_step(part: str, result: dict) -> dict[str, str]:
-    """Return what bench.py step measures besides: MFU, as usual and with half of attention, which
-    is causal, and the shares of the parts of a step."""
-    cells = {"first step": f"{result['first step']:.1f} s"}
-    if result["mfu"]:
-        flags = MODELS["-".join(part.split("-")[1:3])].split()
-        config, seq_len = PRESETS[flags[1]], int(flags[7])
-        half = 6 * config.n_layers * config.dim * seq_len
-        causal = 1 - half / flops_per_token(build_on_meta(config), seq_len)
-        cells |= {"MFU": f"{result['mfu']:.1%}", "MFU, causal": f"{result['mfu'] * causal:.1%}"}
-    whole = result["seconds"][1]
-    return (
-        cells
-        | {name: f"{s / whole:.1%}" for name, s in result["parts"].items()}
-        | {"time stamps": f"{result['time stamps']:.1%}"}
-    )
-
-
-def main() -> None:
-    """Measure the rates, in a process of its own."""
-    parser = Parser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rehearse", action="store_true")
-    args = parser.parse_args()
-    write_atomically(args.json, json.dumps(measure_rates(args.rehearse)))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a process for the rates alone
+    write_atomically(Path(sys.argv[-1]), json.dumps(measure_rates("--rehearse" in sys.argv)))

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from costs.traffic import Traffic
+from costs.traffic import Traffic, describe_traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
@@ -104,6 +104,12 @@ def quartiles(values: list[float]) -> list[float]:
 
 def megabytes(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
+
+
+def traffic_in_words(counted: Traffic | None, parallel: ParallelConfig) -> str:
+    if counted is None:
+        return "an unknown amount: blocks are compiled"
+    return describe_traffic(counted, parallel)
 
 
 # ----------------------------------------------------------------------- counting collectives

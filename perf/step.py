@@ -49,8 +49,7 @@ from torch.utils.checkpoint import checkpoint
 from costs.choose import usable_memory
 from costs.devices import peak_flops
 from costs.memory import mask_width, predict_memory, prediction_caveat
-from costs.traffic import DIMS, describe_traffic, flops_per_token
-from model import Llama
+from costs.traffic import DIMS, flops_per_token
 from parallel import World
 from perf.instruments import (
     Counted,
@@ -61,6 +60,7 @@ from perf.instruments import (
     silenced,
     state_bytes,
     state_tensors,
+    traffic_in_words,
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero, with_progress
@@ -89,18 +89,13 @@ class Training:
     """A training as train.py sets it up."""
 
     world: World
-    model: Llama
-    runner: nn.Module  # what parallelize returned
+    job: Job
+    runner: nn.Module  # what `build` returned
     optimizer: torch.optim.Optimizer
     batches: Iterator[Batch]  # this rank's sequences of each step
-    microbatch: int  # sequences
+    batch: int  # sequences of a step, over all ranks
+    microbatch: int
     clip: float
-
-    @property
-    def stages(self) -> list[nn.Module]:
-        """The modules whose forward a step calls."""
-        is_pipeline = isinstance(self.runner, Pipeline)
-        return list(self.runner.stages.values()) if is_pipeline else [self.runner]
 
     @property
     def dims(self) -> list[str]:
@@ -109,15 +104,10 @@ class Training:
 
 
 def measure_step(
-    training: Training,
-    job: Job,
-    batch: int,
-    repeats: int,
-    plot: Path | None,
-    json_file: Path | None,
+    training: Training, repeats: int, plot: Path | None, json_file: Path | None
 ) -> str:
-    """Return tables and the verdict; write results to --json, and draw a pipeline's step to --plot.
-    A step of the job has `batch` sequences, over all ranks."""
+    """Return tables and the verdict; write figures to --json, and draw a pipeline's step to --plot.
+    All ranks call it together."""
     world, batches = training.world, training.batches
     print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
     start = time.perf_counter()
@@ -132,10 +122,10 @@ def measure_step(
         sequences = next(batches)
         dist.barrier()  # the spans of all ranks begin now
         draw(plot, world, marked_step(training, sequences).spans())
-    text, results = report(training, job, batch, rounds, memory, counted, attentions)
+    text, figures = report(training, rounds, memory, counted, attentions)
     if json_file and world.rank == 0:
-        results = results | {"first step": first_step}
-        write_atomically(json_file, json.dumps(results, indent=1) + "\n")
+        figures["first_step"] = first_step
+        write_atomically(json_file, json.dumps(figures, indent=1) + "\n")
     return text
 
 
@@ -200,20 +190,21 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
     ]
-    for stage in training.stages:
+    runner = training.runner
+    for stage in runner.stages.values() if isinstance(runner, Pipeline) else [runner]:
         # prepend: before FSDP's own hook, which all-gathers weights
         begin = stage.register_forward_pre_hook(lambda *_: stamps.begin("forward"), prepend=True)
         hooks += [begin, stage.register_forward_hook(lambda *_: stamps.end("forward"))]
     with contextlib.ExitStack() as undo:
         for hook in hooks:
             undo.callback(hook.remove)
-        for block in training.model.layers.values():
+        for block in training.job.model.layers.values():
             # Blocks that parallel.recompute has wrapped; a compiled block cannot be stamped within.
             if getattr(forward := block.forward, "func", None) is checkpoint:
                 stamped = stamp_recompute(*forward.args, stamps)
                 block.forward = partial(checkpoint, stamped, **forward.keywords)
                 undo.callback(setattr, block, "forward", forward)
-        if isinstance(runner := training.runner, Pipeline):
+        if isinstance(runner, Pipeline):
             compute = runner.compute
 
             def stamped_compute(action: Action, *given):
@@ -329,16 +320,15 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
     world, optimizer = training.world, training.optimizer
     on_gpu = world.device.type == "cuda"
     counted = live = None
-    batch = next(training.batches)
+    batch, nothing = next(training.batches), contextlib.nullcontext()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.ExitStack() as counters:
-        if not world.parallel.compile:
-            counted = counters.enter_context(Counted(world))
-            tensors = tree_leaves(state_tensors(training.model, optimizer))
-            live = counters.enter_context(Live(tensors))
+    if not world.parallel.compile:
+        held = tree_leaves(state_tensors(training.job.model, optimizer))
+        counted, live = Counted(world), Live(held)
+    with counted or nothing, live or nothing:
         loss = accumulate(training.runner, batch, training.microbatch, world)
-        state = state_bytes(training.model, optimizer)
+        state = state_bytes(training.job.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
     hooks = []
     if counted:  # what the optimizer sends counts, but not the scalars that an update all-gathers
@@ -382,33 +372,28 @@ def profile_attention(training: Training) -> int:
 
 def report(
     training: Training,
-    job: Job,
-    batch: int,
     rounds: Rounds,
     memory: dict[str, int | None],
     counted: Counted | None,
     attentions: int,
 ) -> tuple[str, dict]:
-    """Return all results in Markdown, and the figures for --json. Every rank must call it, since
-    times are averaged."""
-    world, parallel, whole = training.world, training.world.parallel, job.whole
-    on_gpu, seq_len = world.device.type == "cuda", job.train_set.seq_len
-    sequences = batch // world.data_size
+    """Return all results in Markdown, and the figures for --json."""
+    world, whole, data = training.world, training.job.whole, training.job.train_set
+    parallel, config, seq_len = world.parallel, whole.config, data.seq_len
+    on_gpu = world.device.type == "cuda"
+    sequences = training.batch // world.data_size
     microbatches = sequences // training.microbatch
-    masked = mask_width(whole.config, parallel, seq_len, world.device, job.train_set.document_mask)
     parts = parts_of_step(rounds, training.dims)
     parts = dict(zip(parts, world.all_gather_scalars(list(parts.values())).mean(0).tolist()))
     step_quartiles = quartiles([seconds["step"] for seconds in rounds["plain"]])
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
-    speed = batch * seq_len / step
+    speed, flops = training.batch * seq_len / step, flops_per_token(whole, seq_len, parallel)
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    flops = flops_per_token(whole, seq_len, parallel)
     mfu = peak and flops * speed / (peak * world.size)
+    masked = mask_width(config, parallel, seq_len, world.device, data.document_mask)
+    tokens, fused = training.microbatch * seq_len // parallel.cp, parallel.compile or on_gpu
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
-    tokens = training.microbatch * seq_len // parallel.cp
-    fused = parallel.compile or on_gpu
     compiler = torch._dynamo.utils.counters
-    graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
         shares={part: seconds / step for part, seconds in parts.items()},
         parallel=parallel,
@@ -422,8 +407,8 @@ def report(
             for name, other in alternatives(parallel, world.per_node).items()
         },
         frozen=any(not p.requires_grad for p in whole.parameters()),
-        attentions=attentions / (len(training.model.layers) * microbatches * chunks),
-        graph_breaks=graph_breaks,
+        attentions=attentions / (len(training.job.model.layers) * microbatches * chunks),
+        graph_breaks=sum(compiler["graph_break"].values()),
         on_gpu=on_gpu,
         mfu=mfu,
         can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
@@ -433,58 +418,53 @@ def report(
     # by more for other reasons.
     overheads = quartiles(
         [
-            100 * ((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
+            (marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1
             for marked, plain in zip(rounds["marked"], rounds["plain"])
         ]
     )
-    traffic = "an unknown amount: blocks are compiled"
-    if counted:
-        traffic = describe_traffic(counted.sent, parallel)
-    compiled = "blocks are not compiled"
-    if parallel.compile:
-        graphs = compiler["stats"]["unique_graphs"]
-        compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
+    graphs = compiler["stats"]["unique_graphs"]
+    shares = facts.shares | {"the step": 1.0}
+    table = [
+        [part, f"{step * share:.4f}", f"{100 * share:.1f} %"] for part, share in shares.items()
+    ]
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",
         "",
-        *markdown_table(
-            ["part", "seconds", "share"],
-            [
-                [part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"]
-                for part, seconds in (parts | {"the step": step}).items()
-            ],
-        ),
+        *markdown_table(["part", "seconds", "share"], table),
     ]
     if parallel.checkpointing != "none" and "recompute" not in parts:
         lines.append("recompute is compiled into backward")
     lines += [
-        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(*overheads),
-        "",
-        *markdown_table(
-            ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
+        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(
+            *(100 * share for share in overheads)
         ),
         "",
-        f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends {traffic}",
+        *markdown_table(
+            ["held on a rank", "bytes"], [[k, megabytes(n)] for k, n in memory.items()]
+        ),
+        "",
+        f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends "
+        f"{traffic_in_words(counted and counted.sent, parallel)}",
         *filter(None, [prediction_caveat(whole)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         *([describe_bubble(world, microbatches, rounds)] if parallel.pp > 1 else []),
-        compiled,
+        f"{graphs} graph(s) compiled, {facts.graph_breaks} graph break(s)"
+        if parallel.compile
+        else "blocks are not compiled",
         "",
     ]
     if min(facts.shares.values()) < -0.05:
         lines.append("these times are too noisy: use a quieter machine or more --repeats")
-    results = {
+    figures = {
         "tokens_per_second": speed,
         "seconds": [lower, step, upper],
         "mfu": mfu,
+        "causal_mfu": mfu and mfu * (1 - 6 * config.n_layers * config.dim * seq_len / flops),
         "parts": parts,
-        "bytes": memory,
-        "peak_bytes": memory["peak"],
-        "predicted_peak_bytes": memory["predicted peak"],
-        "time stamps": overheads[1] / 100,
-    }
-    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), results
+        "time_stamps": overheads[1],
+    } | {f"{kind.replace(' ', '_')}_bytes": nbytes for kind, nbytes in memory.items()}
+    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), figures
 
 
 # ---------------------------------------------------------------------------------- the bubble

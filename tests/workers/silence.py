@@ -20,7 +20,7 @@ from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
 from text.batch import Batch
-from train import make_optimizer
+from train import Job, make_optimizer
 
 CONFIGS = {
     "ddp": ParallelConfig(replicate=2),
@@ -36,7 +36,8 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
-    training = Training(world, model, runner, optimizer, iter(()), microbatch=1, clip=1.0)
+    job = Job(model, model, None, None, None, None)
+    training = Training(world, job, runner, optimizer, iter(()), 2 * world.data_size, 1, 1.0)
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))
