@@ -51,19 +51,34 @@ from techniques.float8 import RECIPES
 # fmt: off
 
 
-def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
+def add_integers(parser: argparse.ArgumentParser, **flags: tuple[int, str]) -> None:
+    """Add flags for integers of at least 1: name -> default, meaning."""
+    for name, (default, meaning) in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_int, default=default,
+                            help=f"{meaning} (default: %(default)s)")
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+
+
+def add_size_flags(
+    parser: argparse.ArgumentParser, model: str, batch: int, seq_len: int, repeats: int
+) -> None:
     """Add the flags for the size of a step and for the number of its repetitions."""
-    parser.add_argument("--model", choices=PRESETS, help="preset (default: %(default)s)")
-    parser.add_argument("--batch", type=positive_int,
-                        help="sequences per step, over all processes (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int,
-                        help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive_int,
-                        help="rounds of all contestants (default: %(default)s)")
+    parser.add_argument("--model", choices=PRESETS, default=model,
+                        help="preset (default: %(default)s)")
+    add_integers(parser, batch=(batch, "sequences per step, over all processes"),
+                 seq_len=(seq_len, "tokens per sequence"),
+                 repeats=(repeats, "rounds of all contestants"))
+    add_dtype_flag(parser)
+    add_optimizer_flags(parser)
+    parser.set_defaults(lr=1e-4)
+
+
+def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of computation (default: %(default)s)")
-    add_optimizer_flags(parser)
-    parser.set_defaults(**{"lr": 1e-4} | defaults)
 
 
 def add_timing_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,14 +95,12 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     add_timing_flags(parser)
-    parser.add_argument("--rank", type=positive_int, default=8,
-                        help="rank of the adapters (default: %(default)s)")
+    add_integers(parser, rank=(8, "rank of the adapters"))
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for --lora."""
-    parser.add_argument("--rank", type=positive_int, default=8,
-                        help="with --lora: rank of the adapters (default: %(default)s)")
+    add_integers(parser, rank=(8, "with --lora: rank of the adapters"))
     parser.add_argument("--dora", action="store_true",
                         help="with --lora: train the lengths of rows too")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
@@ -95,19 +108,14 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=positive_int, default=4096,
-                        help="number of target tokens (default: %(default)s)")
-    parser.add_argument("--dim", type=positive_int, default=512,
-                        help="model width (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=positive_int, default=128_256,
-                        help="entries of the vocabulary (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of hidden states and weights (default: %(default)s)")
+    add_integers(parser, tokens=(4096, "number of target tokens"), dim=(512, "model width"),
+                 vocab_size=(128_256, "entries of the vocabulary"))
     parser.add_argument("--chunks", nargs="+", type=positive_int, default=[], metavar="TOKENS",
                         help="tokens whose logits exist at the same time (default: as in training)")
     parser.add_argument("--repeats", type=nonnegative_int, default=0,
                         help="rounds of timing, for --json (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+    add_dtype_flag(parser)
+    add_json_flag(parser)
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,20 +123,18 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
                              "bare: its matrix products alone; transformers: transformers' model "
                              "and peft's adapters; fsdp-X: fsdp with --reshard X; wrong: hsdp that "
-                             "shards across nodes; "
-                             "tp: tensor parallelism over all processes; async-tp: the same, "
-                             "sending while it multiplies; cp: fsdp whose ranks in a node share "
-                             "sequences; pp: a stage on each node, or process; "
-                             "selective, full, offloaded, compiled, float8: ddp with that "
+                             "shards across nodes; tp: tensor parallelism over all processes; "
+                             "async-tp: the same, sending while it multiplies; cp: fsdp whose "
+                             "ranks in a node share sequences; pp: a stage on each node, or "
+                             "process; selective, full, offloaded, compiled, float8: ddp with that "
                              "checkpointing, with full and offloaded activations, with compiled "
                              "blocks, or with those and products in 8 bits (default: those that "
                              "differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
-    parser.add_argument("--microbatch", type=positive_int, default=1,
-                        help="sequences that a process computes at a time (default: %(default)s)")
+    add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     parser.add_argument("--lora", action="store_true", help="train adapters in place of weights")
     add_adapter_flags(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+    add_json_flag(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="file for the results as a plot; needs matplotlib")
 
@@ -136,27 +142,23 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
 def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", type=positive_int, default=SIZES, metavar="BYTES",
                         help=f"message sizes (default: {' '.join(map(str, SIZES))})")
-    parser.add_argument("--repeats", type=positive_int, default=11,
-                        help="rounds of all collectives (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--model", choices=PRESETS,
                         help="preset whose microbatch is timed too, for bench.py plan --measured")
-    parser.add_argument("--microbatch", type=positive_int, default=1,
-                        help="sequences of that microbatch (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int, default=512,
-                        help="tokens per sequence of that microbatch (default: %(default)s)")
+    add_integers(parser, repeats=(11, "rounds of all collectives"),
+                 microbatch=(1, "sequences of that microbatch"),
+                 seq_len=(512, "tokens per sequence of that microbatch"))
     add_optimizer_flags(parser)
 
 
 def add_step_flags(
     add_script_flags: Callable[[argparse.ArgumentParser], None], parser: argparse.ArgumentParser
 ) -> None:
-    """Add --repeats and the flags of the script whose step is measured."""
-    parser.add_argument("--repeats", type=positive_int, default=15,
-                        help="rounds of all measurements (default: %(default)s)")
+    """Add the flags of the script whose step is measured, and some more."""
+    add_integers(parser, repeats=(15, "rounds of all measurements"))
     parser.add_argument("--plot", type=Path, metavar="FILE.svg",
                         help="with --pp: draw when each stage computed which microbatch")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+    add_json_flag(parser)
     add_script_flags(parser)
 
 
@@ -313,10 +315,6 @@ def step_lora(args: argparse.Namespace) -> str:
     return step(finetune_lora.complete(args), lambda *given: prepare(*given)[0])
 
 
-def gpu(args: argparse.Namespace) -> str:
-    return measure_gpu(args.out, args.parts, args.docs, args.rehearse)
-
-
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, limit),
     "lora": (add_lora_flags, lora),
@@ -326,7 +324,10 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step": (partial(add_step_flags, add_pretraining_flags), step),
     "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
     "plan": (add_plan_flags, plan_cluster),
-    "gpu": (add_gpu_flags, gpu),
+    "gpu": (
+        add_gpu_flags,
+        lambda args: measure_gpu(args.out, args.parts, args.docs, args.rehearse),
+    ),
 }
 
 

@@ -16,8 +16,8 @@ the model and the tokens of a sequence:
     lora      a LoRA step: eager, compiled, and peft's
     largest   microbatches of 1, 2, 4, ... sequences, to the first that does not fit
 
---out has the results so far. One GPU does not communicate, so bucket sizes and the depth of
-prefetching are not measured.
+--out has the results so far; all parts take some six runs. One GPU does not communicate, so bucket
+sizes and the depth of prefetching are not measured.
 """
 
 import base64
@@ -65,20 +65,7 @@ MODELS = {
 }
 STEP = "bench.py step {model} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --checkpointing"
 COMPARE = "{model} --dtype bfloat16 --repeats 5"
-LORA = {
-    name: f"bench.py compare {name} {COMPARE} --lora --rank 16"
-    for name in ("full", "compiled", "one", "transformers")
-}
 LOSS = "bench.py loss --tokens 8192 --dtype bfloat16 --chunks 256 512 1024 2048 4096 --repeats 5"
-
-
-def sizes_with(checkpointing: str) -> dict[str, str]:
-    return {
-        f"{n} sequences": f"{STEP} {checkpointing} --no-compile --batch {n} --microbatch {n}"
-        for n in (1, 2, 4, 8, 16, 32, 64)
-    }
-
-
 # Kind of part -> its command lines by name, in the order of the memory that they take: after one
 # for which it did not suffice, the others of the part are left out.
 KINDS = {
@@ -87,29 +74,41 @@ KINDS = {
         for checkpointing in ("full", "selective", "none")
         for how, flag in (("compiled", "--compile"), ("eager", "--no-compile"))
     },
-    "lora": LORA,
     "peers": {
         name: f"bench.py compare compiled {name} {COMPARE}" for name in ("bare", "transformers")
     },
     "float8": {name: f"{STEP} selective --compile --float8 {name}" for name in RECIPES[:2]},
-    "largest-full": sizes_with("full"),
-    "largest-none": sizes_with("none"),
-    "lora-nf4": {name: f"{line} --base-bits 4" for name, line in LORA.items()},
-    "lora-dora": {name: f"{line} --dora" for name, line in LORA.items()},
+    **{
+        kind: {
+            name: f"bench.py compare {name} {COMPARE} --lora --rank 16 {flag}"
+            for name in ("full", "compiled", "one", "transformers")
+        }
+        for kind, flag in (("lora", ""), ("lora-nf4", "--base-bits 4"), ("lora-dora", "--dora"))
+    },
+    **{
+        f"largest-{checkpointing}": {
+            f"{n} sequences": f"{STEP} {checkpointing} --no-compile --batch {n} --microbatch {n}"
+            for n in (1, 2, 4, 8, 16, 32, 64)
+        }
+        for checkpointing in ("full", "none")
+    },
 }
+ORDER = """
+step-1b-4096 step-8b-4096 lora-8b-4096 peers-1b-4096 step-8b-8192 step-1b-8192
+largest-full-1b-4096 largest-full-8b-4096 largest-none-1b-4096 largest-none-8b-4096
+float8-8b-8192 float8-1b-8192 lora-nf4-8b-4096 lora-dora-8b-4096 lora-8b-8192 lora-1b-4096
+lora-1b-8192 peers-1b-8192
+largest-full-1b-8192 largest-full-8b-8192 largest-none-1b-8192 largest-none-8b-8192
+""".split()
 PARTS = {  # in the order in which they are measured
     "rates": {"rates": "-m perf.gpu"},
-    "loss-1b": {"loss": f"{LOSS} --dim 2048"},
     "loss-8b": {"loss": f"{LOSS} --dim 4096"},
-} | {
-    f"{kind}-{size}-{seq_len}": {
-        name: line.format(model=MODELS[f"{size}-{seq_len}"]) for name, line in commands.items()
-    }
-    for seq_len in (4096, 8192)
-    for kind, commands in KINDS.items()
-    for size in ("1b", "8b")
-    if (kind, size) != ("peers", "8b")  # for which no GPU has room
+    "loss-1b": {"loss": f"{LOSS} --dim 2048"},
 }
+for part in ORDER:
+    kind, size, seq_len = part.rsplit("-", 2)
+    flags = MODELS[f"{size}-{seq_len}"]
+    PARTS[part] = {name: line.format(model=flags) for name, line in KINDS[kind].items()}
 REHEARSAL = {  # what is appended to a command; its last value of a flag counts
     "perf.gpu": "--rehearse",
     "loss": "--tokens 64 --vocab-size 512 --repeats 1",
@@ -138,6 +137,7 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
     )
     ends, note = time.monotonic() + BUDGET, ""
     with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory) / "tokenizer.model")
         for part, name in queue:
             if not rehearse and not torch.cuda.is_available():
                 raise UserError("bench.py gpu needs a GPU: --rehearse runs it in small on a CPU")
@@ -161,26 +161,23 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
 def to_run(commands: dict[str, str], results: dict[str, dict], anew: bool) -> Iterator[str]:
     """Yield the names of the commands of a part that have no result yet, or of all: to the first
     that ran out of memory. `results` has those so far, also of what was yielded before."""
+
+    def error(name: str) -> str:
+        return results.get(name, {"error": "not measured yet"}).get("error", "")
+
     for name in commands:
-        if anew or ("error" in results.get(name, {"error": ""}) and not ran_out(results, name)):
+        if anew or (error(name) and "out of memory" not in error(name)):
             yield name
-        if ran_out(results, name):
+        if "out of memory" in error(name):
             return
 
 
-def ran_out(results: dict[str, dict], name: str) -> bool:
-    return "out of memory" in results.get(name, {}).get("error", "")
-
-
 def run_command(line: str, directory: Path, rehearse: bool, timeout: float) -> dict:
-    """Return what a command line of PARTS writes to --json, or {"error"}. `directory` is for its
-    files, some of which the next command may use."""
+    """Return what a command line of PARTS writes to --json, or {"error"}. `directory` has the
+    tokenizer, and room for that file."""
     if rehearse:  # without compiled blocks, which take minutes on a CPU
-        kind = line.split()[1]
-        line = f"{line.replace(' compiled', ' selective')} {REHEARSAL[kind]}"
+        line = f"{line.replace(' compiled', ' selective')} {REHEARSAL[line.split()[1]]}"
     tokenizer, file = directory / "tokenizer.model", directory / "result.json"
-    if not tokenizer.exists():
-        write_tokenizer(tokenizer)
     words = [str(tokenizer) if word == "TOKENIZER" else word for word in line.split()]
     # Less memory is lost to fragments between tensors of different sizes.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -213,8 +210,8 @@ def describe_gpu() -> dict:
     with contextlib.suppress(FileNotFoundError):
         line = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
     device, _, driver = line.partition(", ")
-    machine = {"device": device or "cpu", "driver": driver or None}
-    return machine | {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
+    found = {"device": device or "cpu", "driver": driver and f"driver {driver}"}
+    return found | {"torch": f"torch {torch.__version__}", "date": time.strftime("%Y-%m-%d")}
 
 
 # ------------------------------------------------------------------------------------- the rates
@@ -284,8 +281,8 @@ def replace_section(text: str, section: str) -> str:
 
 def markdown_section(report: dict, command: str) -> str:
     """Return the section: a table for each part that was measured."""
-    machine = report.get("machine") or {"device": "no GPU"}
-    found = ", ".join(f"{name} {value}" for name, value in machine.items())
+    machine = report.get("machine", {"device": "no GPU"})
+    found = ", ".join(filter(None, machine.values()))
     lines = [TITLE, "", f"{found} (`{command}`). Quartiles are in parentheses."]
     for part, results in report["parts"].items():
         rows = [row for name, result in results.items() for row in rows_of(name, result)]

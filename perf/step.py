@@ -65,18 +65,11 @@ from perf.instruments import (
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero, with_progress
 from runs.records import write_atomically
+from techniques import schedules
 from techniques.float8 import has_kernel
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
-from techniques.schedules import (
-    Action,
-    Span,
-    bubble,
-    check_schedule,
-    draw_svg,
-    make_schedule,
-    simulate,
-)
+from techniques.schedules import Action, Span
 from text.batch import Batch
 from train import Job, accumulate, train_step, update, zero_gradients
 
@@ -355,9 +348,8 @@ def profile_attention(training: Training) -> int:
 
     Use when blocks are compiled, into which the profiler can see. Avoid otherwise: it also counts
     the calls that selective checkpointing replaces by a saved result."""
-    batch = next(training.batches)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        plain_step(training, batch)
+        plain_step(training, next(training.batches))
     counts = {event.key: event.count for event in profile.key_averages()}
     of_chunks = counts.get("flatllama::scaled_dot_product_lower_right")  # which runs kernels, too
     return of_chunks or sum(
@@ -416,12 +408,8 @@ def report(
     memory = memory | {"predicted peak": facts.peaks["this"]}
     # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
     # by more for other reasons.
-    overheads = quartiles(
-        [
-            (marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1
-            for marked, plain in zip(rounds["marked"], rounds["plain"])
-        ]
-    )
+    marked, plain = ([s["step"] - s["data"] for s in rounds[name]] for name in ("marked", "plain"))
+    overheads = quartiles([100 * (m / p - 1) for m, p in zip(marked, plain)])
     graphs = compiler["stats"]["unique_graphs"]
     shares = facts.shares | {"the step": 1.0}
     table = [
@@ -436,9 +424,7 @@ def report(
     if parallel.checkpointing != "none" and "recompute" not in parts:
         lines.append("recompute is compiled into backward")
     lines += [
-        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(
-            *(100 * share for share in overheads)
-        ),
+        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(*overheads),
         "",
         *markdown_table(
             ["held on a rank", "bytes"], [[k, megabytes(n)] for k, n in memory.items()]
@@ -462,7 +448,7 @@ def report(
         "mfu": mfu,
         "causal_mfu": mfu and mfu * (1 - 6 * config.n_layers * config.dim * seq_len / flops),
         "parts": parts,
-        "time_stamps": overheads[1],
+        "time_stamps": overheads[1] / 100,
     } | {f"{kind.replace(' ', '_')}_bytes": nbytes for kind, nbytes in memory.items()}
     return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), figures
 
@@ -479,17 +465,20 @@ def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
                 times[part.kind, part.stage].append(time_of_action)
     own = {key: statistics.median(values) for key, values in times.items()}
     typical = {key: s for of_rank in gather_pipeline(own, world) for key, s in of_rank.items()}
-    schedule = make_schedule(parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank)
-    even = check_schedule(schedule, microbatches, parallel.pp * parallel.stages_per_rank)
-    timed = simulate(schedule, lambda action: typical[action.kind, action.stage])
+    shape = parallel.pp, microbatches, parallel.stages_per_rank
+    schedule = schedules.make_schedule(parallel.schedule, *shape)
+    stages = parallel.pp * parallel.stages_per_rank
+    even = schedules.check_schedule(schedule, microbatches, stages)
+    timed = schedules.simulate(schedule, lambda action: typical[action.kind, action.stage])
     with_messages, without = (
         statistics.median(seconds["pass"] for seconds in rounds[variant])
         for variant in ("marked", "without pp")
     )
     measured = world.all_gather_scalars([1 - without / with_messages]).mean().item()
+    by_schedule, by_stages = schedules.bubble(even), schedules.bubble(timed)
     return (
-        f"of forward and backward, ranks wait for other stages {bubble(even):.1%} by the schedule "
-        f"alone, {bubble(timed):.1%} with the measured time of each stage, {measured:.1%} measured"
+        f"of forward and backward, ranks wait for other stages {by_schedule:.1%} by the schedule "
+        f"alone, {by_stages:.1%} with the measured time of each stage, {measured:.1%} measured"
     )
 
 
@@ -501,7 +490,7 @@ def draw(file: Path, world: World, spans: list[Span]) -> None:
         seconds = max(of_rank[-1].end for of_rank in of_ranks)
         schedule = world.parallel.schedule
         title = f"{schedule}, measured: {seconds:.3g} s of forward and backward"
-        file.write_text(draw_svg(of_ranks, title))
+        file.write_text(schedules.draw_svg(of_ranks, title))
 
 
 def gather_pipeline(own: object, world: World) -> list:

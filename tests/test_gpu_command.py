@@ -42,8 +42,8 @@ def test_parts_are_measured_once_and_kept(tmp_path):
 @pytest.mark.slow
 def test_all_kinds_of_parts(tmp_path):
     """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens."""
-    kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-8b-4096-nf4"]
-    kinds += ["lora-8b-4096-dora", "float8-8b-8192", "largest-8b-4096-full"]
+    kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
+    kinds += ["lora-dora-8b-4096", "float8-8b-8192", "largest-full-8b-4096"]
     assert {name.split("-")[0] for name in PARTS} == {name.split("-")[0] for name in kinds}
     out = rehearse(tmp_path / "gpu.json", "--parts", *kinds)
     assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == kinds
@@ -107,7 +107,7 @@ def test_a_command_that_fails_costs_no_other(run_with, tmp_path, monkeypatch):
 
 def test_after_too_little_memory_a_part_ends(run_with):
     """The next commands of the part would take more; the next run does not try again."""
-    _, second, *others = PARTS["largest-8b-4096-full"].values()
+    _, second, *others = PARTS["largest-full-8b-4096"].values()
     ran, _ = run_with({second: "error: out of memory on a GPU of 80 GB"})
     assert ran == [line for line in EVERYTHING if line not in others]
     assert run_with({})[0] == []
@@ -128,11 +128,11 @@ def test_a_failing_process_is_told(monkeypatch, tmp_path):
 
 def test_errors_are_in_the_tables():
     error, step = {"error": "error: out of memory"}, {"seconds": [1, 2, 3], "mfu": 0.5}
-    step |= {"parts": {"forward": 1}, "first step": 9, "time stamps": 0, "peak_bytes": 2e11}
+    step |= {"parts": {"forward": 1}, "first_step": 9, "time_stamps": 0, "peak_bytes": 2e11}
     results = {"eager, checkpointing full": step, "eager, checkpointing none": error}
     section = markdown_section({"parts": {"step-1b-4096": results}}, "command")
-    assert "| eager, checkpointing full | 2 (1-3) | 200,000.00 MB | 9.0 s | 50.0% | " in section
-    assert "| eager, checkpointing none | error: out of memory | - | - | - | - | - | - |" in section
+    assert "| eager, checkpointing full | 2 (1-3) | 50.0% | 200,000.00 MB | 9.0 s | " in section
+    assert "| eager, checkpointing none | error: out of memory | - | - | - | - | - |" in section
     assert replace_section("# A\n", section) == f"# A\n\n{section}\n"
     assert (
         replace_section(replace_section("# A\n", "## On one GPU\n\nx"), section).count("## On") == 1
