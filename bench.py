@@ -39,7 +39,7 @@ from parallel import ParallelConfig, with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.gpu import measure_gpu
-from perf.instruments import Task, adapters_of, check_adamw, problem_with_files
+from perf.instruments import Task, adapters_of, problem_with_files
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import plan_cluster
 from perf.step import Training, measure_step
@@ -241,6 +241,11 @@ def contestant_name(text: str) -> str:
 # ------------------------------------------------------------------------------ the commands
 
 
+def check_adamw(args: argparse.Namespace) -> None:
+    if args.optimizer == "muon":
+        raise UserError("this command measures AdamW: leave out --optimizer muon")
+
+
 def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
     """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
     options = dict(optimizer=args.optimizer or "adamw", moments=args.moments)
@@ -251,12 +256,12 @@ def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
 
 
 def limit(args: argparse.Namespace) -> str:
-    check_adamw(args.optimizer)
+    check_adamw(args)
     return measure_limit(task_of(args, args.batch), args.repeats, args.compile, args.operators)
 
 
 def lora(args: argparse.Namespace) -> str:
-    check_adamw(args.optimizer)
+    check_adamw(args)
     return measure_lora(task_of(args, args.batch, LoRA(args.rank)), args.repeats, args.compile)
 
 
@@ -273,7 +278,7 @@ def compare(args: argparse.Namespace) -> str:
 
 
 def comm(args: argparse.Namespace) -> str:
-    check_adamw(args.optimizer)
+    check_adamw(args)
     world, task = with_mesh(init_distributed()), None
     world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
     if args.model:  # every rank computes a microbatch

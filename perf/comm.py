@@ -17,7 +17,6 @@ import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from costs.choose import USABLE_FRACTION, usable_memory
 from model import Llama
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import (
+    Contestants,
     Task,
     build_on_meta,
     describe_machine,
@@ -118,7 +118,7 @@ def time_collectives(
 
 
 def time_slowest(
-    contestants: dict[str, Callable[[], object]], repeats: int, what: str, world: World
+    contestants: Contestants, repeats: int, what: str, world: World
 ) -> dict[str, float]:
     """Return for each contestant the median, over the rounds, of the longest time of any rank."""
     seconds = time_interleaved(contestants, repeats, what)
@@ -126,9 +126,7 @@ def time_slowest(
     return {name: statistics.median(times.tolist()) for name, times in slowest.items()}
 
 
-def collectives(
-    group: dist.ProcessGroup, nbytes: int, device: torch.device
-) -> dict[str, Callable[[], object]]:
+def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Contestants:
     """Return functions that run each collective once, with a payload of `nbytes`. In send/recv,
     each rank sends to the next and receives from the previous, in a ring."""
     ranks, own = dist.get_process_group_ranks(group), group.rank()
@@ -163,9 +161,8 @@ def time_computation(task: Task, repeats: int, world: World) -> dict:
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
     Times are medians of the slowest rank's, since a training step waits for that rank."""
-    print_rank_zero(
-        f"computation: {task.model}, a microbatch of {task.microbatch}", file=sys.stderr
-    )
+    what = f"computation: {task.model}, a microbatch of {task.microbatch}"
+    print_rank_zero(what, file=sys.stderr)
     batch = random_batch(task.config, task.microbatch, task.seq_len).to(world.device)
     contestants = {}
     for dp in ("fsdp", "ddp"):

@@ -234,17 +234,12 @@ class Cost:
 
 
 def measure_compare(
-    names: list[str],
-    task: Task,
-    repeats: int,
-    flags: dict,
-    json_file: Path | None,
-    plot: Path | None,
+    names: list[str], task: Task, repeats: int, flags: dict, out: Path | None, plot: Path | None
 ) -> str:
-    """Run the contestants; return the results as text, and write them to --json, with the `flags`,
-    and to --plot."""
+    """Run the contestants; return the results as text, and write them to --json, which is `out`,
+    beside the flags, and to --plot."""
     base = task.start_world()
-    if problem := base.broadcast_from_rank_zero(partial(output_problem, json_file, plot)):
+    if problem := base.broadcast_from_rank_zero(partial(output_problem, out, plot)):
         raise UserError(problem)
     batch, steps, costs = random_batch(task.config, task.batch, task.seq_len), {}, {}
     for name in choose_contestants(names, task, base):
@@ -260,9 +255,9 @@ def measure_compare(
     seconds = time_interleaved(steps, repeats)
     if base.rank > 0:
         return ""
-    if json_file:
+    if out:
         results = flags | describe_machine(base) | {"strategies": results_of(task, seconds, costs)}
-        write_atomically(json_file, json.dumps(results, indent=1) + "\n")
+        write_atomically(out, json.dumps(results, indent=1) + "\n")
     if plot:
         save_plot(plot, task, seconds, costs)
     return text_report(task.batch * task.seq_len, seconds, costs)

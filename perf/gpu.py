@@ -100,15 +100,19 @@ float8-8b-8192 float8-1b-8192 lora-nf4-8b-4096 lora-dora-8b-4096 lora-8b-8192 lo
 lora-1b-8192 peers-1b-8192
 largest-full-1b-8192 largest-full-8b-8192 largest-none-1b-8192 largest-none-8b-8192
 """.split()
+
+
+def commands_of(part: str) -> dict[str, str]:
+    kind, size, seq_len = part.rsplit("-", 2)
+    flags = MODELS[f"{size}-{seq_len}"]
+    return {name: line.format(model=flags) for name, line in KINDS[kind].items()}
+
+
 PARTS = {  # in the order in which they are measured
     "rates": {"rates": "-m perf.gpu"},
     "loss-8b": {"loss": f"{LOSS} --dim 4096"},
     "loss-1b": {"loss": f"{LOSS} --dim 2048"},
-}
-for part in ORDER:
-    kind, size, seq_len = part.rsplit("-", 2)
-    flags = MODELS[f"{size}-{seq_len}"]
-    PARTS[part] = {name: line.format(model=flags) for name, line in KINDS[kind].items()}
+} | {part: commands_of(part) for part in ORDER}
 REHEARSAL = {  # what is appended to a command; its last value of a flag counts
     "perf.gpu": "--rehearse",
     "loss": "--tokens 64 --vocab-size 512 --repeats 1",
@@ -181,16 +185,19 @@ def run_command(line: str, directory: Path, rehearse: bool, timeout: float) -> d
     words = [str(tokenizer) if word == "TOKENIZER" else word for word in line.split()]
     # Less memory is lost to fragments between tensors of different sizes.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if rehearse:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    file.unlink(missing_ok=True)
     command = [sys.executable, *words, "--json", str(file)]
     options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     try:
         process = subprocess.run(command, **options)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {timeout:.0f} s"}
-    if process.returncode:
-        last = process.stderr.strip().rpartition("\n")[2]
-        return {"error": last or f"ended with exit code {process.returncode}"}
-    return json.loads(file.read_text())
+    if file.exists():
+        return json.loads(file.read_text())
+    lines = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+    return {"error": lines[-1] if lines else f"ended with exit code {process.returncode}"}
 
 
 def write_tokenizer(file: Path) -> None:

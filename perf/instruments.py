@@ -47,13 +47,11 @@ from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
 # ---------------------------------------------------------------------------------------- timing
 
-
+Contestants = dict[str, Callable[[], object]]  # name -> what runs its step
 Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
 
-def time_interleaved(
-    contestants: dict[str, Callable[[], object]], repeats: int, what: str = "rounds"
-) -> Seconds:
+def time_interleaved(contestants: Contestants, repeats: int, what: str = "rounds") -> Seconds:
     """Call every contestant once in each of `repeats` rounds, after one that warms up and does not
     count. `what` begins the lines of progress."""
     seconds = {name: [] for name in contestants}
@@ -253,24 +251,20 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
     The process group of each dimension gets torch's fake backend for a while. Results are garbage,
     which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
     stops its collectives."""
-    no_sync = contextlib.nullcontext()
-    if isinstance(runner, DistributedDataParallel) and "replicate" in dims:
-        no_sync, dims = runner.no_sync(), [dim for dim in dims if dim != "replicate"]
     device, backend_types = world.device, dist.ProcessGroup.BackendType
-    meshes = [world.cp_mesh if dim == "cp" else world.mesh[dim] for dim in dims]
-    groups = [mesh.get_group() for mesh in meshes]
-    real_backends = [group._get_backend(device) for group in groups]
-    try:
-        for group in groups:
-            options = FakeProcessGroup.Options()
+    with contextlib.ExitStack() as undo:
+        for dim in dims:
+            if dim == "replicate" and isinstance(runner, DistributedDataParallel):
+                undo.enter_context(runner.no_sync())
+                continue
+            group = (world.cp_mesh if dim == "cp" else world.mesh[dim]).get_group()
+            real, options = group._get_backend(device), FakeProcessGroup.Options()
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
             # A type that no real backend has: a group keeps the first backend of each type.
             group._register_backend(device, backend_types.UNDEFINED, fake)
-        with no_sync:
-            yield
-    finally:
-        for group, real in zip(groups, real_backends):
-            group._register_backend(device, getattr(backend_types, real.name().upper()), real)
+            real_type = getattr(backend_types, real.name().upper())
+            undo.callback(group._register_backend, device, real_type, real)
+        yield
 
 
 # --------------------------------------------------------------------------------- emulating
@@ -308,20 +302,18 @@ def emulate(
 def _three_steps(
     model: Llama, world: World, batch: Batch, microbatch: int
 ) -> tuple[Traffic, dict[str, int]]:
-    parallel, fake_tensors = world.parallel, FakeTensorMode(allow_non_fake_inputs=True)
-
-    # Only memory is allocated under the mode: parallelize also makes meshes, which need contents.
-    def allocate_fake(model: Llama) -> None:
-        with fake_tensors:
-            allocate(model, world.device)
-
+    parallel, mode = world.parallel, FakeTensorMode(allow_non_fake_inputs=True)
     if needs_real_tensors(parallel):
+        mode = contextlib.nullcontext()
         runner = parallelize(model, world, Llama.init_weights)
         runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
-        mode = contextlib.nullcontext()
     else:
+
+        def allocate_fake(model: Llama) -> None:  # not the meshes, which need contents
+            with mode:
+                allocate(model, world.device)
+
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
-        mode = fake_tensors
     flags = dict(optimizer=parallel.optimizer, moments=parallel.moments)
     with mode:
         optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
@@ -391,11 +383,6 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     if args.lora and args.optimizer == "muon":
         raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
-
-
-def check_adamw(optimizer: str | None) -> None:
-    if optimizer == "muon":
-        raise UserError("this command measures AdamW: leave out --optimizer muon")
 
 
 def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:

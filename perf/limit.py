@@ -139,18 +139,19 @@ def operator_table(step: Callable[[], object], repeats: int) -> list[str]:
             times = event.self_cpu_time_total, event.self_device_time_total
             microseconds = times[torch.cuda.is_available()]
             rows.append((microseconds / repeats / 1e3, event.count // repeats, name))
-    total, calls = (sum(column) for column in (list(zip(*rows))[:2]))
-    shown = [*sorted(rows, reverse=True)[:20], (total, calls, "all")]
-    return markdown_table(
-        ["flatllama's operators", "calls", "milliseconds", "share"],
-        [[name, n, f"{ms:.1f}", f"{100 * ms / total:.1f} %"] for ms, n, name in shown],
-    )
+    total, calls = (sum(column) for column in list(zip(*rows))[:2])
+    table = [
+        [name, n, f"{ms:.1f}", f"{100 * ms / total:.1f} %"]
+        for ms, n, name in sorted(rows, reverse=True)[:20]
+    ]
+    table.append(["all", calls, f"{total:.1f}", "100 %"])
+    return markdown_table(["flatllama's operators", "calls", "milliseconds", "share"], table)
 
 
 # ------------------------------------------------------------------------------- contestants
 
 
-def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], None]:
+def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     """Return a function that runs only the matrix products and the attention of a training step.
 
     The time that a training step takes beyond this is overhead. Each weight [out, in] is in three
@@ -200,11 +201,7 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], None]:
             )
             torch.autograd.grad(out, (q, k, v), attention_grad)
 
-    def step() -> None:
-        for _ in range(len(batch.tokens) // B):
-            compute_microbatch()
-
-    return step
+    return lambda: [compute_microbatch() for _ in range(len(batch.tokens) // B)]
 
 
 def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], float]:
@@ -219,20 +216,19 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
     config, lora = task.config, task.lora
+    described = transformers.LlamaConfig(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        intermediate_size=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     with torch.device(world.device):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=config.dim,
-                num_hidden_layers=config.n_layers,
-                num_attention_heads=config.n_heads,
-                num_key_value_heads=config.n_kv_heads,
-                intermediate_size=config.ffn_dim,
-                vocab_size=config.vocab_size,
-                tie_word_embeddings=config.tie_embeddings,
-                attn_implementation="sdpa",
-                use_cache=False,
-            )
-        )
+        model = transformers.LlamaForCausalLM(described)
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     dtype = torch.bfloat16 if lora and low else torch.float32
     model.to(device, dtype)

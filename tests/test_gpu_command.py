@@ -15,7 +15,7 @@ from text.tokenizer import load_tokenizer
 
 
 def rehearse(file, *more) -> str:
-    return succeed("bench.py", "gpu", "--out", file, "--rehearse", *more, timeout=300).out
+    return succeed("bench.py", "gpu", "--out", file, "--rehearse", *more, timeout=900).out
 
 
 def test_parts_are_measured_once_and_kept(tmp_path):
@@ -43,7 +43,7 @@ def test_parts_are_measured_once_and_kept(tmp_path):
 def test_all_kinds_of_parts(tmp_path):
     """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens."""
     kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
-    kinds += ["lora-dora-8b-4096", "float8-8b-8192", "largest-full-8b-4096"]
+    kinds += ["float8-8b-8192", "largest-full-8b-4096"]
     assert {name.split("-")[0] for name in PARTS} == {name.split("-")[0] for name in kinds}
     out = rehearse(tmp_path / "gpu.json", "--parts", *kinds)
     assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == kinds
@@ -117,7 +117,7 @@ def test_a_failing_process_is_told(monkeypatch, tmp_path):
     line = "bench.py loss --tokens 0"
     assert "expected an integer" in gpu.run_command(line, tmp_path, False, 60)["error"]
     monkeypatch.setattr(gpu, "ROOT", gpu.ROOT / "tests")  # where there is no bench.py
-    assert "bench.py" in gpu.run_command(line, tmp_path, False, 60)["error"]
+    assert gpu.run_command(line, tmp_path, False, 60) == {"error": "ended with exit code 2"}
 
     def too_slow(*given, timeout, **options):
         raise subprocess.TimeoutExpired(given, timeout)
