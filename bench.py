@@ -267,7 +267,7 @@ def lora(args: argparse.Namespace) -> str:
 
 def loss(args: argparse.Namespace) -> str:
     sizes = args.tokens, args.dim, args.vocab_size
-    return measure_loss(*sizes, args.dtype, args.chunks, args.repeats, args.json)
+    return measure_loss(sizes, args.dtype, args.chunks, args.repeats, args.json)
 
 
 def compare(args: argparse.Namespace) -> str:

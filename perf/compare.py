@@ -340,13 +340,13 @@ def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
     """Return what was measured of each contestant, for --json."""
     model, results = build_on_meta(task.config, task.lora, task.base_bits), {}
     for name, cost in costs.items():
-        traffic = cost.traffic or {}
+        traffic, predicted = cost.traffic or {}, sum(memory_needed(model, cost.parallel, task))
         results[name] = {
             "seconds": seconds[name],
             "tokens_per_second": task.batch * task.seq_len / statistics.median(seconds[name]),
             "ratio": statistics.median(ratios_to_first(seconds, name)),
             "peak_bytes": cost.peak,
-            "predicted_peak_bytes": sum(memory_needed(model, cost.parallel, task)),
+            "predicted_peak_bytes": predicted if cost.loss is not None else None,
             "sends": cost.traffic and sent_bytes(cost.traffic, cost.parallel),
             "payload": {" ".join(key): list(value) for key, value in traffic.items()},
             "loss": cost.loss,

@@ -86,24 +86,20 @@ def measure_lora(task: Task, repeats: int, compile: bool) -> str:
 
 
 def measure_loss(
-    tokens: int,
-    dim: int,
-    vocab_size: int,
-    dtype: str,
-    chunks: list[int],
-    repeats: int,
-    json_file: Path | None,
+    sizes: tuple[int, int, int], dtype: str, chunks: list[int], repeats: int, out: Path | None
 ) -> str:
     """Return a table of the peak memory of the loss and its backward, PyTorch's and ours for each
-    of `chunks`. With `repeats`, measure the time too, for --json."""
-    if problem := problem_with_files({"--json": json_file}):
+    of `chunks`; write it to --json, which is `out`, with the time of `repeats` rounds.
+
+    sizes: number of target tokens, width, entries of the vocabulary."""
+    if problem := problem_with_files({"--json": out}):
         raise UserError(problem)
     default = {"chunked": model_file.LOSS_CHUNK}
-    sizes = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
-    given = tokens, dim, vocab_size, getattr(torch, dtype), repeats
-    costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in sizes.items()}
-    if json_file:
-        write_atomically(json_file, json.dumps(costs, indent=1) + "\n")
+    losses = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
+    given = *sizes, getattr(torch, dtype), repeats
+    costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in losses.items()}
+    if out:
+        write_atomically(out, json.dumps(costs, indent=1) + "\n")
     peaks = {name: cost["peak_bytes"] for name, cost in costs.items()}
     return "\n".join(peak_table("loss and its backward", peaks))
 
