@@ -19,46 +19,70 @@ python bench.py gpu --out gpu.json
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
+import contextlib
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 
+import finetune_lora
+import train
 from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, PLANNED
 from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
+from data import read_ahead
+from lora import LoRA
 from model import PRESETS
+from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
-from perf.compare import CONTESTANTS, contestant_name, measure_compare
+from perf.compare import CONTESTANTS, measure_compare
 from perf.gpu import measure_gpu
-from perf.instruments import adapters_of, build_on_meta
+from perf.instruments import Task, build_on_meta, problem_with_files
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import Question, plan_cluster
-from perf.step import measure_lora_step, measure_step
+from perf.step import Training, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
-from plumbing.processes import run
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from runs.rules import requested_parallel
+from runs.setup import Job, build, setup
 from techniques.float8 import RECIPES
 
 # fmt: off
 
 
-def add_size_flags(parser: argparse.ArgumentParser, **defaults) -> None:
+def add_integers(parser: argparse.ArgumentParser, **flags: tuple[int, str]) -> None:
+    """Add flags for integers of at least 1: name -> default, meaning."""
+    for name, (default, meaning) in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_int, default=default,
+                            help=f"{meaning} (default: %(default)s)")
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+
+
+def add_size_flags(
+    parser: argparse.ArgumentParser, model: str, batch: int, seq_len: int, repeats: int
+) -> None:
     """Add the flags for the size of a step and for the number of its repetitions."""
-    parser.add_argument("--model", choices=PRESETS, help="preset (default: %(default)s)")
-    parser.add_argument("--batch", type=positive_int,
-                        help="sequences per step, over all processes (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int,
-                        help="tokens per sequence (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive_int,
-                        help="rounds of all contestants (default: %(default)s)")
+    parser.add_argument("--model", choices=PRESETS, default=model,
+                        help="preset (default: %(default)s)")
+    add_integers(parser, batch=(batch, "sequences per step, over all processes"),
+                 seq_len=(seq_len, "tokens per sequence"),
+                 repeats=(repeats, "rounds of all contestants"))
+    add_dtype_flag(parser)
+    add_optimizer_flags(parser)
+    parser.set_defaults(lr=1e-4)
+
+
+def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of computation (default: %(default)s)")
-    add_optimizer_flags(parser)
-    parser.set_defaults(**{"lr": 1e-4} | defaults)
 
 
 def add_timing_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,14 +99,12 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     add_timing_flags(parser)
-    parser.add_argument("--rank", type=positive_int, default=8,
-                        help="rank of the adapters (default: %(default)s)")
+    add_integers(parser, rank=(8, "rank of the adapters"))
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for --lora."""
-    parser.add_argument("--rank", type=positive_int, default=8,
-                        help="with --lora: rank of the adapters (default: %(default)s)")
+    add_integers(parser, rank=(8, "with --lora: rank of the adapters"))
     parser.add_argument("--dora", action="store_true",
                         help="with --lora: train the lengths of rows too")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
@@ -90,31 +112,33 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loss_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=positive_int, default=4096,
-                        help="number of target tokens (default: %(default)s)")
-    parser.add_argument("--dim", type=positive_int, default=512,
-                        help="model width (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=positive_int, default=128_256,
-                        help="entries of the vocabulary (default: %(default)s)")
+    add_integers(parser, tokens=(4096, "number of target tokens"), dim=(512, "model width"),
+                 vocab_size=(128_256, "entries of the vocabulary"))
+    parser.add_argument("--chunks", nargs="+", type=positive_int, default=[], metavar="TOKENS",
+                        help="tokens whose logits exist at the same time (default: as in training)")
+    parser.add_argument("--repeats", type=nonnegative_int, default=0,
+                        help="rounds of timing, for --json (default: %(default)s)")
+    add_dtype_flag(parser)
+    add_json_flag(parser)
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("contestants", nargs="*", metavar="NAME", type=contestant_name,
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
-                             "fsdp-X: fsdp with --reshard X; wrong: hsdp that shards across nodes; "
-                             "tp: tensor parallelism over all processes; async-tp: the same, "
-                             "sending while it multiplies; cp: fsdp whose ranks in a node share "
-                             "sequences; pp: a stage on each node, or process; "
-                             "selective, full, offloaded, compiled, float8: ddp with that "
+                             "bare: its matrix products alone; transformers: transformers' model "
+                             "and peft's adapters; fsdp-X: fsdp with --reshard X; wrong: hsdp that "
+                             "shards across nodes; tp: tensor parallelism over all processes; "
+                             "async-tp: the same, sending while it multiplies; cp: fsdp whose "
+                             "ranks in a node share sequences; pp: a stage on each node, or "
+                             "process; selective, full, offloaded, compiled, float8: ddp with that "
                              "checkpointing, with full and offloaded activations, with compiled "
                              "blocks, or with those and products in 8 bits (default: those that "
                              "differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
-    parser.add_argument("--microbatch", type=positive_int, default=1,
-                        help="sequences that a process computes at a time (default: %(default)s)")
+    add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     parser.add_argument("--lora", action="store_true", help="train adapters in place of weights")
     add_adapter_flags(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
+    add_json_flag(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="file for the results as a plot; needs matplotlib")
 
@@ -122,26 +146,23 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
 def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", type=positive_int, default=SIZES, metavar="BYTES",
                         help=f"message sizes (default: {' '.join(map(str, SIZES))})")
-    parser.add_argument("--repeats", type=positive_int, default=11,
-                        help="rounds of all collectives (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--model", choices=PRESETS,
                         help="preset whose microbatch is timed too, for bench.py plan --measured")
-    parser.add_argument("--microbatch", type=positive_int, default=1,
-                        help="sequences of that microbatch (default: %(default)s)")
-    parser.add_argument("--seq-len", type=positive_int, default=512,
-                        help="tokens per sequence of that microbatch (default: %(default)s)")
+    add_integers(parser, repeats=(11, "rounds of all collectives"),
+                 microbatch=(1, "sequences of that microbatch"),
+                 seq_len=(512, "tokens per sequence of that microbatch"))
     add_optimizer_flags(parser)
 
 
 def add_step_flags(
     add_script_flags: Callable[[argparse.ArgumentParser], None], parser: argparse.ArgumentParser
 ) -> None:
-    """Add --repeats and the flags of the script whose step is measured."""
-    parser.add_argument("--repeats", type=positive_int, default=15,
-                        help="rounds of all measurements (default: %(default)s)")
+    """Add the flags of the script whose step is measured, and some more."""
+    add_integers(parser, repeats=(15, "rounds of all measurements"))
     parser.add_argument("--plot", type=Path, metavar="FILE.svg",
                         help="with --pp: draw when each stage computed which microbatch")
+    add_json_flag(parser)
     add_script_flags(parser)
 
 
@@ -213,6 +234,103 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
+def contestant_name(text: str) -> str:
+    """Argument type: a name in CONTESTANTS. `choices` would not do: some versions of argparse
+    reject the empty list, which stands for no argument, as no choice."""
+    if text not in CONTESTANTS:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
+    return text
+
+
+# ------------------------------------------------------------------------------ the commands
+
+
+def check_adamw(args: argparse.Namespace) -> None:
+    if args.optimizer == "muon":
+        raise UserError("this command measures AdamW: leave out --optimizer muon")
+
+
+def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
+    """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
+    if not args.lora and (args.dora or args.base_bits == 4):
+        raise UserError("--dora and --base-bits are for adapters: give --lora, too")
+    if args.lora and args.optimizer == "muon":
+        raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
+    return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
+
+
+def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
+    """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
+    sizes = PRESETS[args.model], args.batch, microbatch, args.seq_len
+    optimizer_of = partial(train.make_optimizer, args=args)
+    parallel = replace(requested_parallel(args), compile=False)  # --compile adds a contestant
+    return Task(args.model, *sizes, parallel, optimizer_of, *adapters)
+
+
+def limit(args: argparse.Namespace) -> str:
+    check_adamw(args)
+    return measure_limit(task_of(args, args.batch), args.repeats, args.compile, args.operators)
+
+
+def lora(args: argparse.Namespace) -> str:
+    check_adamw(args)
+    return measure_lora(task_of(args, args.batch, LoRA(args.rank)), args.repeats, args.compile)
+
+
+def loss(args: argparse.Namespace) -> str:
+    sizes = args.tokens, args.dim, args.vocab_size
+    return measure_loss(sizes, args.dtype, args.chunks, args.repeats, args.json)
+
+
+def compare(args: argparse.Namespace) -> str:
+    names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
+    flags = {name: getattr(args, name) for name in names.split()}
+    task = task_of(args, args.microbatch, *adapters_of(args))
+    return measure_compare(args.contestants, task, args.repeats, flags, args.json, args.plot)
+
+
+def comm(args: argparse.Namespace) -> str:
+    check_adamw(args)
+    world, task = with_mesh(init_distributed()), None
+    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
+    if args.model:  # every rank computes a microbatch
+        args.batch = args.microbatch * world.size
+        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+        task = task_of(args, args.microbatch)
+    return measure_comm(world, args.sizes, args.repeats, args.out, task)
+
+
+def step(
+    args: argparse.Namespace,
+    prepare: Callable[[argparse.Namespace, Process], Job] = train.prepare,
+) -> str:
+    """Set up a training as a script does, of which `prepare` is, and measure its step."""
+    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
+    args.out, args.resume = args.out or Path("out"), True
+    if args.plot and args.pp == 1:
+        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
+    if problem := problem_with_files({"--plot": args.plot, "--json": args.json}):
+        raise UserError(problem)
+    process = setup(args)
+    # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
+    # computes slowly. Threads inherit this setting, so it comes before they are started.
+    torch.set_flush_denormal(True)
+    job = prepare(args, process)
+    world, runner, work = build(args, job, process)
+    optimizer = train.make_optimizer(job.model, args)
+    for group in optimizer.param_groups:  # throughout, so that the loss stays finite
+        group["lr"] = train.learning_rate(1, args)
+    read = partial(train.local_batch, args, world, job.train_set)
+    with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
+        training = Training(world, job, runner, optimizer, batches, work, args.clip)
+        return measure_step(training, args.repeats, args.plot, args.json)
+
+
+def step_lora(args: argparse.Namespace) -> str:
+    prepare = finetune_lora.prepare
+    return step(finetune_lora.complete(args), lambda *given: prepare(*given)[0])
+
+
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
     if args.measured:
@@ -235,15 +353,18 @@ def plan(args: argparse.Namespace) -> str:
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
-    "limit": (add_limit_flags, measure_limit),
-    "lora": (add_lora_flags, measure_lora),
-    "loss": (add_loss_flags, measure_loss),
-    "compare": (add_compare_flags, measure_compare),
-    "comm": (add_comm_flags, measure_comm),
-    "step": (partial(add_step_flags, add_pretraining_flags), measure_step),
-    "step-lora": (partial(add_step_flags, add_finetuning_flags), measure_lora_step),
+    "limit": (add_limit_flags, limit),
+    "lora": (add_lora_flags, lora),
+    "loss": (add_loss_flags, loss),
+    "compare": (add_compare_flags, compare),
+    "comm": (add_comm_flags, comm),
+    "step": (partial(add_step_flags, add_pretraining_flags), step),
+    "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
     "plan": (add_plan_flags, plan),
-    "gpu": (add_gpu_flags, measure_gpu),
+    "gpu": (
+        add_gpu_flags,
+        lambda args: measure_gpu(args.out, args.parts, args.docs, args.rehearse),
+    ),
 }
 
 
@@ -256,8 +377,7 @@ def main() -> None:
     args = parser.parse_args()
     _, measure = COMMANDS[args.command]
     output = measure(args)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(output)
+    print_rank_zero(output)
 
 
 if __name__ == "__main__":

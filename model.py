@@ -175,19 +175,25 @@ class KVCache:
 # ----------------------------------------------------------------------------------- the network
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
-    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
+    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64.
 
+    x [..., D], weight [D] -> as x."""
+    x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean_square = x32.square().mean(-1, keepdim=True)  # [..., 1]
+    return (x32 * torch.rsqrt(mean_square + eps) * weight).type_as(x)
+
+
+class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
+        self.normalize = rms_norm  # techniques/passes.py puts in a faster one
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x):  # [..., D] -> same shape and dtype
-        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = x32.square().mean(-1, keepdim=True)  # [..., 1]
-        return (x32 * torch.rsqrt(mean_square + self.eps) * self.weight).type_as(x)
+    def forward(self, x):
+        return self.normalize(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -198,7 +204,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.rotate = rotate  # techniques/passes.py puts in a faster one, as for norms and SwiGLU
+        self.rotate = rotate  # likewise
         kv_dim = config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
@@ -228,7 +234,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.swiglu = swiglu
+        self.swiglu = swiglu  # likewise
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)

@@ -11,67 +11,70 @@ one pair of ranks after the other exchanges a message, which finds a slow link o
 `bench.py plan --measured` reads the file of --out in place of data sheets.
 """
 
-import argparse
 import itertools
 import json
 import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from costs.search import USABLE_FRACTION, usable_memory
-from model import PRESETS, Llama
+from model import Llama
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import (
+    Contestants,
+    Task,
     build_on_meta,
-    check_adamw,
     describe_machine,
     markdown_table,
     problem_with_files,
     random_batch,
     time_interleaved,
 )
-from plumbing.processes import UserError, init_distributed, print_rank_zero
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import assign_shard, to_local
 from runs.records import write_atomically
 from text.batch import Batch
-from train import accumulate, make_optimizer
+from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
 MAX_RANKS_FOR_ALL_PAIRS = 32
 MAX_PAIRS_SHOWN = 8
 
+Times = dict[str, list[tuple[int, float]]]  # collective -> payload bytes and seconds, by size
+Pair = tuple[int, int, float]  # two ranks, and the bytes per second between them
+
 # --------------------------------------------------------------------------------- measuring
 
 
-def measure_comm(args: argparse.Namespace) -> str:
-    """Measure the links between all ranks; return the results as text and write them to --out."""
-    check_adamw(args)
-    world = with_mesh(init_distributed())
+def measure_comm(
+    world: World, sizes: list[int], repeats: int, out: Path | None, task: Task | None
+) -> str:
+    """Measure the links between all ranks, with messages of `sizes` bytes, and the computation of a
+    task; return the results as text and write them to --out."""
     if world.size < 2:
         raise UserError(
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
-    world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
-    find_problem = partial(problem_with_files, {"--out": args.out})
+    find_problem = partial(problem_with_files, {"--out": out})
     if problem := world.broadcast_from_rank_zero(find_problem):
         raise UserError(problem)
     groups = {}
     for name, group in process_groups(world).items():
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
-        times = time_collectives(group, sorted(set(args.sizes)), args.repeats, world)
+        times = time_collectives(group, sorted(set(sizes)), repeats, world)
         groups[name] = {"ranks": group.size(), "times": times}
-    compute_times = time_computation(args, world) if args.model else None
+    compute_times = time_computation(task, repeats, world) if task else None
     pairs = pairs_to_measure(world.size, world.per_node)
     print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
-    pair_speeds = time_pairs(pairs, args.repeats, world)
+    pair_speeds = time_pairs(pairs, repeats, world)
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
@@ -79,8 +82,8 @@ def measure_comm(args: argparse.Namespace) -> str:
         "pairs": pair_speeds,
         "compute": compute_times,
     }
-    if args.out and world.rank == 0:
-        write_atomically(args.out, json.dumps(report) + "\n")
+    if out and world.rank == 0:
+        write_atomically(out, json.dumps(report) + "\n")
     return text_report(report)
 
 
@@ -98,43 +101,42 @@ def process_groups(world: World) -> dict[str, dist.ProcessGroup]:
 
 def time_collectives(
     group: dist.ProcessGroup, sizes: list[int], repeats: int, world: World
-) -> dict[str, list[tuple[int, float]]]:
-    """Return, for each collective, one (payload bytes, seconds) per size.
+) -> Times:
+    """Time each collective with each payload.
 
     A time is the median, over the rounds, of the slowest rank's. Sizes are rounded up so that every
     rank of the group has an equal number of float32 elements."""
-    times = {}
+    times = defaultdict(list)
     for size in sizes:
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
-        timed = time_interleaved(contestants, repeats, f"{nbytes:,} bytes, ")
-        for name, seconds in timed.items():
-            median = statistics.median(slowest(seconds, world))
-            times.setdefault(name, []).append((nbytes, median))
+        what = f"rounds of {nbytes:,} bytes"
+        for name, seconds in time_slowest(contestants, repeats, what, world).items():
+            times[name].append((nbytes, seconds))
     return times
 
 
-def slowest(seconds: list[float], world: World) -> list[float]:
-    """Return, for each of this rank's `seconds`, the longest time of any rank."""
-    return world.all_gather_scalars(seconds).amax(0).tolist()
+def time_slowest(
+    contestants: Contestants, repeats: int, what: str, world: World
+) -> dict[str, float]:
+    """Return for each contestant the median, over the rounds, of the longest time of any rank."""
+    seconds = time_interleaved(contestants, repeats, what)
+    slowest = {name: world.all_gather_scalars(own).amax(0) for name, own in seconds.items()}
+    return {name: statistics.median(times.tolist()) for name, times in slowest.items()}
 
 
-def collectives(
-    group: dist.ProcessGroup, nbytes: int, device: torch.device
-) -> dict[str, Callable[[], object]]:
-    """Return functions that run each collective once, with a payload of `nbytes`.
-
-    In send/recv, each rank sends to the next and receives from the previous, in a ring."""
+def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Contestants:
+    """Return functions that run each collective once, with a payload of `nbytes`. In send/recv,
+    each rank sends to the next and receives from the previous, in a ring."""
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     full, received = torch.zeros(2, nbytes // 4, device=device)
     shard = torch.zeros(len(full) // len(ranks), device=device)
-    next_rank, previous_rank = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    send = dist.isend, full, ranks[(own + 1) % len(ranks)], group
+    receive = dist.irecv, received, ranks[own - 1], group
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    send = dist.isend, full, next_rank, group
-    receive = dist.irecv, received, previous_rank, group
     return {
         "all-reduce": lambda: dist.all_reduce(full, group=group),
         "all-gather": lambda: all_gather(full, shard, group=group),
@@ -153,36 +155,33 @@ def send_and_receive(*transfers: tuple) -> None:
         work.wait()
 
 
-def time_computation(args: argparse.Namespace, world: World) -> dict:
-    """Return the seconds that one microbatch and one update of --model take without communication.
+def time_computation(task: Task, repeats: int, world: World) -> dict:
+    """Return the seconds that one microbatch and one update take without communication.
 
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
     Times are medians of the slowest rank's, since a training step waits for that rank."""
-    print_rank_zero(
-        f"computation: {args.model}, a microbatch of {args.microbatch}", file=sys.stderr
-    )
-    config = PRESETS[args.model]
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    batch = random_batch(config, args.microbatch, args.seq_len).to(world.device)
+    what = f"computation: {task.model}, a microbatch of {task.microbatch}"
+    print_rank_zero(what, file=sys.stderr)
+    batch = random_batch(task.config, task.microbatch, task.seq_len).to(world.device)
     contestants = {}
     for dp in ("fsdp", "ddp"):
         # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
-        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
-        model = build_on_meta(config)
+        parallel = ParallelConfig(dp=dp, dtype=task.parallel.dtype)
+        alone = replace(world, size=1, parallel=parallel)
+        model = build_on_meta(task.config)
         parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
-    optimizer = make_optimizer(model, args)  # of the last model, ddp's
+    optimizer = task.optimizer_of(model)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
-    seconds = time_interleaved(contestants, args.repeats, "a microbatch, ")
-    medians = {name: statistics.median(slowest(times, world)) for name, times in seconds.items()}
+    medians = time_slowest(contestants, repeats, "rounds of a microbatch", world)
     return {
-        "model": args.model,
-        "config": asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
-        "moments": args.moments,
-        "tokens": args.microbatch * args.seq_len,
-        "seq_len": args.seq_len,
+        "model": task.model,
+        "config": asdict(task.config),
+        "dtype": str(task.parallel.dtype).removeprefix("torch."),
+        "moments": task.parallel.moments,
+        "tokens": task.microbatch * task.seq_len,
+        "seq_len": task.seq_len,
         "forward_backward": medians["ddp"],
         "forward_backward_in_fsdp": medians["fsdp"],
         "update": medians["update"],
@@ -209,25 +208,21 @@ def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
     return sorted({(i, i + step) for step in (1, per_node) for i in range(size - step)})
 
 
-def time_pairs(
-    pairs: list[tuple[int, int]], repeats: int, world: World
-) -> list[tuple[int, int, float]]:
-    """Return (i, j, bytes per second) of each pair, measured by a message from i to j and back.
+def time_pairs(pairs: list[tuple[int, int]], repeats: int, world: World) -> list[Pair]:
+    """Measure the speed of each pair by a message from its first rank to the second and back.
 
     One pair runs at a time, while the other ranks wait. The fastest round counts: a slow link is
     slow in every round, a processor that was busy is not."""
     # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
     elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
     message = torch.zeros(elements, device=world.device)
-    seconds = []
+    measured = []
     for i, j in pairs:
         round_trip = partial(send_there_and_back, message, world.rank, i, j)
-        fastest = min(time_interleaved({"pair": round_trip}, repeats, "a pair, ")["pair"])
-        seconds.append(fastest if world.rank == i else 0.0)  # rank i sees the whole round trip
-    return [
-        (i, j, 2 * message.nbytes / pair_seconds)
-        for (i, j), pair_seconds in zip(pairs, slowest(seconds, world))
-    ]
+        fastest = min(time_interleaved({"pair": round_trip}, repeats, "rounds of a pair")["pair"])
+        whole = world.all_gather_scalars([fastest])[i].item()  # rank i sees the whole round trip
+        measured.append((i, j, 2 * message.nbytes / whole))
+    return measured
 
 
 def send_there_and_back(message: Tensor, rank: int, i: int, j: int) -> None:
@@ -253,9 +248,7 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
     return nbytes / seconds * factors.get(collective, 1.0)
 
 
-def slow_pairs(
-    pairs: list[tuple[int, int, float]], per_node: int
-) -> list[tuple[int, int, float, float]]:
+def slow_pairs(pairs: list[Pair], per_node: int) -> list[tuple[int, int, float, float]]:
     """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first. Pairs
     within nodes and pairs across nodes have medians of their own."""
     slow, kinds = [], defaultdict(list)
@@ -315,7 +308,7 @@ def number_of_groups(size: int, n: int) -> str:
     return f"{size // n} groups of {n} ranks at once" if n < size else f"all {n} ranks"
 
 
-def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list[str]:
+def collectives_table(n: int, times: Times) -> list[str]:
     """Return the lines of a table with one row per size, one column per collective."""
     rows = []
     for by_collective in zip(*times.values()):
@@ -328,7 +321,7 @@ def collectives_table(n: int, times: dict[str, list[tuple[int, float]]]) -> list
     return markdown_table(["bytes", *times], rows)
 
 
-def pairs_text(pairs: list[tuple[int, int, float]], per_node: int) -> list[str]:
+def pairs_text(pairs: list[Pair], per_node: int) -> list[str]:
     slow = slow_pairs(pairs, per_node)
     if not slow:
         return ["no pair of ranks is slower than half the median of its kind"]

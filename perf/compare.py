@@ -2,10 +2,10 @@
 
 Contestants are the strategies of parallel.py and some variants of them. All start from the same
 weights and train on the same batch: so their losses must agree, and they differ in time, memory and
-communication. They run in turns and stay in memory together.
+communication. Two are for scale: the bare matrix products of a step, and transformers' step with
+weights of its own. They run in turns and stay in memory together.
 """
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costs.memory import predict_memory
 from costs.search import usable_memory, with_mesh_sizes
-from costs.traffic import Traffic, describe_traffic, sent_bytes
+from costs.traffic import Traffic, sent_bytes
 from costs.work import Work
-from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.instruments import (
     Counted,
     Live,
     Seconds,
-    adapters_of,
-    build_on_meta,
+    Task,
     describe_machine,
     make_step,
     megabytes,
@@ -39,13 +38,14 @@ from perf.instruments import (
     ratios_to_first,
     time_interleaved,
     timing_table,
+    traffic_in_words,
 )
-from plumbing.processes import UserError, init_distributed, print_rank_zero
+from perf.limit import bare_step, transformers_step
+from plumbing.processes import UserError, print_rank_zero
 from runs.records import write_atomically
 from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
 from techniques.float8 import has_kernel
-from train import Totals
 
 # Relative; sums in a different order differ by less, and those of products in 8 bits by less than
 # is allowed in bfloat16.
@@ -55,7 +55,7 @@ LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 CONTESTANTS = {  # without the mesh sizes, which depend on the processes
-    "one": ParallelConfig(),  # rank 0 alone, with the whole batch
+    "one": ParallelConfig(),
     **{name: ParallelConfig(dp=name) for name in STRATEGIES},
     "fsdp-none": ParallelConfig(dp="fsdp", reshard="none"),
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
@@ -70,7 +70,11 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "offloaded": ParallelConfig(checkpointing="full", offload_activations=True),
     "compiled": ParallelConfig(compile=True),
     "float8": ParallelConfig(compile=True, float8="tensorwise"),
+    "bare": ParallelConfig(),  # the matrix products and the attention of a step
+    "transformers": ParallelConfig(),  # with peft's adapters
 }
+# Those that rank 0 runs alone, with the whole batch -> what makes their step.
+ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
 
 
 def configure(name: str, base: World) -> ParallelConfig:
@@ -78,7 +82,7 @@ def configure(name: str, base: World) -> ParallelConfig:
     the dtypes and the optimizer of the flags."""
     given = {key: getattr(base.parallel, key) for key in ("dtype", "optimizer", "moments")}
     parallel = replace(CONTESTANTS[name], **given)
-    if name == "one":
+    if name in ALONE:
         return parallel
     if name in ("tp", "async-tp"):
         return replace(parallel, tp=base.size)
@@ -90,7 +94,7 @@ def configure(name: str, base: World) -> ParallelConfig:
     return with_mesh_sizes(parallel, base.size, base.per_node)
 
 
-def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
+def runs_by_default(name: str, lora: bool, base: World) -> bool:
     """Return whether a contestant differs from the others on these processes."""
     if name == "one":
         return base.size == 1
@@ -100,9 +104,9 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
         return has_kernel(base.device, base.parallel.dtype, CONTESTANTS[name].float8)
     if name in ("offloaded", "compiled"):
         return base.device.type == "cuda"
-    if name in ("wrong", "async-tp", "cp", "pp", "pp-zero-bubble") or (
-        name == "fsdp-adapters" and not args.lora
-    ):
+    if name == "fsdp-adapters" and not lora:
+        return False
+    if name in ("bare", "transformers", "wrong", "async-tp", "cp", "pp", "pp-zero-bubble"):
         return False
     if STRATEGIES[CONTESTANTS[name].dp].copy_per == "node":
         # With one rank a node it is DDP, with one node FSDP.
@@ -110,51 +114,41 @@ def runs_by_default(name: str, args: argparse.Namespace, base: World) -> bool:
     return base.size > 1
 
 
-def contestant_name(text: str) -> str:
-    """Argument type: a name in CONTESTANTS. `choices` would not do: some versions of argparse
-    reject the empty list, which stands for no argument, as no choice."""
-    if text not in CONTESTANTS:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
-    return text
-
-
 def world_of(name: str, base: World) -> World:
     """Return the processes in the mesh of a contestant."""
-    parallel, dim_names = configure(name, base), base.mesh.mesh_dim_names
-    if name == "one":
-        ranks = torch.zeros(1, 1, 1, 1, dtype=torch.int)
-        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
-        return replace(base, size=1, parallel=parallel, mesh=mesh, group=dist.new_group([0]))
-    if name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
+    parallel, group = configure(name, base), {}
+    if name in ALONE:
+        ranks, group = torch.zeros(1, 1, 1, 1), dict(size=1, group=dist.new_group([0]))
+    elif name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
         ranks = torch.arange(base.size).view(1, parallel.shard, parallel.replicate, 1)
         ranks = ranks.transpose(1, 2)
-        mesh = DeviceMesh(base.device.type, ranks, mesh_dim_names=dim_names)
-        return replace(base, parallel=parallel, mesh=mesh)
-    return with_mesh(base, parallel)
+    else:
+        return with_mesh(base, parallel)
+    mesh = DeviceMesh(base.device.type, ranks.int(), mesh_dim_names=base.mesh.mesh_dim_names)
+    return replace(base, parallel=parallel, mesh=mesh, **group)
 
 
 # ---------------------------------------------------------------------------------- choosing
 
 
-def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: World) -> list[str]:
+def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
     """Return the contestants that the user named; without names, the default ones that are possible
     and fit in memory together. Raises UserError where a named one is not possible."""
-    if args.seq_len > config.max_seq_len:
+    if task.seq_len > task.config.max_seq_len:
         raise UserError(
-            f"--seq-len {args.seq_len} is too long: --model {args.model} takes at most "
-            f"--seq-len {config.max_seq_len}"
+            f"--seq-len {task.seq_len} is too long: --model {task.model} takes at most "
+            f"--seq-len {task.config.max_seq_len}"
         )
-    if args.contestants:
-        for name in args.contestants:
-            check_contestant(name, args, build_on_meta(config, *adapters_of(args)), base)
-        return args.contestants
+    for name in names:
+        check_contestant(name, task, base)
+    if names:
+        return names
     needs, left_out = {}, {}
-    model = build_on_meta(config, *adapters_of(args))
     for name in CONTESTANTS:
-        if runs_by_default(name, args, base):
+        if runs_by_default(name, task.lora is not None, base):
             try:
-                check_contestant(name, args, model, base)
-                needs[name] = memory_needed(work_of(model, configure(name, base), args))
+                check_contestant(name, task, base)
+                needs[name] = memory_needed(task.work(configure(name, base)))
             except UserError as error:
                 left_out[name] = str(error)
     chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
@@ -166,30 +160,19 @@ def choose_contestants(args: argparse.Namespace, config: LlamaConfig, base: Worl
     return chosen
 
 
-def check_contestant(name: str, args: argparse.Namespace, model: Llama, base: World) -> None:
+def check_contestant(name: str, task: Task, base: World) -> None:
     """Raise UserError where a contestant cannot run on these processes, model or batch."""
     parallel = configure(name, base)
     data_ranks = parallel.replicate * parallel.shard // parallel.cp
-    if parallel.reshard == "adapters" and not args.lora:
+    if parallel.reshard == "adapters" and not task.lora:
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
-    work = work_of(model, parallel, args)
-    check_parallel(work, None, base)
-    check_work(work)
-    if args.batch % (data_ranks * args.microbatch):
+    check_parallel(task.work(parallel), None, base)
+    check_work(task.work(parallel))
+    if task.batch % (data_ranks * task.microbatch):
         raise UserError(
-            f"{name}: --batch {args.batch} must be a multiple of {data_ranks * args.microbatch}: "
-            f"{data_ranks} data-parallel ranks x --microbatch {args.microbatch}"
+            f"{name}: --batch {task.batch} must be a multiple of {data_ranks * task.microbatch}: "
+            f"{data_ranks} data-parallel ranks x --microbatch {task.microbatch}"
         )
-    if args.seq_len % parallel.tp and torch.__version__ < "2.13":
-        raise UserError(
-            f"{name}: with torch {torch.__version__}, --seq-len {args.seq_len} must be a multiple "
-            f"of {parallel.tp} processes; torch 2.13 can shard it unevenly"
-        )
-
-
-def work_of(model: Llama, parallel: ParallelConfig, args: argparse.Namespace) -> Work:
-    on_gpu = torch.cuda.is_available()
-    return Work(model, parallel, args.batch, args.microbatch, args.seq_len, on_gpu=on_gpu)
 
 
 def memory_needed(work: Work) -> tuple[int, int]:
@@ -227,96 +210,92 @@ def choose_fitting(
 
 @dataclass(frozen=True)
 class Cost:
-    """What was counted in a contestant's steps."""
+    """What was counted in a contestant's steps. None: not counted."""
 
     parallel: ParallelConfig
-    loss: float = 0.0  # of the first step, mean over the batch
-    traffic: Traffic | None = None  # of a step; None: not counted
-    peak: int | None = None  # bytes of tensors on a rank; None: not counted
+    loss: float | None = None  # of the first step, mean over the batch
+    traffic: Traffic | None = None  # of a step
+    peak: int | None = None  # bytes of tensors on a rank
 
 
-def measure_compare(args: argparse.Namespace) -> str:
-    """Run the contestants; return the results as text, and write them to --json and --plot."""
-    process, config = init_distributed(), PRESETS[args.model]
-    options = dict(dtype=getattr(torch, args.dtype), moments=args.moments)
-    options |= dict(optimizer=args.optimizer or "adamw")
-    base = with_mesh(process, ParallelConfig(replicate=process.size, **options))
-    if problem := base.broadcast_from_rank_zero(partial(output_problem, args)):
+def measure_compare(
+    names: list[str], task: Task, repeats: int, flags: dict, out: Path | None, plot: Path | None
+) -> str:
+    """Run the contestants; return the results as text, and write them to --json, which is `out`,
+    beside the flags, and to --plot."""
+    base = task.start_world()
+    if problem := base.broadcast_from_rank_zero(partial(output_problem, out, plot)):
         raise UserError(problem)
-    names = choose_contestants(args, config, base)
-    batch, adapters = random_batch(config, args.batch, args.seq_len), adapters_of(args)
-    steps, costs = {}, {}
-    for name in names:
+    batch, steps, costs = random_batch(task.config, task.batch, task.seq_len), {}, {}
+    for name in choose_contestants(names, task, base):
         print_rank_zero(f"counting {name}", file=sys.stderr)
-        world = world_of(name, base)
-        if name == "one" and base.rank > 0:  # rank 0 runs it, the others wait
+        world, make = world_of(name, base), ALONE.get(name, make_step)
+        if name in ALONE and base.rank > 0:  # rank 0 runs it, the others wait
             steps[name], costs[name] = lambda: None, Cost(world.parallel)
-        else:
-            share = batch.microbatches(args.batch // world.data_size)[world.data_rank]
-            local_batch = share_sequences(share, world).to(base.device)
-            steps[name] = make_step(config, args, local_batch, args.microbatch, world, *adapters)
-            costs[name] = count_costs(steps[name], world)
-    seconds = time_interleaved(steps, args.repeats)
-    costs = with_highest_peaks(costs, base)
+            continue
+        share = batch.microbatches(task.batch // world.data_size)[world.data_rank]
+        before = torch.cuda.memory_allocated() if base.device.type == "cuda" else 0
+        steps[name] = make(task, world, share_sequences(share, world).to(base.device))
+        costs[name] = count_costs(steps[name], make is make_step, world, before)
+    seconds = time_interleaved(steps, repeats)
     if base.rank > 0:
         return ""
-    if args.json:
-        results = json_report(args, base, seconds, costs)
-        write_atomically(args.json, json.dumps(results, indent=1) + "\n")
-    if args.plot:
-        save_plot(args, seconds, costs)
-    return text_report(args, seconds, costs)
+    if out:
+        results = flags | describe_machine(base) | {"strategies": results_of(task, seconds, costs)}
+        write_atomically(out, json.dumps(results, indent=1) + "\n")
+    if plot:
+        save_plot(plot, task, seconds, costs)
+    return text_report(task.batch * task.seq_len, seconds, costs)
 
 
-def output_problem(args: argparse.Namespace) -> str | None:
+def output_problem(json_file: Path | None, plot: Path | None) -> str | None:
     """Return why --json or --plot could not be written at the end, None if they can."""
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        return f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf"
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
+    if plot and plot.suffix not in (".png", ".svg", ".pdf"):
+        return f"--plot {plot}: give a name that ends in .png, .svg or .pdf"
+    if plot and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
-    return problem_with_files({"--json": args.json, "--plot": args.plot})
+    return problem_with_files({"--json": json_file, "--plot": plot})
 
 
-def count_costs(step: Callable[[], Totals], world: World) -> Cost:
-    """Run a contestant's first steps and count in the last of them."""
-    loss = step().mean_loss
+def count_costs(step: Callable[[], object], is_ours: bool, world: World, before: int) -> Cost:
+    """Run a contestant's first steps and count in the last of them. The peak is that of the rank
+    with most: uneven shards differ in size. `before` are the bytes that the GPU held already."""
+    first = step()
+    loss = first.mean_loss if is_ours else None
     step()  # DDP makes its final buckets in step 2
-    if world.parallel.compile:  # a compiled block would run eagerly under Counted and Live
+    traffic = None
+    if is_ours and not world.parallel.compile:  # whose block would run eagerly under Counted, Live
+        with Live() as live:
+            step()  # only at its end does Live see AdamW's moments, and count them from then on
+            with Counted(world) as counted:
+                step()
+        traffic, peak = counted.sent, live.peak
+    elif world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
         return Cost(world.parallel, loss)
-    with Live() as live:
-        step()  # only at its end does Live see AdamW's moments, and count them from then on
-        with Counted(world) as counted:
-            step()
-    return Cost(world.parallel, loss, counted.sent, live.peak)
-
-
-def with_highest_peaks(costs: dict[str, Cost], base: World) -> dict[str, Cost]:
-    """Return the costs with the highest peak of all ranks: uneven shards differ in size."""
-    peaks = base.all_gather_scalars([cost.peak or 0 for cost in costs.values()]).amax(0).tolist()
-    return {
-        name: cost if cost.peak is None else replace(cost, peak=round(peak))
-        for (name, cost), peak in zip(costs.items(), peaks)
-    }
+    peak = world.all_gather_scalars([peak]).amax().item()
+    return Cost(world.parallel, loss, traffic, round(peak))
 
 
 # --------------------------------------------------------------------------------- reporting
 
 
-def text_report(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]) -> str:
+def text_report(tokens: int, seconds: Seconds, costs: dict[str, Cost]) -> str:
     """Return a table, whether the losses agree, and each contestant's traffic."""
     columns = {
         "peak memory": [megabytes(cost.peak) for cost in costs.values()],
         "sends": [sent_text(cost) for cost in costs.values()],
-        "loss": [f"{cost.loss:.5f}" for cost in costs.values()],
+        "loss": ["-" if cost.loss is None else f"{cost.loss:.5f}" for cost in costs.values()],
     }
-    traffic = []
-    for name, cost in costs.items():
-        if name != "one":
-            counted = "an unknown amount: blocks are compiled"
-            if cost.traffic is not None:
-                counted = describe_traffic(cost.traffic, cost.parallel)
-            traffic.append(f"{name} sends {counted}")
-    table = timing_table(seconds, args.batch * args.seq_len, columns)
+    traffic = [
+        f"{name} sends {traffic_in_words(cost.traffic, cost.parallel)}"
+        for name, cost in costs.items()
+        if name not in ALONE
+    ]
+    table = timing_table(seconds, tokens, columns)
     return "\n".join([*table, "", compare_losses(costs), *traffic])
 
 
@@ -329,6 +308,9 @@ def sent_text(cost: Cost) -> str:
 
 def compare_losses(costs: dict[str, Cost]) -> str:
     """Say whether all contestants computed the same loss in the first step, as they must."""
+    costs = {name: cost for name, cost in costs.items() if cost.loss is not None}
+    if not costs:
+        return "no contestant trains flatllama's model"
     (first, reference), *_ = costs.items()
     rounded = any(cost.parallel.float8 != "none" for cost in costs.values())
     tolerance = LOSS_TOLERANCE[torch.bfloat16 if rounded else reference.parallel.dtype]
@@ -339,33 +321,29 @@ def compare_losses(costs: dict[str, Cost]) -> str:
     return f"losses of the first step agree to {max(errors.values()):.0e}"
 
 
-def json_report(
-    args: argparse.Namespace, base: World, seconds: Seconds, costs: dict[str, Cost]
-) -> dict:
-    """Return all that was measured, for --json."""
+def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
+    """Return what was measured of each contestant, for --json."""
     results = {}
     for name, cost in costs.items():
-        traffic = cost.traffic or {}
+        traffic, predicted = cost.traffic or {}, predict_memory(task.work(cost.parallel))["peak"]
         results[name] = {
             "seconds": seconds[name],
-            "tokens_per_second": args.batch * args.seq_len / statistics.median(seconds[name]),
+            "tokens_per_second": task.batch * task.seq_len / statistics.median(seconds[name]),
             "ratio": statistics.median(ratios_to_first(seconds, name)),
             "peak_bytes": cost.peak,
+            "predicted_peak_bytes": predicted if cost.loss is not None else None,
             "sends": cost.traffic and sent_bytes(cost.traffic, cost.parallel),
             "payload": {" ".join(key): list(value) for key, value in traffic.items()},
             "loss": cost.loss,
         }
-    names = ("model", "batch", "microbatch", "seq_len", "lora", "rank", "dora", "base_bits")
-    names += ("dtype", "optimizer", "moments")
-    flags = {name: getattr(args, name) for name in names}
-    return flags | describe_machine(base) | {"strategies": results}
+    return results
 
 
-def save_plot(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]) -> None:
+def save_plot(file: Path, task: Task, seconds: Seconds, costs: dict[str, Cost]) -> None:
     """Draw tokens/s of each contestant as a bar with quartiles, labelled with what it sends."""
     from matplotlib.figure import Figure
 
-    tokens = args.batch * args.seq_len
+    tokens = task.batch * task.seq_len
     speeds = [quartiles([tokens / time for time in times]) for times in seconds.values()]
     medians = [median for _, median, _ in speeds]
     below, above = zip(*((median - lower, upper - median) for lower, median, upper in speeds))
@@ -379,5 +357,5 @@ def save_plot(args: argparse.Namespace, seconds: Seconds, costs: dict[str, Cost]
     axes.margins(x=0.25)  # room for the labels
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s with quartiles; label: what a rank sends in a step")
-    axes.set_title(f"{args.model}, {args.batch} x {args.seq_len} tokens per step")
-    figure.savefig(args.plot, dpi=150)
+    axes.set_title(f"{task.model}, {task.batch} x {task.seq_len} tokens per step")
+    figure.savefig(file, dpi=150)

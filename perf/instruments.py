@@ -10,15 +10,14 @@ On a shared machine the speed changes from one minute to the next. So contestant
 process, and a result is the median, over all rounds, of the ratio of two times of the same round.
 """
 
-import argparse
 import contextlib
 import statistics
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,13 +30,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from costs.traffic import Traffic
+from costs.traffic import Traffic, describe_traffic
+from costs.work import Work
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, parallelize, with_mesh
+from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError
-from plumbing.shards import allocate, assign_shard, to_local
+from plumbing.processes import Process, init_distributed, with_progress
+from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
@@ -47,30 +47,15 @@ from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
 # ---------------------------------------------------------------------------------------- timing
 
-
+Contestants = dict[str, Callable[[], object]]  # name -> what runs its step
 Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
 
-def count_rounds(repeats: int, what: str = "") -> Iterator[int]:
-    """Yield 0, for the round that warms up, to `repeats`. Where rounds take more than a second,
-    rank 0 prints the time left, after `what` is measured."""
-    start = time.perf_counter()
-    for number in range(repeats + 1):
-        yield number
-        average = (time.perf_counter() - start) / (number + 1)
-        left = round(average * (repeats - number))
-        if average > 1 and (not dist.is_initialized() or dist.get_rank() == 0):
-            progress = f"{what}round {number} of {repeats}  {left // 60}:{left % 60:02d} left"
-            print(progress, file=sys.stderr, flush=True)
-
-
-def time_interleaved(
-    contestants: dict[str, Callable[[], object]], repeats: int, what: str = ""
-) -> Seconds:
-    """Call every contestant once in each of `repeats` rounds, after a warm-up round that does not
-    count. `what` is for the lines of progress."""
+def time_interleaved(contestants: Contestants, repeats: int, what: str = "rounds") -> Seconds:
+    """Call every contestant once in each of `repeats` rounds, after one that warms up and does not
+    count. `what` begins the lines of progress."""
     seconds = {name: [] for name in contestants}
-    for round_number in count_rounds(repeats, what):
+    for _ in with_progress(range(repeats + 1), what):
         for name, step in contestants.items():
             if dist.is_initialized():
                 dist.barrier()  # a rank that still runs the previous contestant would disturb
@@ -78,9 +63,8 @@ def time_interleaved(
             step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if round_number > 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
 
 
 def timing_table(
@@ -118,6 +102,12 @@ def quartiles(values: list[float]) -> list[float]:
 
 def megabytes(nbytes: int | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
+
+
+def traffic_in_words(counted: Traffic | None, parallel: ParallelConfig) -> str:
+    if counted is None:
+        return "an unknown amount: blocks are compiled"
+    return describe_traffic(counted, parallel)
 
 
 # ----------------------------------------------------------------------- counting collectives
@@ -261,24 +251,20 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
     The process group of each dimension gets torch's fake backend for a while. Results are garbage,
     which must never reach the weights. DDP's C++ code does not accept a fake backend, but `no_sync`
     stops its collectives."""
-    no_sync = contextlib.nullcontext()
-    if isinstance(runner, DistributedDataParallel) and "replicate" in dims:
-        no_sync, dims = runner.no_sync(), [dim for dim in dims if dim != "replicate"]
     device, backend_types = world.device, dist.ProcessGroup.BackendType
-    meshes = [world.cp_mesh if dim == "cp" else world.mesh[dim] for dim in dims]
-    groups = [mesh.get_group() for mesh in meshes]
-    real_backends = [group._get_backend(device) for group in groups]
-    try:
-        for group in groups:
-            options = FakeProcessGroup.Options()
+    with contextlib.ExitStack() as undo:
+        for dim in dims:
+            if dim == "replicate" and isinstance(runner, DistributedDataParallel):
+                undo.enter_context(runner.no_sync())
+                continue
+            group = (world.cp_mesh if dim == "cp" else world.mesh[dim]).get_group()
+            real, options = group._get_backend(device), FakeProcessGroup.Options()
             fake = FakeProcessGroup._create_internal(group.rank(), group.size(), options)
             # A type that no real backend has: a group keeps the first backend of each type.
             group._register_backend(device, backend_types.UNDEFINED, fake)
-        with no_sync:
-            yield
-    finally:
-        for group, real in zip(groups, real_backends):
-            group._register_backend(device, getattr(backend_types, real.name().upper()), real)
+            real_type = getattr(backend_types, real.name().upper())
+            undo.callback(group._register_backend, device, real_type, real)
+        yield
 
 
 # --------------------------------------------------------------------------------- emulating
@@ -301,45 +287,36 @@ def emulate(
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
     """
-    rank = pp_rank * parallel.size // parallel.pp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
+    rank, size, cpu = pp_rank * parallel.size // parallel.pp, parallel.size, torch.device("cpu")
+    process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        return _three_steps(model, parallel, rank, local_batch, microbatch, seq_len)
+        world = with_mesh(process, replace(parallel, compile=False))
+        tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
+        batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
+        return _three_steps(model, world, batch, microbatch)
     finally:
         dist.destroy_process_group()
 
 
 def _three_steps(
-    model: Llama,
-    parallel: ParallelConfig,
-    rank: int,
-    local_batch: int,
-    microbatch: int,
-    seq_len: int,
+    model: Llama, world: World, batch: Batch, microbatch: int
 ) -> tuple[Traffic, dict[str, int]]:
-    size, cpu = parallel.size, torch.device("cpu")
-    process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
-    world = with_mesh(process, replace(parallel, compile=False))
-    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
-
-    # Only memory is allocated under the mode: parallelize also makes meshes, which need contents.
-    def allocate_fake(model: Llama) -> None:
-        with fake_tensors:
-            allocate(model, cpu)
-
+    parallel, mode = world.parallel, FakeTensorMode(allow_non_fake_inputs=True)
     if needs_real_tensors(parallel):
+        mode = contextlib.nullcontext()
         runner = parallelize(model, world, Llama.init_weights)
         runner.register_comm_hook(world.mesh.get_group("replicate"), all_reduce_at_once)
-        mode = contextlib.nullcontext()
     else:
+
+        def allocate_fake(model: Llama) -> None:  # not the meshes, which need contents
+            with mode:
+                allocate(model, world.device)
+
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
-        mode = fake_tensors
-    tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
-    batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
+    flags = dict(optimizer=parallel.optimizer, moments=parallel.moments)
     with mode:
-        given = dict(moments=parallel.moments)
-        given |= dict(optimizer=parallel.optimizer)
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **given))
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
             kinds = state_tensors(model, optimizer)
             with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
@@ -367,6 +344,36 @@ def all_reduce_at_once(
 
 # ------------------------------------------------------------------------------- shared pieces
 
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]  # train.make_optimizer with its flags
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training step to measure: its model, its sequences and its optimizer."""
+
+    model: str  # its name
+    config: LlamaConfig
+    batch: int  # sequences of a step, over all processes
+    microbatch: int  # sequences that a process computes at a time
+    seq_len: int
+    parallel: ParallelConfig  # with the dtypes; mesh sizes do not count
+    optimizer_of: OptimizerOf
+    lora: LoRA | None = None
+    base_bits: int = 16  # of the frozen matrices beside adapters
+
+    def work(self, parallel: ParallelConfig) -> Work:
+        """Return the step, split over ranks as `parallel` says."""
+        model, on_gpu = (
+            build_on_meta(self.config, self.lora, self.base_bits),
+            torch.cuda.is_available(),
+        )
+        return Work(model, parallel, self.batch, self.microbatch, self.seq_len, on_gpu=on_gpu)
+
+    def start_world(self) -> World:
+        """Join the other processes, all of them replicas."""
+        process = init_distributed()
+        return with_mesh(process, replace(self.parallel, replicate=process.size))
+
 
 def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
     """Return a model, with adapters or without, whose parameters have shapes and no memory."""
@@ -377,20 +384,6 @@ def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int 
     return model
 
 
-def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
-    """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
-    if not args.lora and (args.dora or args.base_bits == 4):
-        raise UserError("--dora and --base-bits are for adapters: give --lora, too")
-    if args.lora and args.optimizer == "muon":
-        raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
-    return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
-
-
-def check_adamw(args: argparse.Namespace) -> None:
-    if args.optimizer == "muon":
-        raise UserError("this command measures AdamW: leave out --optimizer muon")
-
-
 def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -398,19 +391,10 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
 
 
-def make_step(
-    config: LlamaConfig,
-    args: argparse.Namespace,
-    batch: Batch,
-    microbatch: int,
-    world: World,
-    lora: LoRA | None = None,
-    base_bits: int = 16,
-) -> Callable[[], Totals]:
+def make_step(task: Task, world: World, batch: Batch) -> Callable[[], Totals]:
     """Return a function that runs train.py's training step of a new model, with adapters or
-    without, on `world`. `args` has the flags of the optimizer; `batch` holds this rank's sequences
-    of the step."""
-    model = build_on_meta(config, lora, base_bits)
+    without, on `world`. `batch` holds this rank's sequences of the step."""
+    model = build_on_meta(task.config, task.lora, task.base_bits)
 
     def random_matrix(name: str) -> Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -421,9 +405,9 @@ def make_step(
         quantize_base(model, random_matrix, assign_shard)
         init_adapters(model, assign=assign_shard, device=world.device)
 
-    runner = parallelize(model, world, initialize)
-    optimizer = make_optimizer(model, args)
-    return lambda: train_step(runner, optimizer, batch, microbatch, 1.0, world, step=0)
+    runner, microbatch = parallelize(model, world, initialize), task.microbatch
+    optimizer = task.optimizer_of(model)
+    return partial(train_step, runner, optimizer, batch, microbatch, 1.0, world, step=0)
 
 
 def describe_machine(world: World) -> dict:

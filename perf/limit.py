@@ -5,163 +5,159 @@ limit    a training step beside transformers' step and the bare matrix products 
 lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
 loss     peak memory of the chunked cross-entropy beside PyTorch's
 
-Letters: N tokens of a batch; in, out widths of a weight; r rank of an adapter.
+bare_step and transformers_step take what make_step takes: so bench.py compare runs them, too.
+Letters: N tokens of a microbatch; in, out widths of a weight; r rank of an adapter.
 """
 
-import argparse
+import json
 import multiprocessing
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import DeviceType
 
-from lora import LoRA
-from model import PRESETS, LlamaConfig, cross_entropy_sum
-from parallel import ParallelConfig, World, with_mesh
+import model as model_file
+from model import PRESETS, cross_entropy_sum
+from parallel import World, with_mesh
 from perf.instruments import (
+    Task,
     build_on_meta,
-    check_adamw,
     make_step,
     markdown_table,
+    problem_with_files,
+    quartiles,
     random_batch,
     time_interleaved,
     timing_table,
 )
-from plumbing.processes import UserError, init_distributed
-from runs.records import peak_memory
+from plumbing.processes import UserError
+from runs.records import peak_memory, write_atomically
 from text.batch import Batch
-from train import make_optimizer
 
 # ------------------------------------------------------------------------------ the commands
 
 
-def measure_limit(args: argparse.Namespace) -> str:
-    """Return a table of the times of a full training step; with --operators, one of its parts."""
-    world, config = world_of(args), PRESETS[args.model]
-    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
+def measure_limit(task: Task, repeats: int, compile: bool, operators: bool) -> str:
+    """Return a table of the times of a full training step; with `operators`, one of its parts."""
+    world = task.start_world()
     contestants = {
-        "bare matrix products and attention": bare_products(config, batch, world.parallel.dtype),
-        "transformers": transformers_step(config, args, batch, world),
-        "flatllama": flatllama_step(config, args, batch, world),
+        "bare matrix products and attention": build(bare_step, task, world),
+        "transformers": build(transformers_step, task, world),
+        "flatllama": build(make_step, task, world),
     }
-    if args.compile:
-        compiled = flatllama_step(config, args, batch, world, compile=True)
-        contestants["flatllama, compiled blocks"] = compiled
-    seconds = time_interleaved(contestants, args.repeats)
-    lines = timing_table(seconds, args.batch * args.seq_len)
-    if args.operators:
-        lines += ["", *operator_table(contestants["flatllama"], args.repeats)]
+    if compile:
+        contestants["flatllama, compiled blocks"] = build_compiled(task, world)
+    seconds = time_interleaved(contestants, repeats)
+    lines = timing_table(seconds, task.batch * task.seq_len)
+    if operators:
+        lines += ["", *operator_table(contestants["flatllama"], repeats)]
     return "\n".join(lines)
 
 
-def measure_lora(args: argparse.Namespace) -> str:
+def measure_lora(task: Task, repeats: int, compile: bool) -> str:
     """Return a table of the times of a LoRA step, and one of its peak memory."""
-    lora, dora = LoRA(args.rank), LoRA(args.rank, dora=True)
-    kinds = {"LoRA": (lora, 16), "DoRA": (dora, 16), "LoRA, base in 4 bits": (lora, 4)}
+    kinds = {
+        "LoRA": task,
+        "DoRA": replace(task, lora=replace(task.lora, dora=True)),
+        "LoRA, base in 4 bits": replace(task, base_bits=4),
+    }
     steps = {
-        f"{whose} {kind}": (make, *adapters)
-        for kind, adapters in kinds.items()
-        for whose, make in (("peft", transformers_step), ("flatllama", flatllama_step))
+        f"{whose} {kind}": (make, changed)
+        for kind, changed in kinds.items()
+        for whose, make in (("peft", transformers_step), ("flatllama", make_step))
     }
-    peaks = []
-    for name, (make, *adapters) in steps.items():
-        peak = in_new_process(lora_peak, make, args, adapters, torch.get_num_threads())
-        peaks.append([name, f"{peak / 1e9:.2f} GB"])
-    world, config = world_of(args), PRESETS[args.model]
-    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
-    dtype, given = world.parallel.dtype, (config, args, batch, world)
-    contestants = {
-        "bare products of LoRA and attention": bare_products(config, batch, dtype, lora.rank)
-    }
-    contestants |= {name: make(*given, *adapters) for name, (make, *adapters) in steps.items()}
-    contestants["flatllama, all weights"] = flatllama_step(*given)
-    if args.compile:
-        for kind, adapters in kinds.items():
-            compiled = flatllama_step(*given, *adapters, compile=True)
-            contestants[f"flatllama {kind}, compiled blocks"] = compiled
-    times = timing_table(time_interleaved(contestants, args.repeats), args.batch * args.seq_len)
-    memory = markdown_table(["adapters by", "peak memory"], peaks)
-    return "\n".join([*times, "", *memory])
+    threads = torch.get_num_threads()
+    peaks = {name: in_new_process(lora_peak, *step, threads) for name, step in steps.items()}
+    world = task.start_world()
+    contestants = {"bare products of LoRA and attention": build(bare_step, task, world)}
+    contestants |= {name: build(*step, world) for name, step in steps.items()}
+    contestants["flatllama, all weights"] = build(make_step, replace(task, lora=None), world)
+    if compile:
+        for kind, changed in kinds.items():
+            contestants[f"flatllama {kind}, compiled blocks"] = build_compiled(changed, world)
+    times = timing_table(time_interleaved(contestants, repeats), task.batch * task.seq_len)
+    return "\n".join([*times, "", *peak_table("adapters by", peaks)])
 
 
-def measure_loss(args: argparse.Namespace) -> str:
-    """Return a table of the peak memory of the loss and its backward."""
-    rows = []
-    for name in ("plain", "chunked"):
-        peak = in_new_process(loss_peak, name, args.tokens, args.dim, args.vocab_size)
-        rows.append([name, f"{peak / 1e9:.2f} GB"])
-    return "\n".join(markdown_table(["loss and its backward", "peak memory"], rows))
+def measure_loss(
+    sizes: tuple[int, int, int], dtype: str, chunks: list[int], repeats: int, out: Path | None
+) -> str:
+    """Return a table of the peak memory of the loss and its backward, PyTorch's and ours for each
+    of `chunks`; write it to --json, which is `out`, with the time of `repeats` rounds.
+
+    sizes: number of target tokens, width, entries of the vocabulary."""
+    if problem := problem_with_files({"--json": out}):
+        raise UserError(problem)
+    default = {"chunked": model_file.LOSS_CHUNK}
+    losses = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
+    given = *sizes, getattr(torch, dtype), repeats
+    costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in losses.items()}
+    if out:
+        write_atomically(out, json.dumps(costs, indent=1) + "\n")
+    peaks = {name: cost["peak_bytes"] for name, cost in costs.items()}
+    return "\n".join(peak_table("loss and its backward", peaks))
 
 
-def world_of(args: argparse.Namespace) -> World:
-    """Join the other processes, all of them replicas, with the dtypes of the flags."""
-    check_adamw(args)
-    process = init_distributed()
-    options = dict(
-        dtype=getattr(torch, args.dtype), optimizer=args.optimizer or "adamw", moments=args.moments
-    )
-    return with_mesh(process, ParallelConfig(replicate=process.size, **options))
+def build(make: Callable, task: Task, world: World) -> Callable[[], object]:
+    """Return a task's step on random tokens, as make_step or a function like it makes it."""
+    return make(task, world, random_batch(task.config, task.batch, task.seq_len).to(world.device))
+
+
+def build_compiled(task: Task, world: World) -> Callable[[], object]:
+    return build(make_step, task, with_mesh(world, replace(world.parallel, compile=True)))
+
+
+def peak_table(heading: str, peaks: dict[str, int]) -> list[str]:
+    rows = [[name, f"{peak / 1e9:.2f} GB"] for name, peak in peaks.items()]
+    return markdown_table([heading, "peak memory"], rows)
 
 
 # ------------------------------------------------------------------------------- operators
 
 
-class OperatorTimes(TorchDispatchMode):
-    """Adds up the calls and the seconds of each operator that runs within it."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.seconds = Counter(), Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        start = time.perf_counter()
-        result = operator(*args, **(kwargs or {}))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        name = operator.overloadpacket.__name__
-        self.calls[name] += 1
-        self.seconds[name] += time.perf_counter() - start
-        return result
-
-
 def operator_table(step: Callable[[], object], repeats: int) -> list[str]:
     """Return the lines of a table with the operators of a step that take most time, each with all
-    its calls in a step."""
+    its calls in a step. An operator's time is without that of the operators that it calls."""
     step()
-    with OperatorTimes() as times:
+    with torch.profiler.profile() as profile:
         for _ in range(repeats):
             step()
-    total = times.seconds.total()
-    rows = [
-        [name, times.calls[name] // repeats, f"{1e3 * s / repeats:.1f}", f"{100 * s / total:.1f} %"]
-        for name, s in times.seconds.most_common(20)
+    rows = []
+    for event in profile.key_averages():
+        namespace, _, name = event.key.partition("::")
+        if event.device_type == DeviceType.CPU and namespace in ("aten", "flatllama"):
+            times = event.self_cpu_time_total, event.self_device_time_total
+            microseconds = times[torch.cuda.is_available()]
+            rows.append((microseconds / repeats / 1e3, event.count // repeats, name))
+    total, calls = (sum(column) for column in list(zip(*rows))[:2])
+    table = [
+        [name, n, f"{ms:.1f}", f"{100 * ms / total:.1f} %"]
+        for ms, n, name in sorted(rows, reverse=True)[:20]
     ]
-    rows.append(["all", times.calls.total() // repeats, f"{1e3 * total / repeats:.1f}", "100 %"])
-    return markdown_table(["flatllama's operators", "calls", "milliseconds", "share"], rows)
+    table.append(["all", calls, f"{total:.1f}", "100 %"])
+    return markdown_table(["flatllama's operators", "calls", "milliseconds", "share"], table)
 
 
 # ------------------------------------------------------------------------------- contestants
 
 
-def bare_products(
-    config: LlamaConfig, batch: Batch, dtype: torch.dtype, rank: int = 0
-) -> Callable[[], None]:
+def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     """Return a function that runs only the matrix products and the attention of a training step.
 
     The time that a training step takes beyond this is overhead. Each weight [out, in] is in three
-    products: output = x Wᵀ, gradient of x = gradient of output W, and gradient of W. With LoRA
-    (`rank` above 0) W is frozen and has no gradient; instead, its factors A [r, in] and B [out, r]
-    are in three products each. As in training, the output matrix has no adapter."""
-    device, (B, T) = batch.tokens.device, batch.tokens.shape
+    products: output = x Wᵀ, gradient of x = gradient of output W, and gradient of W. With LoRA W is
+    frozen and has no gradient; instead, its factors A [r, in] and B [out, r] are in three products
+    each. As in training, the output matrix has no adapter."""
+    config, rank = task.config, task.lora.rank if task.lora else 0
+    B, T = task.microbatch, task.seq_len
     linears = [m for m in build_on_meta(config).modules() if isinstance(m, nn.Linear)]
-    random = partial(torch.randn, device=device, dtype=dtype)
+    random = partial(torch.randn, device=world.device, dtype=world.parallel.dtype)
     weights = [random(linear.weight.shape) for linear in linears]
     widths = {width for weight in weights for width in weight.shape} | {rank}
     # Random operands by width: activations or gradients [N, width], factors [r, width].
@@ -172,7 +168,7 @@ def bare_products(
         for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     )
 
-    def step() -> None:
+    def compute_microbatch() -> None:
         for i, weight in enumerate(weights):
             x, grad = rows[weight.shape[1]], rows[weight.shape[0]]  # [N, in], [N, out]
             # With LoRA the input of the first wq, wk and wv needs no gradient: what computed it,
@@ -201,37 +197,12 @@ def bare_products(
             )
             torch.autograd.grad(out, (q, k, v), attention_grad)
 
-    return step
+    return lambda: [compute_microbatch() for _ in range(len(batch.tokens) // B)]
 
 
-def flatllama_step(
-    config: LlamaConfig,
-    args: argparse.Namespace,
-    batch: Batch,
-    world: World,
-    lora: LoRA | None = None,
-    base_bits: int = 16,
-    microbatch: int = 0,
-    **parallel,
-) -> Callable[[], object]:
-    """Return train.py's own step: forward, backward, clipping, fused AdamW. `microbatch` sequences
-    are computed at a time, by default all; `parallel` are fields of ParallelConfig."""
-    world = with_mesh(world, replace(world.parallel, **parallel))
-    microbatch = microbatch or len(batch.tokens)
-    return make_step(config, args, batch, microbatch, world, lora, base_bits)
-
-
-def transformers_step(
-    config: LlamaConfig,
-    args: argparse.Namespace,
-    batch: Batch,
-    world: World,
-    lora: LoRA | None = None,
-    base_bits: int = 16,
-    microbatch: int = 0,
-) -> Callable[[], object]:
+def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], float]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where `lora` is given, and these in bitsandbytes' 4 bits. In
+    seven matrices of each block where the task has them, and these in bitsandbytes' 4 bits. In
     bfloat16 it computes under autocast, with float32 weights, but for a frozen base."""
     try:
         import peft
@@ -240,32 +211,30 @@ def transformers_step(
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
+    config, lora = task.config, task.lora
+    described = transformers.LlamaConfig(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        intermediate_size=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
     with torch.device(world.device):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=config.dim,
-                num_hidden_layers=config.n_layers,
-                num_attention_heads=config.n_heads,
-                num_key_value_heads=config.n_kv_heads,
-                intermediate_size=config.ffn_dim,
-                vocab_size=config.vocab_size,
-                tie_word_embeddings=config.tie_embeddings,
-                attn_implementation="sdpa",
-                use_cache=False,
-            )
-        )
+        model = transformers.LlamaForCausalLM(described)
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     dtype = torch.bfloat16 if lora and low else torch.float32
     model.to(device, dtype)
-    if base_bits == 4:
+    if task.base_bits == 4:
         into_4_bits(model, dtype)
     if lora:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
         options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, peft.LoraConfig(**options))
-    optimizer = make_optimizer(model, args)
-
-    parts = batch.microbatches(microbatch or len(batch.tokens))
+    optimizer, parts = task.optimizer_of(model), batch.microbatches(task.microbatch)
 
     def step() -> float:
         for part in parts:
@@ -300,7 +269,7 @@ def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------- peak memory
 
 
-def in_new_process(function: Callable[..., int], *args) -> int:
+def in_new_process(function: Callable, *args):
     """Return function(*args), run in a new process: the peak memory of a process never falls.
 
     Raises its UserError, and EOFError if the process fails otherwise."""
@@ -314,43 +283,50 @@ def in_new_process(function: Callable[..., int], *args) -> int:
     return result
 
 
-def _send_result(sender: Connection, function: Callable[..., int], *args) -> None:
+def _send_result(sender: Connection, function: Callable, *args) -> None:
     try:
         sender.send(function(*args))
     except UserError as error:
         sender.send(error)
 
 
-def lora_peak(
-    make: Callable, args: argparse.Namespace, adapters: tuple[LoRA, int], threads: int
-) -> int:
+def lora_peak(make: Callable, task: Task, threads: int) -> int:
     """Return the bytes that three LoRA steps of the model that `make` builds add to the process.
 
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
-    world, config = world_of(args), PRESETS[args.model]
+    world = task.start_world()
     tiny = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
-    make(tiny, args, random_batch(tiny, 1, 8).to(world.device), world, *adapters)()
-    batch = random_batch(config, args.batch, args.seq_len).to(world.device)
+    build(make, replace(task, config=tiny, batch=1, microbatch=1, seq_len=8), world)()
     before = peak_memory(world.device)
-    step = make(config, args, batch, world, *adapters)
+    step = build(make, task, world)
     for _ in range(3):
         step()
     return peak_memory(world.device) - before
 
 
-def loss_peak(name: str, tokens: int, dim: int, vocab_size: int) -> int:
-    """Return the bytes that the loss of random hidden states and its gradients add to its inputs.
-
-    name: "chunked" for cross_entropy_sum, "plain" for PyTorch's cross-entropy."""
+def loss_cost(
+    chunk: int | None, tokens: int, dim: int, vocab_size: int, dtype: torch.dtype, repeats: int
+) -> dict:
+    """Return the peak bytes that the loss of random hidden states and its gradients add to its
+    inputs, and with `repeats` the quartiles of its seconds: of cross_entropy_sum with `chunk`
+    tokens at a time, or of PyTorch's cross-entropy."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hidden = torch.randn(tokens, dim, device=device, requires_grad=True)
-    weight = torch.randn(vocab_size, dim, device=device, requires_grad=True)
+    random = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
+    hidden, weight = random(tokens, dim), random(vocab_size, dim)
     targets = torch.randint(vocab_size, (tokens,), device=device)
+    model_file.LOSS_CHUNK = chunk
+
+    def step() -> None:
+        if chunk:
+            loss = cross_entropy_sum(hidden, weight, targets)
+        else:
+            loss = F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+        torch.autograd.grad(loss, (hidden, weight))
+
     before = peak_memory(device)
-    if name == "chunked":
-        loss = cross_entropy_sum(hidden, weight, targets)
-    else:
-        loss = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    loss.backward()
-    return peak_memory(device) - before
+    step()
+    cost = {"peak_bytes": peak_memory(device) - before}
+    if repeats:
+        cost["seconds"] = quartiles(time_interleaved({"loss": step}, repeats)["loss"])
+    return cost

@@ -18,12 +18,19 @@ after the other, beginning with the one whose ranks are farthest apart. What eac
 exposed time; what is left when all are silent is computation. So the parts add up to the step. A
 negative part is noise. What ZeRO-1 and Muon all-gather counts as the optimizer's time.
 
+With a pipeline, ranks wait for other stages, which is its bubble. It is told in three shares of the
+time of forward and backward:
+
+    by the schedule alone      if all stages take equally long, and messages no time
+    with measured times        if messages take no time: more than the first, as stages are uneven
+    measured                   more than the second, as messages take time
+
 The last lines say which parts take long, and which flags would shorten them (perf/verdict.py).
 """
 
-import argparse
 import contextlib
 import itertools
+import json
 import statistics
 import sys
 import time
@@ -39,46 +46,34 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import finetune_lora
 from costs.machines import peak_flops
 from costs.memory import predict_memory, prediction_caveat
 from costs.search import usable_memory
-from costs.traffic import DIMS, describe_traffic, flops_per_token
+from costs.traffic import DIMS, flops_per_token
 from costs.work import Work
-from data import read_ahead
-from model import Llama
 from parallel import World
-from perf.bubble import actions_stamped, draw, shares_of_bubble
 from perf.instruments import (
     Counted,
     Live,
-    count_rounds,
     markdown_table,
     megabytes,
-    problem_with_files,
     quartiles,
     silenced,
     state_bytes,
     state_tensors,
+    traffic_in_words,
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
-from plumbing.processes import Process, UserError, print_rank_zero
-from runs.setup import Job, build, setup
+from plumbing.processes import print_rank_zero, with_progress
+from runs.records import write_atomically
+from runs.setup import Job
+from techniques import schedules
 from techniques.float8 import has_kernel
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
 from techniques.schedules import Action, Span
 from text.batch import Batch
-from train import (
-    accumulate,
-    learning_rate,
-    local_batch,
-    make_optimizer,
-    prepare,
-    train_step,
-    update,
-    zero_gradients,
-)
+from train import accumulate, train_step, update, zero_gradients
 
 Rounds = dict[str, list[dict[str, float]]]  # variant -> in each round, part of a step -> seconds
 WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
@@ -88,23 +83,13 @@ WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are 
 class Training:
     """A training as train.py sets it up."""
 
-    args: argparse.Namespace
     world: World
-    model: Llama
-    runner: nn.Module  # what parallelize returned
+    job: Job
+    runner: nn.Module  # what `build` returned
     optimizer: torch.optim.Optimizer
-    batches: Iterator[Batch]
-    work: Work | None = None  # for predictions
-
-    @property
-    def microbatches(self) -> int:
-        return self.args.batch // self.world.data_size // self.args.microbatch
-
-    @property
-    def stages(self) -> list[nn.Module]:
-        """The modules whose forward a step calls."""
-        is_pipeline = isinstance(self.runner, Pipeline)
-        return list(self.runner.stages.values()) if is_pipeline else [self.runner]
+    batches: Iterator[Batch]  # this rank's sequences of each step
+    work: Work
+    clip: float
 
     @property
     def dims(self) -> list[str]:
@@ -112,48 +97,30 @@ class Training:
         return [dim for dim in DIMS if getattr(self.world.parallel, dim) > 1]
 
 
-def measure_lora_step(args: argparse.Namespace) -> str:
-    """Return the output of `bench.py step-lora`."""
-    return measure_step(
-        finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0]
-    )
-
-
 def measure_step(
-    args: argparse.Namespace, prepare: Callable[[argparse.Namespace, Process], Job] = prepare
+    training: Training, repeats: int, plot: Path | None, json_file: Path | None
 ) -> str:
-    """Return the output of `bench.py step`: tables and the verdict. `prepare` is the script's."""
-    # Nothing is written, so OUT may be another run's directory, which --resume accepts.
-    args.out, args.resume = args.out or Path("out"), True
-    if args.plot and args.pp == 1:
-        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
-    if problem := problem_with_files({"--plot": args.plot}):
-        raise UserError(problem)
-    process = setup(args)
-    # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
-    # computes slowly. Threads inherit this setting, so it comes before they are started.
-    torch.set_flush_denormal(True)
-    job = prepare(args, process)
-    world, runner, work = build(args, job, process)
-    # The learning rate of step 1 throughout, so that the loss stays finite.
-    lr = learning_rate(1, args)
-    optimizer = make_optimizer(job.model, args)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    read = partial(local_batch, args, world, job.train_set)
-    with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        training = Training(args, world, job.model, runner, optimizer, batches, work)
-        print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
-        for _ in range(WARM_UP_STEPS):
-            plain_step(training, next(batches))
-        memory, counted = count_step(training)
-        attentions = counted.attentions if counted else profile_attention(training)
-        rounds = time_variants(training)
-        if args.plot and args.pp > 1:
-            batch = next(batches)
-            dist.barrier()  # the spans of all ranks begin now
-            draw(args, world, marked_step(training, batch).spans())
-    return report(training, rounds, memory, counted, attentions)
+    """Return tables and the verdict; write figures to --json, and draw a pipeline's step to --plot.
+    All ranks call it together."""
+    world, batches = training.world, training.batches
+    print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
+    start = time.perf_counter()
+    plain_step(training, next(batches))
+    first_step = time.perf_counter() - start
+    for _ in range(WARM_UP_STEPS - 1):
+        plain_step(training, next(batches))
+    memory, counted = count_step(training)
+    attentions = counted.attentions if counted else profile_attention(training)
+    rounds = time_variants(training, repeats)
+    if plot:
+        sequences = next(batches)
+        dist.barrier()  # the spans of all ranks begin now
+        draw(plot, world, marked_step(training, sequences).spans())
+    text, figures = report(training, rounds, memory, counted, attentions)
+    if json_file and world.rank == 0:
+        figures["first_step"] = first_step
+        write_atomically(json_file, json.dumps(figures, indent=1) + "\n")
+    return text
 
 
 # ------------------------------------------------------------------------------------- time stamps
@@ -182,6 +149,15 @@ class TimeStamps:
     def end(self, part: str) -> None:
         self.closed[part].append((self.open.pop(part), self.stamp()))
 
+    @contextlib.contextmanager
+    def of(self, part: str | Action) -> Iterator[None]:
+        """Stamp what runs within the context."""
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end(part)
+
     def between(self, a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
         """Return the seconds from stamp a to stamp b. On a GPU, synchronize before."""
         return a.elapsed_time(b) / 1e3 if self.on_gpu else b - a
@@ -201,33 +177,37 @@ class TimeStamps:
 
 @contextlib.contextmanager
 def time_stamped(training: Training) -> Iterator[TimeStamps]:
-    """Record time stamps of forward, recompute and optimizer in the steps within the context."""
-    stamps = TimeStamps(training.world.device)
-    runner, optimizer = training.runner, training.optimizer
+    """Record time stamps of forward, recompute, optimizer, and the actions of a pipeline, in the
+    steps within the context."""
+    stamps, optimizer = TimeStamps(training.world.device), training.optimizer
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
     ]
-    for stage in training.stages:
+    runner = training.runner
+    for stage in runner.stages.values() if isinstance(runner, Pipeline) else [runner]:
         # prepend: before FSDP's own hook, which all-gathers weights
         begin = stage.register_forward_pre_hook(lambda *_: stamps.begin("forward"), prepend=True)
         hooks += [begin, stage.register_forward_hook(lambda *_: stamps.end("forward"))]
-    # Blocks that parallel.recompute has wrapped; within a compiled block it cannot be stamped.
-    blocks = training.model.layers.values()
-    originals = {b: b.forward for b in blocks if getattr(b.forward, "func", None) is checkpoint}
-    for block, forward in originals.items():
-        (inner,) = forward.args
-        block.forward = partial(checkpoint, stamp_recompute(inner, stamps), **forward.keywords)
-    is_pipeline = isinstance(runner, Pipeline)
-    actions = actions_stamped(runner, stamps.begin, stamps.end)
-    try:
-        with actions if is_pipeline else contextlib.nullcontext():
-            yield stamps
-    finally:
-        for block, forward in originals.items():
-            block.forward = forward
+    with contextlib.ExitStack() as undo:
         for hook in hooks:
-            hook.remove()
+            undo.callback(hook.remove)
+        for block in training.job.model.layers.values():
+            # Blocks that parallel.recompute has wrapped; a compiled block cannot be stamped within.
+            if getattr(forward := block.forward, "func", None) is checkpoint:
+                stamped = stamp_recompute(*forward.args, stamps)
+                block.forward = partial(checkpoint, stamped, **forward.keywords)
+                undo.callback(setattr, block, "forward", forward)
+        if isinstance(runner, Pipeline):
+            compute = runner.compute
+
+            def stamped_compute(action: Action, *given):
+                with stamps.of(action):  # what it waits for has arrived
+                    return compute(action, *given)
+
+            runner.compute = stamped_compute
+            undo.callback(delattr, runner, "compute")  # the attribute, which hides the method
+        yield stamps
 
 
 def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
@@ -236,11 +216,8 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
     def stamped_forward(*args, **kwargs):
         if "forward" in stamps.open:
             return forward(*args, **kwargs)
-        stamps.begin("recompute")
-        try:
+        with stamps.of("recompute"):  # an exception ends it, as soon as checkpoint has enough
             return forward(*args, **kwargs)
-        finally:  # checkpoint ends a recomputation by an exception, as soon as it has enough
-            stamps.end("recompute")
 
     return stamped_forward
 
@@ -250,17 +227,15 @@ def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
 
 def plain_step(training: Training, batch: Batch) -> None:
     """Run train.py's step."""
-    args, world = training.args, training.world
-    train_step(
-        training.runner, training.optimizer, batch, args.microbatch, args.clip, world, step=1
-    )
+    runner, optimizer, world = training.runner, training.optimizer, training.world
+    train_step(runner, optimizer, batch, training.work.microbatch, training.clip, world, step=1)
 
 
 def marked_step(training: Training, batch: Batch) -> TimeStamps:
     """Run the same step with time stamps."""
     with time_stamped(training) as stamps:
         loss = forward_and_backward(training, batch, stamps)
-        update(training.optimizer, loss, batch, training.args.clip, training.world, step=1)
+        update(training.optimizer, loss, batch, training.clip, training.world, step=1)
     return stamps
 
 
@@ -275,14 +250,13 @@ def silenced_pass(training: Training, dims: list[str], batch: Batch) -> TimeStam
 
 def forward_and_backward(training: Training, batch: Batch, stamps: TimeStamps) -> torch.Tensor:
     """Stamp one `pass`, including the communication of gradients. Return the sum of the losses."""
-    stamps.begin("pass")
-    loss = accumulate(training.runner, batch, training.args.microbatch, training.world)
-    stamps.end("pass")
-    return loss
+    with stamps.of("pass"):
+        return accumulate(training.runner, batch, training.work.microbatch, training.world)
 
 
-def time_variants(training: Training) -> Rounds:
-    """Run each variant once in each of --repeats rounds; the last silences all dimensions.
+def time_variants(training: Training, repeats: int) -> Rounds:
+    """Run each variant once in each of `repeats` rounds, after one that warms up. The last variant
+    silences all dimensions.
 
     The parts are those with time stamps, `data` (waiting for a batch) and `step` (everything).
     `plain` comes after another whole step, during which its batch is read ahead, as in training."""
@@ -291,7 +265,7 @@ def time_variants(training: Training) -> Rounds:
         dims = training.dims[:n]
         variants[f"without {' '.join(dims)}"] = partial(silenced_pass, training, dims)
     rounds = {name: [] for name in variants}
-    for round_number in count_rounds(training.args.repeats):
+    for _ in with_progress(range(repeats + 1), "rounds"):
         for name, variant in variants.items():
             dist.barrier()  # a rank that still runs the previous variant would disturb
             start = time.perf_counter()
@@ -301,9 +275,8 @@ def time_variants(training: Training) -> Rounds:
             if training.world.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = {"data": data, "step": time.perf_counter() - start}
-            if round_number > 0:  # round 0 is for warming up
-                rounds[name].append(seconds | (stamps.seconds() if stamps else {}))
-    return rounds
+            rounds[name].append(seconds | (stamps.seconds() if stamps else {}))
+    return {name: of_rounds[1:] for name, of_rounds in rounds.items()}
 
 
 def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
@@ -338,19 +311,18 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
 
     The bytes are those of the rank that holds most. None stands for unknown: under counters
     compiled blocks would run uncompiled."""
-    args, world, optimizer = training.args, training.world, training.optimizer
+    world, optimizer = training.world, training.optimizer
     on_gpu = world.device.type == "cuda"
     counted = live = None
-    batch = next(training.batches)
+    batch, nothing = next(training.batches), contextlib.nullcontext()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.ExitStack() as counters:
-        if not world.parallel.compile:
-            counted = counters.enter_context(Counted(world))
-            tensors = tree_leaves(state_tensors(training.model, optimizer))
-            live = counters.enter_context(Live(tensors))
-        loss = accumulate(training.runner, batch, args.microbatch, world)
-        state = state_bytes(training.model, optimizer)
+    if not world.parallel.compile:
+        held = tree_leaves(state_tensors(training.job.model, optimizer))
+        counted, live = Counted(world), Live(held)
+    with counted or nothing, live or nothing:
+        loss = accumulate(training.runner, batch, training.work.microbatch, world)
+        state = state_bytes(training.job.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
     hooks = []
     if counted:  # what the optimizer sends counts, but not the scalars that an update all-gathers
@@ -359,7 +331,7 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
             optimizer.register_step_pre_hook(lambda *_: stack.enter_context(counted) and None),
             optimizer.register_step_post_hook(lambda *_: stack.close()),
         ]
-    update(optimizer, loss, batch, args.clip, world, step=1)
+    update(optimizer, loss, batch, training.clip, world, step=1)
     for hook in hooks:
         hook.remove()
 
@@ -377,9 +349,8 @@ def profile_attention(training: Training) -> int:
 
     Use when blocks are compiled, into which the profiler can see. Avoid otherwise: it also counts
     the calls that selective checkpointing replaces by a saved result."""
-    batch = next(training.batches)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        plain_step(training, batch)
+        plain_step(training, next(training.batches))
     counts = {event.key: event.count for event in profile.key_averages()}
     of_chunks = counts.get("flatllama::scaled_dot_product_lower_right")  # which runs kernels, too
     return of_chunks or sum(
@@ -398,91 +369,131 @@ def report(
     memory: dict[str, int | None],
     counted: Counted | None,
     attentions: int,
-) -> str:
-    """Return all results in Markdown. Every rank must call it, since times are averaged."""
-    args, world, parallel = training.args, training.world, training.world.parallel
-    on_gpu = world.device.type == "cuda"
+) -> tuple[str, dict]:
+    """Return all results in Markdown, and the figures for --json."""
+    world, work = training.world, training.work
+    parallel, microbatches, on_gpu = work.parallel, work.microbatches, work.on_gpu
     parts = parts_of_step(rounds, training.dims)
     parts = dict(zip(parts, world.all_gather_scalars(list(parts.values())).mean(0).tolist()))
     step_quartiles = quartiles([seconds["step"] for seconds in rounds["plain"]])
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
-    speed = args.batch * args.seq_len / step
+    speed = work.batch * work.seq_len / step
+    flops = flops_per_token(work.model, work.seq_len, parallel)
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    flops = flops_per_token(training.work.model, args.seq_len, parallel)
     mfu = peak and flops * speed / (peak * world.size)
-    whole = training.work.model
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
     compiler = torch._dynamo.utils.counters
-    graph_breaks = sum(compiler["graph_break"].values())
     facts = Facts(
         shares={part: seconds / step for part, seconds in parts.items()},
         parallel=parallel,
         size=world.size,
         per_node=world.per_node,
-        sequences=args.batch // world.data_size,
-        microbatches=training.microbatches,
+        sequences=work.batch // world.data_size,
+        microbatches=microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
-            name: predict_memory(replace(training.work, parallel=other))["peak"]
+            name: predict_memory(replace(work, parallel=other))["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
-        frozen=any(not p.requires_grad for p in whole.parameters()),
-        attentions=attentions / (len(training.model.layers) * training.microbatches * chunks),
-        graph_breaks=graph_breaks,
+        frozen=any(not p.requires_grad for p in work.model.parameters()),
+        attentions=attentions / (len(training.job.model.layers) * microbatches * chunks),
+        graph_breaks=sum(compiler["graph_break"].values()),
         on_gpu=on_gpu,
         mfu=mfu,
         can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
     )
-    bubble = []
-    if parallel.pp > 1:
-        actions = [{part: time for part, time in seconds.items() if isinstance(part, Action)}
-                   for seconds in rounds["marked"]]  # fmt: skip
-        passes = [statistics.median(seconds["pass"] for seconds in rounds[variant])
-                  for variant in ("marked", "without pp")]  # fmt: skip
-        bubble = [shares_of_bubble(world, training.microbatches, actions, *passes)]
+    memory = memory | {"predicted peak": facts.peaks["this"]}
+    # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
+    # by more for other reasons.
+    marked, plain = ([s["step"] - s["data"] for s in rounds[name]] for name in ("marked", "plain"))
+    overheads = quartiles([100 * (m / p - 1) for m, p in zip(marked, plain)])
+    graphs = compiler["stats"]["unique_graphs"]
+    shares = facts.shares | {"the step": 1.0}
+    table = [
+        [part, f"{step * share:.4f}", f"{100 * share:.1f} %"] for part, share in shares.items()
+    ]
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",
         "",
-        *markdown_table(
-            ["part", "seconds", "share"],
-            [
-                [part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"]
-                for part, seconds in (parts | {"the step": step}).items()
-            ],
-        ),
+        *markdown_table(["part", "seconds", "share"], table),
     ]
     if parallel.checkpointing != "none" and "recompute" not in parts:
         lines.append("recompute is compiled into backward")
-    memory = memory | {"predicted peak": facts.peaks["this"]}
-    # How much longer a marked step takes than a plain one. On a shared machine two steps may differ
-    # by more for other reasons.
-    overheads = [
-        100 * ((marked["step"] - marked["data"]) / (plain["step"] - plain["data"]) - 1)
-        for marked, plain in zip(rounds["marked"], rounds["plain"])
-    ]
-    lower, overhead, upper = quartiles(overheads)
-    traffic = "an unknown amount: blocks are compiled"
-    if counted:
-        traffic = describe_traffic(counted.sent, parallel)
-    compiled = "blocks are not compiled"
-    if parallel.compile:
-        graphs = compiler["stats"]["unique_graphs"]
-        compiled = f"{graphs} graph(s) compiled, {graph_breaks} graph break(s)"
     lines += [
-        f"time stamps cost {overhead:.1f} % of a step (quartiles {lower:.1f} to {upper:.1f} %)",
+        "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(*overheads),
         "",
         *markdown_table(
-            ["held on a rank", "bytes"], [[kind, megabytes(n)] for kind, n in memory.items()]
+            ["held on a rank", "bytes"], [[k, megabytes(n)] for k, n in memory.items()]
         ),
         "",
-        f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends {traffic}",
-        *filter(None, [prediction_caveat(whole)]),
+        f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends "
+        f"{traffic_in_words(counted and counted.sent, parallel)}",
+        *filter(None, [prediction_caveat(work.model)]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
-        *bubble,
-        compiled,
+        *([describe_bubble(world, microbatches, rounds)] if parallel.pp > 1 else []),
+        f"{graphs} graph(s) compiled, {facts.graph_breaks} graph break(s)"
+        if parallel.compile
+        else "blocks are not compiled",
         "",
     ]
     if min(facts.shares.values()) < -0.05:
         lines.append("these times are too noisy: use a quieter machine or more --repeats")
-    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)])
+    config = work.model.config  # as usual MFU counts all of attention's scores, half are masked
+    masked = 6 * config.n_layers * config.dim * work.seq_len
+    figures = {
+        "tokens_per_second": speed,
+        "seconds": [lower, step, upper],
+        "mfu": mfu,
+        "causal_mfu": mfu and mfu * (1 - masked / flops),
+        "parts": parts,
+        "time_stamps": overheads[1] / 100,
+    } | {f"{kind.replace(' ', '_')}_bytes": nbytes for kind, nbytes in memory.items()}
+    return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), figures
+
+
+# ---------------------------------------------------------------------------------- the bubble
+
+
+def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
+    """Return the three shares of the bubble in words. All ranks call it together."""
+    parallel, times = world.parallel, defaultdict(list)
+    for seconds in rounds["marked"]:
+        for part, time_of_action in seconds.items():
+            if isinstance(part, Action):
+                times[part.kind, part.stage].append(time_of_action)
+    own = {key: statistics.median(values) for key, values in times.items()}
+    typical = {key: s for of_rank in gather_pipeline(own, world) for key, s in of_rank.items()}
+    shape = parallel.pp, microbatches, parallel.stages_per_rank
+    schedule = schedules.make_schedule(parallel.schedule, *shape)
+    stages = parallel.pp * parallel.stages_per_rank
+    even = schedules.check_schedule(schedule, microbatches, stages)
+    timed = schedules.simulate(schedule, lambda action: typical[action.kind, action.stage])
+    with_messages, without = (
+        statistics.median(seconds["pass"] for seconds in rounds[variant])
+        for variant in ("marked", "without pp")
+    )
+    measured = world.all_gather_scalars([1 - without / with_messages]).mean().item()
+    by_schedule, by_stages = schedules.bubble(even), schedules.bubble(timed)
+    return (
+        f"of forward and backward, ranks wait for other stages {by_schedule:.1%} by the schedule "
+        f"alone, {by_stages:.1%} with the measured time of each stage, {measured:.1%} measured"
+    )
+
+
+def draw(file: Path, world: World, spans: list[Span]) -> None:
+    """Draw a measured step on rank 0: of the ranks of its pipeline. `spans` are this rank's, in
+    seconds since the step began. All ranks call it together."""
+    of_ranks = gather_pipeline(spans, world)
+    if world.rank == 0:
+        seconds = max(of_rank[-1].end for of_rank in of_ranks)
+        schedule = world.parallel.schedule
+        title = f"{schedule}, measured: {seconds:.3g} s of forward and backward"
+        file.write_text(schedules.draw_svg(of_ranks, title))
+
+
+def gather_pipeline(own: object, world: World) -> list:
+    """All-gather an object from every rank of this rank's pipeline."""
+    of_ranks = [None] * world.parallel.pp
+    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
+    return of_ranks

@@ -13,7 +13,6 @@ with it as without it: model.py may have been changed.
 
 import functools
 import sys
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +33,13 @@ def use_fewer_passes(model: Llama) -> None:
 def put_in(model: nn.Module, name: str) -> None:
     """Put the function below that computes RMSNorm, RoPE or SwiGLU wherever a model has one."""
     for module in model.modules():
+        # The same objects in all blocks, so that one compiled graph serves them.
         if name == "RMSNorm" and isinstance(module, RMSNorm):
-            module.forward = partial(norm_in_few_passes, module)
+            module.normalize = norm_in_few_passes
         if name == "RoPE" and isinstance(module, Attention):
             module.rotate = rotate_in_one_pass
         if name == "SwiGLU" and isinstance(module, FeedForward):
-            module.swiglu = SwiGLU.apply
+            module.swiglu = swiglu_that_saves_less
 
 
 @functools.cache
@@ -60,7 +60,8 @@ def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
             put_in(model, name)
         loss = model(tokens, targets=tokens)
         loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        gradients = (parameter.grad for parameter in model.parameters())
+        found.append([loss.detach(), *(grad for grad in gradients if grad is not None)])
     same = all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*found))
     if not same:
         note = f"note: model.py's own {name} is used: techniques/passes.py computes another one"
@@ -73,11 +74,11 @@ def torch_fuses(x: Tensor) -> bool:
     return x.is_cuda or torch.compiler.is_compiling()
 
 
-def norm_in_few_passes(norm: RMSNorm, x: Tensor) -> Tensor:
-    """Return norm(x) for x [..., D]."""
+def norm_in_few_passes(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return model.py's rms_norm(x, weight, eps)."""
     if torch_fuses(x):
-        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-    return Normalized.apply(x, norm.weight, norm.eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return Normalized.apply(x, weight, eps)
 
 
 class Normalized(torch.autograd.Function):
@@ -129,6 +130,11 @@ class Rotation(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = torch.view_as_complex(in_float(x).contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).type_as(x)
+
+
+def swiglu_that_saves_less(gate: Tensor, up: Tensor) -> Tensor:
+    """Return model.py's swiglu(gate, up)."""
+    return SwiGLU.apply(gate, up)
 
 
 class SwiGLU(torch.autograd.Function):

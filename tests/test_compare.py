@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from conftest import launch, refused, step_of, succeed
 
 from costs.traffic import predict_traffic, sent_bytes
+from costs.work import Work
+from lora import LoRA
 from model import PRESETS, Llama
 from parallel import STRATEGIES, ParallelConfig
 from perf import compare
@@ -23,9 +25,8 @@ from perf.compare import (
     configure,
     memory_needed,
     output_problem,
-    work_of,
 )
-from perf.instruments import build_on_meta
+from perf.instruments import Task, build_on_meta
 from plumbing.processes import UserError
 
 
@@ -44,6 +45,20 @@ def test_compare():
     kv = 2 * 16 * 2 * 24 * 4
     assert f"{8 * kv / 1e6:.2f} MB by 8 all-gather over cp" in out
     assert "losses of the first step agree" in out
+
+
+def test_what_is_for_scale():
+    """Bare products, and transformers' model of random weights, have no loss to compare."""
+    out = succeed("bench.py", "compare", "bare", "one", "transformers", "--batch=2",
+                  "--seq-len=16", "--repeats=1", "--lora").out  # fmt: skip
+    losses = {row[1].strip(): row[-2].strip() for row in map(split_row, out.splitlines())
+              if len(row) > 2}  # fmt: skip
+    assert losses["bare"] == losses["transformers"] == "-" and float(losses["one"]) > 7
+    assert "losses of the first step agree to 0e+00" in out and "sends" not in out.split("\n\n")[1]
+
+
+def split_row(line: str) -> list[str]:
+    return line.split("|")
 
 
 @pytest.mark.slow
@@ -128,20 +143,10 @@ def test_compare_adapters(tmp_path):
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-def compare_args(**given) -> SimpleNamespace:
-    defaults = dict(
-        contestants=[],
-        model="tiny",
-        batch=8,
-        microbatch=1,
-        seq_len=16,
-        lora=False,
-        optimizer="adamw",
-        rank=8,
-        dora=False,
-        base_bits=16,
-    )
-    return SimpleNamespace(**defaults | dict(json=None, plot=None) | given)
+def task_of(**given) -> Task:
+    sizes = dict(batch=8, microbatch=1, seq_len=16)
+    described = dict(model="tiny", config=PRESETS["tiny"], parallel=ParallelConfig())
+    return Task(**described | sizes | given, optimizer_of=None)
 
 
 @pytest.mark.slow
@@ -177,18 +182,18 @@ def test_what_is_compared_by_default(monkeypatch):
     printed = []
     monkeypatch.setattr(compare, "print_rank_zero", lambda text, **where: printed.append(text))
     monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 10**9)
-    tiny, cpu, gpu = PRESETS["tiny"], torch.device("cpu"), torch.device("cuda")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
 
-    def chosen(nodes: int, per_node: int, device=cpu, **given) -> str:
+    def chosen(nodes: int, per_node: int, device=cpu, names=(), **given) -> str:
         sizes = dict(size=nodes * per_node, per_node=per_node)
         base = SimpleNamespace(device=device, parallel=ParallelConfig(), **sizes)
-        return " ".join(choose_contestants(compare_args(**given), tiny, base))
+        return " ".join(choose_contestants(names, task_of(**given), base))
 
     assert chosen(1, 1) == "one selective full"
     assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
-    assert chosen(2, 1, lora=True) == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
+    assert chosen(2, 1, lora=LoRA(8)) == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
     assert chosen(1, 2, gpu) == "ddp zero1 fsdp fsdp-none tp selective full offloaded compiled"
-    assert chosen(1, 2, contestants=["full", "wrong"]) == "full wrong" and not printed
+    assert chosen(1, 2, names=["full", "wrong"]) == "full wrong" and not printed
     assert chosen(2, 2) == "ddp zero1 hsdp fsdp fsdp-none selective full"
     assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")
     assert chosen(1, 2, batch=3) == "tp"
@@ -218,7 +223,7 @@ def test_ddp_keeps_its_gradients_between_steps():
         (ParallelConfig(dp="zero1", replicate=2), 8 * P),
         (ParallelConfig(dp="fsdp", shard=2), 6 * P),
     ]:
-        work = work_of(model, parallel, compare_args())
+        work = Work(model, parallel, 8, 1, 16)
         assert memory_needed(work)[0] == nbytes + counts
 
 
@@ -237,8 +242,10 @@ def test_losses_that_do_not_agree_are_named():
 
 def test_a_plot_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # now an import raises ImportError
-    args = compare_args(plot=Path("comparison.png"))
-    assert output_problem(args) == "--plot needs matplotlib: pip install matplotlib"
+    assert (
+        output_problem(None, Path("comparison.png"))
+        == "--plot needs matplotlib: pip install matplotlib"
+    )
 
 
 def test_compare_wrong_input():

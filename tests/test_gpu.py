@@ -27,7 +27,7 @@ from generate import generate
 from lora import LoRA, LoRALinear
 from model import LlamaConfig, attend, document_mask
 from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
-from perf.instruments import Counted, build_on_meta, make_step, random_batch, silenced
+from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
@@ -373,7 +373,9 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     moments = parallel.moments
     args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
     batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
-    step = make_step(BIG, args, batch, 4, with_mesh(process, parallel), lora)
+    sizes, optimizer_of = (4 * microbatches, 4, 1024), partial(make_optimizer, args=args)
+    task = Task("big", BIG, *sizes, parallel, optimizer_of, lora)
+    step = make_step(task, with_mesh(process, parallel), batch)
     for _ in range(2):
         step()
     torch.cuda.reset_peak_memory_stats()

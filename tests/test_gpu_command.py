@@ -1,90 +1,138 @@
 """bench.py gpu, rehearsed on a CPU: which parts it measures, what it keeps, what it writes."""
 
 import json
+import subprocess
 
 import pytest
 import torch
 from conftest import launch, refused, succeed
 
+import bench
 from perf import gpu
-from perf.gpu_parts import PARTS, Case
-from perf.gpu_report import markdown_section, replace_section
+from perf.gpu import PARTS, markdown_section, replace_section
 from plumbing.parser import Parser
+from text.tokenizer import load_tokenizer
 
 
 def rehearse(file, *more) -> str:
-    return succeed("bench.py", "gpu", "--out", file, "--rehearse", *more, timeout=300).out
+    return succeed("bench.py", "gpu", "--out", file, "--rehearse", *more, timeout=900).out
 
 
 def test_parts_are_measured_once_and_kept(tmp_path):
     file, docs = tmp_path / "gpu.json", tmp_path / "measured.md"
     docs.write_text("# Measured\n\n## On one GPU\n\nold\n\n## Other\n\nstays\n")
-    out = rehearse(file, "--parts", "loss-1b", "step-1b-4096")
-    assert "**loss-1b**" in out and "| 4096 |" in out and "| optimizer | " in out
+    out = rehearse(file, "--parts", "loss-1b", "float8-1b-8192")
+    assert "**loss-1b**" in out and "| chunks of 4096 |" in out
+    assert "| optimizer |" in out and "| rowwise |" in out and "error" not in file.read_text()
     before = json.loads(file.read_text())
     assert before["machine"]["device"] == "cpu"
-    assert before["parts"].keys() == {"loss-1b", "step-1b-4096"}
-    before["parts"]["loss-1b"]["results"]["256"]["seconds"] = [1, 2, 3]
+    assert before["parts"].keys() == {"loss-1b", "float8-1b-8192"}
+    before["parts"]["loss-1b"]["loss"]["chunks of 256"]["seconds"] = [1, 2, 3]
     file.write_text(json.dumps(before))
     rehearse(file, "--parts", "loss-1b", "--docs", docs)
     after = json.loads(file.read_text())["parts"]
-    assert after["step-1b-4096"] == before["parts"]["step-1b-4096"]  # stays
-    assert after["loss-1b"]["results"]["256"]["seconds"] != [1, 2, 3]  # named, so measured anew
+    assert after["float8-1b-8192"] == before["parts"]["float8-1b-8192"]  # stays
+    # named, so measured anew
+    assert after["loss-1b"]["loss"]["chunks of 256"]["seconds"] != [1, 2, 3]
     text = docs.read_text()
     assert text.startswith("# Measured\n\n## On one GPU\n\ncpu, ") and "old" not in text
     assert text.endswith("\n\n## Other\n\nstays\n")
 
 
 @pytest.mark.slow
-def test_all_parts(tmp_path):
-    out = rehearse(tmp_path / "gpu.json")
-    assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == [*PARTS]
-    assert "not measured" not in out
-    in_8_bits = "eager, checkpointing selective, rowwise"
-    for step in ("eager, checkpointing full", "transformers", "peft on transformers", in_8_bits):
+def test_all_kinds_of_parts(tmp_path):
+    """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens."""
+    kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
+    kinds += ["float8-8b-8192", "largest-full-8b-4096"]
+    assert {name.split("-")[0] for name in PARTS} == {name.split("-")[0] for name in kinds}
+    out = rehearse(tmp_path / "gpu.json", "--parts", *kinds)
+    assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == kinds
+    assert "error" not in (tmp_path / "gpu.json").read_text()
+    for step in ("eager, checkpointing full", "transformers", "bare", "64 sequences", "rowwise"):
         assert f"| {step} | " in out
 
 
-def test_a_part_that_fails_costs_no_other(tmp_path, monkeypatch):
-    """It is told, and measured by the next run; no part begins for which no time is left."""
+def test_parts_are_commands():
+    """Every part is a command line that bench.py takes, and writes its results to a file."""
+    for name, commands in PARTS.items():
+        for line in commands.values():
+            script, command, *flags = line.split()
+            if name != "rates":
+                assert script == "bench.py"
+                parser = Parser()
+                bench.COMMANDS[command][0](parser)
+                args = parser.parse_args([*flags, "--json", "x.json"])
+                assert args.model in bench.PRESETS if hasattr(args, "model") else args.tokens
 
-    def run_part(name, rehearse, timeout):
-        measured.append(name)
-        broken = name == "rates" and len(measured) == 1
-        return {"error": "ended with exit code 1"} if broken else {"results": {}}
 
-    measured, file = [], tmp_path / "gpu.json"
-    monkeypatch.setattr(gpu, "run_part", run_part)
+def test_the_vocabulary_is_as_large_as_llamas(tmp_path):
+    gpu.write_tokenizer(tmp_path / "tokenizer.model")
+    assert load_tokenizer(str(tmp_path / "tokenizer.model")).vocab_size == 128_256
+
+
+@pytest.fixture
+def run_with(monkeypatch, tmp_path):
+    """Measure on what seems to be a GPU; `run_with(errors)` returns the lines that it ran."""
     monkeypatch.setattr(gpu, "markdown_section", lambda report, command: "section")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = Parser.defaults(lambda parser: None, out=file, parts=None, docs=None, rehearse=False)
+
+    def run_with(errors: dict[str, str]) -> tuple[list[str], str]:
+        def run_command(line, directory, rehearse, timeout):
+            ran.append(line)
+            return {"error": errors[line]} if line in errors else {}
+
+        ran = []
+        monkeypatch.setattr(gpu, "run_command", run_command)
+        return ran, gpu.measure_gpu(tmp_path / "gpu.json", None, None, False)
+
+    return run_with
+
+
+EVERYTHING = [line for commands in PARTS.values() for line in commands.values()]
+
+
+def test_a_command_that_fails_costs_no_other(run_with, tmp_path, monkeypatch):
+    """It is told, and run again by the next run; none begins for which no time is left."""
     monkeypatch.setattr(gpu, "BUDGET", 50)
-    assert "no time was left for train-1b-4096, train-8b" in gpu.measure_gpu(args)
-    assert measured[:2] == ["rates", "loss-8b"] and "train-1b-4096" not in measured
+    assert run_with({}) == ([], "section\n\nno time was left from rates, rates on: again, without "
+                                "--parts")  # fmt: skip
     monkeypatch.setattr(gpu, "BUDGET", 10_000)
-    gpu.measure_gpu(args)
-    assert sorted(measured) == sorted([*PARTS, "rates"])
-    assert json.loads(file.read_text())["parts"].keys() == PARTS.keys()
+    ran, _ = run_with({PARTS["rates"]["rates"]: "ended with exit code 1"})
+    assert ran == EVERYTHING
+    assert run_with({}) == ([PARTS["rates"]["rates"]], "section")
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"].keys() == PARTS.keys()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.measure_gpu(args) == "section"  # nothing is left to measure
+    assert run_with({}) == ([], "section")  # nothing is left to measure
 
 
-def test_a_failing_process_is_told(monkeypatch):
-    monkeypatch.setattr(gpu, "ROOT", gpu.ROOT / "tests")  # where there is no perf.gpu
-    assert "exit code 1" in gpu.run_part("loss-1b", True, 60)["error"]
+def test_after_too_little_memory_a_part_ends(run_with):
+    """The next commands of the part would take more; the next run does not try again."""
+    _, second, *others = PARTS["largest-full-8b-4096"].values()
+    ran, _ = run_with({second: "error: out of memory on a GPU of 80 GB"})
+    assert ran == [line for line in EVERYTHING if line not in others]
+    assert run_with({})[0] == []
+
+
+def test_a_failing_process_is_told(monkeypatch, tmp_path):
+    line = "bench.py loss --tokens 0"
+    assert "expected an integer" in gpu.run_command(line, tmp_path, False, 60)["error"]
+    monkeypatch.setattr(gpu, "ROOT", gpu.ROOT / "tests")  # where there is no bench.py
+    assert gpu.run_command(line, tmp_path, False, 60) == {"error": "ended with exit code 2"}
+
+    def too_slow(*given, timeout, **options):
+        raise subprocess.TimeoutExpired(given, timeout)
+
+    monkeypatch.setattr(subprocess, "run", too_slow)
+    assert gpu.run_command(line, tmp_path, False, 60) == {"error": "took more than 60 s"}
 
 
 def test_errors_are_in_the_tables():
-    part = {"eager, checkpointing none": {"error": "out of memory", "predicted": 2e11}}
-    report = {
-        "parts": {
-            "train-8b-4096": {"results": part, "took": 9},
-            "loss-1b": {"error": "e", "took": 1},
-        }
-    }
-    section = markdown_section(report, "command")
-    assert "| eager, checkpointing none | out of memory | - | - | - | - | 200.0 | - |" in section
-    assert "not measured: e" in section
+    error, step = {"error": "error: out of memory"}, {"seconds": [1, 2, 3], "mfu": 0.5}
+    step |= {"parts": {"forward": 1}, "first_step": 9, "time_stamps": 0, "peak_bytes": 2e11}
+    results = {"eager, checkpointing full": step, "eager, checkpointing none": error}
+    section = markdown_section({"parts": {"step-1b-4096": results}}, "command")
+    assert "| eager, checkpointing full | 2 (1-3) | 50.0% | 200,000.00 MB | 9.0 s | " in section
+    assert "| eager, checkpointing none | error: out of memory | - | - | - | - | - |" in section
     assert replace_section("# A\n", section) == f"# A\n\n{section}\n"
     assert (
         replace_section(replace_section("# A\n", "## On one GPU\n\nx"), section).count("## On") == 1
@@ -97,9 +145,3 @@ def test_wrong_input_and_no_gpu(tmp_path):
     refused(launch("bench.py", "gpu", "--out", file, "--parts", "x"), "no part 'x': choose from")
     refused(launch("bench.py", "gpu", "--out", tmp_path / "no" / "file"), "make it first")
     refused(launch("bench.py", "gpu", "--out", file, "--docs", "no.md"), "--docs no.md: no such")
-
-
-def test_the_first_run_has_the_most_important_parts():
-    first_run = list(PARTS.values())[: list(PARTS).index("float8-8b-8192")]
-    assert sum(part.seconds for part in first_run) <= gpu.BUDGET
-    assert Case().parallel().dtype == torch.bfloat16

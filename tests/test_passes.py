@@ -88,9 +88,9 @@ def replaced(model: nn.Module) -> set[str]:
     """What passes.py has put into a model."""
     block = model.layers["0"]
     found = {
-        "RMSNorm": "forward" in vars(block.ffn_norm),
+        "RMSNorm": block.ffn_norm.normalize is passes.norm_in_few_passes,
         "RoPE": block.attention.rotate is passes.rotate_in_one_pass,
-        "SwiGLU": block.feed_forward.swiglu == passes.SwiGLU.apply,
+        "SwiGLU": block.feed_forward.swiglu is passes.swiglu_that_saves_less,
     }
     return {name for name, is_replaced in found.items() if is_replaced}
 

@@ -3,6 +3,7 @@ in the weights. How long anything takes is not tested."""
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from costs.memory import predict_memory
 from model import PRESETS, Llama
 from parallel import ParallelConfig, with_mesh
-from perf.instruments import Counted, build_on_meta, make_step, megabytes, random_batch
+from perf.instruments import Counted, Task, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.parser import Parser
@@ -188,7 +189,9 @@ def test_a_measured_step_uses_the_flags_of_the_optimizer(world):
     config = PRESETS["tiny"]
     batch = random_batch(config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
-        step = make_step(config, Parser.defaults(add_optimizer_flags, lr=lr), batch, 1, world)
+        flags = Parser.defaults(add_optimizer_flags, lr=lr)
+        task = Task("tiny", config, 1, 1, 8, ParallelConfig(), partial(make_optimizer, args=flags))
+        step = make_step(task, world, batch)
         assert (step().loss == step().loss) == unchanged
 
 

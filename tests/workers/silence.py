@@ -2,7 +2,6 @@
 configuration, print whether silenced collectives do nothing and both trainings give the same
 weights."""
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from costs.work import Work
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import build_on_meta
@@ -20,6 +20,7 @@ from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
+from runs.setup import Job
 from text.batch import Batch
 from train import make_optimizer
 
@@ -37,8 +38,9 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
-    args = argparse.Namespace(batch=2 * world.data_size, microbatch=1, clip=1.0)
-    training = Training(args, world, model, runner, optimizer, batches=iter(()))
+    job = Job(model, model, None, None, None, None)
+    work = Work(model, world.parallel, 2 * world.data_size, 1, 16)
+    training = Training(world, job, runner, optimizer, iter(()), work, 1.0)
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))
