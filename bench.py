@@ -31,7 +31,7 @@ import torch
 import finetune_lora
 import train
 from costs.machines import GPUS, LINKS, assumed_machine
-from costs.search import FILTERS, PLANNED
+from costs.search import FILTERS
 from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
 from data import read_ahead
@@ -47,10 +47,14 @@ from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from runs.flags import (
+    add_finetuning_flags,
+    add_optimizer_flags,
+    add_parallel_flags,
+    add_pretraining_flags,
+)
 from runs.rules import requested_parallel
 from runs.setup import Job, build, setup
-from techniques.float8 import RECIPES
 
 # fmt: off
 
@@ -199,30 +203,17 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--document-length", type=nonnegative_int, default=0,
                         help="tokens per document, where a sequence holds several and attention "
                              "stays within them; 0 for whole sequences (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"],
-                        help="dtype of computation (default: bfloat16)")
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="adamw",
                         help="muon: for the matrices of the blocks (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of AdamW's two moments (default: %(default)s)")
-    parser.add_argument("--float8", choices=["none", *RECIPES], default="none",
-                        help="products of the blocks' matrices in 8 bits (default: none)")
-    parser.add_argument("--async-tp", action="store_true",
-                        help="tensor parallelism that sends while it multiplies")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                        help="compiled transformer blocks (default: yes)")
     parser.add_argument("--lora", action="store_true", help="train adapters, by finetune_lora.py")
     add_adapter_flags(parser)
-    for name in ("shard", "cp", "tp", "pp", "stages-per-rank", "microbatch"):
-        parser.add_argument(f"--{name}", type=positive_int,
-                            help=f"only plans with this --{name} of train.py")
-    for name, choices in {"checkpointing": ["none", "selective", "full"],
-                          "schedule": PLANNED,
-                          "reshard": ["none", "weights", "all", "adapters"]}.items():
-        parser.add_argument(f"--{name}", choices=choices,
-                            help=f"only plans with this --{name} of train.py")
-    parser.add_argument("--offload-activations", action="store_true", default=None,
-                        help="only plans with --offload-activations of train.py")
+    parser.add_argument("--microbatch", type=positive_int,
+                        help="only plans with microbatches of so many sequences")
+    add_parallel_flags(parser, "Only plans with the values that are given; by default in bfloat16, "
+                               "compiled.")
+    parser.set_defaults(**dict.fromkeys(FILTERS))
     parser.add_argument("--top", type=positive_int, default=12,
                         help="rows of the table (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all plans as JSON")
@@ -346,7 +337,8 @@ def plan(args: argparse.Namespace) -> str:
     adapters, base_bits = adapters_of(args)
     model = build_on_meta(PRESETS[args.model], adapters, base_bits)
     wanted = {name: getattr(args, name) for name in FILTERS}
-    parallel, batch = requested_parallel(args), args.batch or 2 * args.gpus
+    parallel = replace(requested_parallel(args), offload=False)  # of parameters: never planned
+    batch = args.batch or 2 * args.gpus
     given = model, parallel, batch, 1, args.seq_len, args.document_length, machine.overlaps
     question = Question(args.model, Work(*given), machine, args.gpus, wanted, adapters, base_bits)
     return plan_cluster(question, args.top, args.json, args.check)

@@ -207,11 +207,11 @@ def fits_unsharded(work: Work, world: World) -> bool:
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
 FILTERS = (
-    "pp schedule stages_per_rank shard cp tp reshard checkpointing offload_activations microbatch"
+    "dp pp schedule stages_per_rank shard cp tp reshard checkpointing offload offload_activations "
+    "microbatch"
 ).split()
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
 LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
-PLANNED = ("1f1b", "interleaved", "zero-bubble")  # schedules
 INTERLEAVED = (2, 4)  # stages of a rank
 
 
@@ -262,8 +262,6 @@ def every_plan(
     config, requested = work.model.config, work.parallel
     in_4_bits = any(not parameter.is_floating_point() for parameter in work.model.parameters())
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
-    # What zero bubble does not combine with.
-    whole_backward = requested.compile or requested.async_tp or requested.float8 != "none"
     blocks = nf4.BLOCK if in_4_bits else 1  # that tp cuts between
     tp_sizes = divisors(
         math.gcd(gpus, config.n_kv_heads, config.dim // blocks, config.ffn_dim // blocks)
@@ -283,27 +281,18 @@ def every_plan(
             if pp > 1:  # gradients of a few layers: sharding those of each microbatch saves little
                 reshards = tuple(name for name in reshards if name != "all")
             for (checkpointing, offload), reshard, (schedule, v) in itertools.product(
-                ACTIVATIONS[: len(ACTIVATIONS) - (pp > 1)],  # the last offloads
-                reshards,
-                schedules(pp, microbatches, config.n_layers, whole_backward),
+                ACTIVATIONS, reshards, schedules(pp, microbatches, config.n_layers)
             ):
-                parallel = replace(
-                    requested,
-                    dp=dp,
-                    replicate=data_ranks // shard,
-                    shard=shard,
-                    tp=tp,
-                    reshard=reshard,
-                    checkpointing=checkpointing,
-                    offload_activations=offload,
-                    async_tp=requested.async_tp and tp > 1,
-                    pp=pp,
-                    cp=cp,
-                    schedule=schedule,
-                    stages_per_rank=v,
-                )
+                sizes = dict(pp=pp, replicate=data_ranks // shard, shard=shard, tp=tp, cp=cp)
+                choice = dict(dp=dp, reshard=reshard, schedule=schedule, stages_per_rank=v)
+                choice |= dict(checkpointing=checkpointing, offload_activations=offload)
+                choice["async_tp"] = requested.async_tp and tp > 1
+                try:
+                    parallel = replace(requested, **sizes, **choice)
+                except UserError:  # parts of it do not combine
+                    continue
                 settings = vars(parallel) | {"microbatch": microbatch}
-                matches = all(wanted[name] in (None, settings[name]) for name in FILTERS)
+                matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
                 if matches and is_measured(parallel, machine):
                     yield predict(replace(work, parallel=parallel, microbatch=microbatch), machine)
 
@@ -321,9 +310,7 @@ def shares_of_batch(
                 yield cp, microbatch
 
 
-def schedules(
-    pp: int, microbatches: int, n_layers: int, whole_backward: bool
-) -> Iterator[tuple[str, int]]:
+def schedules(pp: int, microbatches: int, n_layers: int) -> Iterator[tuple[str, int]]:
     """Yield (schedule, stages of a rank) for a pipeline. Left out are GPipe, since 1F1B takes as
     long with less memory; fewer microbatches than ranks, which would wait half of the time; and
     what cannot be carried out."""
@@ -331,8 +318,7 @@ def schedules(
         yield "1f1b", 1
     elif microbatches >= pp:
         yield "1f1b", 1
-        if not whole_backward:
-            yield "zero-bubble", 1
+        yield "zero-bubble", 1
         for v in INTERLEAVED:
             if microbatches % pp == 0 and pp * v <= n_layers:
                 yield "interleaved", v

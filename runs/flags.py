@@ -102,24 +102,9 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
                              "parameter with float32, 12 with bfloat16 (default: %(default)s)")
 
 
-def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
-    step = parser.add_argument_group("optimizer step")
-    step.add_argument("--batch", type=positive_int, default=8,
-                      help="sequences per step, over all processes (default: %(default)s)")
-    step.add_argument("--microbatch", type=positive_int,
-                      help="sequences that a process computes at a time (default: all of its own)")
-    step.add_argument("--steps", type=positive_int, default=1150,
-                      help="number of optimizer steps (default: %(default)s)")
-    add_optimizer_flags(step)
-    step.add_argument("--warmup", type=given_int, default=50,
-                      help="steps of linear warmup to the peak (default: %(default)s, even where "
-                           "--steps are fewer)")
-    step.add_argument("--clip", type=nonnegative_float, default=1.0,
-                      help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
-    step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")
-
-    parallel = parser.add_argument_group("parallelism")
+def add_parallel_flags(parser: argparse.ArgumentParser, about: str | None = None) -> None:
+    """Add the flags for how a step is split over ranks and computed there (ParallelConfig)."""
+    parallel = parser.add_argument_group("parallelism", about)
     parallel.add_argument("--dp", choices=["auto", *STRATEGIES], default="auto",
                           help="data parallelism: which state each rank holds a shard of "
                                "(default: auto, by what fits in memory)")
@@ -163,10 +148,26 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                             "row or 32 numbers; emulated where the device cannot (default: none)")
     speed.add_argument("--async-tp", action="store_true",
                        help="with --tp: send chunks of the tokens while others are multiplied")
-    speed.add_argument("--profile", action="store_true",
-                       help="write a trace of three steps to OUT/trace-RANK.json, for "
-                            "chrome://tracing")
 
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
+    step = parser.add_argument_group("optimizer step")
+    step.add_argument("--batch", type=positive_int, default=8,
+                      help="sequences per step, over all processes (default: %(default)s)")
+    step.add_argument("--microbatch", type=positive_int,
+                      help="sequences that a process computes at a time (default: all of its own)")
+    step.add_argument("--steps", type=positive_int, default=1150,
+                      help="number of optimizer steps (default: %(default)s)")
+    add_optimizer_flags(step)
+    step.add_argument("--warmup", type=given_int, default=50,
+                      help="steps of linear warmup to the peak (default: %(default)s, even where "
+                           "--steps are fewer)")
+    step.add_argument("--clip", type=nonnegative_float, default=1.0,
+                      help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
+    step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")
+
+    add_parallel_flags(parser)
     run = parser.add_argument_group("run")
     run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
     run.add_argument("--resume", action="store_true",
@@ -181,6 +182,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                      help="steps between evaluations, 0 for none (default: %(default)s)")
     run.add_argument("--eval-windows", type=positive_int, default=512,
                      help="validation sequences per evaluation (default: %(default)s)")
+    run.add_argument("--profile", action="store_true",
+                     help="write a trace of three steps to OUT/trace-RANK.json, for "
+                          "chrome://tracing")
     run.add_argument("--log-every", type=positive_int, default=10,
                      help="steps between progress lines (default: %(default)s)")
 
