@@ -131,7 +131,7 @@ FAULTS = {
         f"{TINY} --batch 16 --microbatch 2 --dp hsdp",
         crossing,
         "bytes over links between nodes",
-        (("parallel.py", MESH, TRANSPOSED), ("train.py", CHECK, "")),
+        (("parallel.py", MESH, TRANSPOSED), ("runs/setup.py", CHECK, "")),
         ("with_mesh",),
         nodes=2,
         ranks=4,

@@ -11,8 +11,7 @@ all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gath
 reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
 Use when activations do not fit. Avoid when only a larger microbatch is gained.
 
-torch.compile is applied here too, since the order of the two matters. labs/recompute.py writes
-activation checkpointing by hand.
+torch.compile is applied here too, since the order of the two matters.
 """
 
 from collections.abc import Callable
@@ -61,7 +60,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
-    """Return a forward that keeps its inputs, and runs again in backward."""
+    """Return a forward that runs again in backward (labs/recompute.py writes it by hand)."""
     context = {"context_fn": _selective_context} if selective else {}
     return partial(checkpoint, forward, use_reentrant=False, **context)
 

@@ -5,7 +5,7 @@
 
 A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
 gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
-has reduce-scattered them. labs/zero1.py takes such a step by hand.
+has reduce-scattered them.
 Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
 the last backward computes, all-gather of P g bytes after the update. Together they send what
 DDP's all-reduce sends.
@@ -25,7 +25,8 @@ from plumbing.shards import chunk_of
 
 
 class ZeRO1(nn.Module):
-    """A model whose gradients are reduce-scattered to slices, which the optimizer updates."""
+    """A model whose gradients are reduce-scattered to slices, which the optimizer updates
+    (labs/zero1.py takes such a step by hand)."""
 
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""

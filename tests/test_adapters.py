@@ -19,8 +19,7 @@ from lora import TARGETS
 from model import LlamaConfig
 from parallel import ParallelConfig, fsdp
 from plumbing.processes import UserError
-from runs.rules import check_blocks
-from techniques.nf4 import rounded
+from techniques.nf4 import check_blocks, rounded
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")

@@ -71,11 +71,11 @@ def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="race what"):
         race.measure_race(Namespace(**given))
     (project / "new.py").write_text("RATE = 0.1\n")
-    train = (project / "train.py").read_text()
-    change = "    from new import RATE\n    args.lr = RATE\n    return process\n\n\ndef prepare"
-    new = train.replace("    return process\n\n\ndef prepare", change)
-    assert new != train
-    (project / "train.py").write_text(new)
+    setup = (project / "runs/setup.py").read_text()
+    change = "    from new import RATE\n    args.lr = RATE\n    return process\n"
+    new = setup.replace("    return process\n", change)
+    assert new != setup
+    (project / "runs/setup.py").write_text(new)
     assert "gain 0.0000" not in race.measure_race(Namespace(**given))
     (project / "new.py").write_text("RATES = 0.1\n")
     with pytest.raises(UserError, match=r"the entry failed: error: .*: cannot import name 'RATE'"):
