@@ -70,7 +70,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from runs.check_model import check_computes_llama
+from runs.published import check_computes_llama
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run

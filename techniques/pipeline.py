@@ -119,6 +119,11 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     if p == 1:
         return [model]
     stages, made = p * v, []
+
+    def follow_mode(stage: Llama, inputs: tuple) -> None:
+        """Evaluate, or train, as `model` does: dropout differs."""
+        stage.train(model.training)
+
     for s in range(rank, stages, p):
         with torch.device("meta"):
             stage = type(model)(replace(model.config, n_layers=0))
@@ -131,6 +136,7 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         # return the same one, so that W, which needs the stage's hook alone, would all-gather the
         # block for nothing. A view is another tensor.
         stage.register_forward_hook(lambda stage, inputs, output: output.view_as(output))
+        stage.register_forward_pre_hook(follow_mode)
         made.append(stage)
     return made
 

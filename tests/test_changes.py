@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from textwrap import indent
 from unittest import mock
 
 import pytest
@@ -139,7 +140,7 @@ def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, co
     succeed(*changed, "train.py", *flags(corpus, one, **given))
     result = launch(*changed, "train.py", *flags(corpus, two, cp=2, dp="fsdp", **given), nproc=2)
     if name == "sliding_window":  # which takes a rank's own tokens for all there are
-        refused(result, "--cp computes other logits than one process")
+        refused(result, "--cp computes another loss than one process")
         return
     assert result.code == 0, result.err
     for ours, theirs in zip(metrics(two), metrics(one), strict=True):
@@ -189,12 +190,79 @@ def test_what_sees_a_shard_for_the_whole_is_refused(old, new, corpus, tmp_path):
     refused(result, "--tp computes another loss than one process, since model.py was changed")
 
 
-def test_dropout_is_for_training(corpus, tmp_path):
-    """As seen after two steps without a learning rate."""
+# Places in model.py, of a change in which odd layers use keys and values of the layer before.
+PROJECTIONS = """        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+"""
+KEYS = "k = self.rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)"
+VALUES = "v = self.wv(x).view(B, T, -1, self.head_dim)"
+ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
+LOOP = "            for block in self.layers.values():\n                x = block("
+SHARED = {
+    PROJECTIONS: f"        if layer % 2 == 0:\n{indent(PROJECTIONS, '    ')}",
+    "cache=None):\n        B, T, _": "cache=None, last=None):\n        B, T, _",
+    KEYS: f"{KEYS} if self.layer % 2 == 0 else last[0]",
+    VALUES: f"{VALUES} if self.layer % 2 == 0 else last[1]",
+    "mask).flatten(2))": "mask).flatten(2)), (k, v)",
+    "cache=None):\n        x = x": "cache=None, last=None):\n        x = x",
+    f"x = x + {ATTENTION}": f"y, last = {ATTENTION[:-1]}, last)\n        x = x + y",
+    f"return x + {FEED_FORWARD}": f"return x + {FEED_FORWARD}, last",
+    f"{LOOP}x, cos, sin, mask, cache)": f"            last = None\n{LOOP[:-10]}x, last = block("
+    "x, cos, sin, mask, cache, last)",
+}
+
+
+@pytest.mark.parametrize(
+    "split, message",
+    [
+        ({"pp": 2, "n_layers": 4}, ""),  # no stage begins between two layers that share
+        ({"pp": 2, "n_layers": 6}, "--pp fails where one process does not (TypeError: "),
+        ({"tp": 2}, 'PLAN["layers.*.attention"] lists the inputs of attention'),
+    ],
+    ids=["pp", "pp between", "tp"],
+)
+def test_keys_and_values_of_another_layer(split, message, corpus, tmp_path):
+    """Training is exact or refused."""
+    changed = changed_copy(tmp_path / "copy", edits=SHARED)
+    one, two = tmp_path / "one", tmp_path / "two"
+    given = dict(steps=2, eval_every=0, n_layers=4, dtype="float64")
+    result = launch(*changed, "train.py", *flags(corpus, two, **given | split), nproc=2)
+    if message:
+        refused(result, message, "since model.py was changed")
+        return
+    assert result.code == 0, result.err
+    succeed(*changed, "train.py", *flags(corpus, one, **given))
+    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
+
+
+# Adds 0 to the features, and to their gradient a multiple of a rank's share of their sum.
+WITH_A_GRADIENT = "(lambda h: h + (h - h.detach()).sum() * h.detach().mean())"
+
+
+def test_every_flag_that_splits_is_named_and_so_is_a_gradient(corpus, tmp_path):
+    changed = changed_copy(tmp_path / "copy", edits={FEATURES: f"{WITH_A_GRADIENT}({FEATURES})"})
+    run = ["train.py", *flags(corpus, tmp_path / "run", microbatch=1, tp=2, pp=2)]
+    refused(
+        launch(*changed, *run, nproc=4),
+        "--tp with --pp computes another gradient of layers.",
+        "feed_forward.w3.weight than one process",
+        "from wq to wo a rank has some of the heads",
+        "each stage calls Llama.forward on its layers",
+    )
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_dropout_is_for_training(nproc, corpus, tmp_path):
+    """As seen after two steps without a learning rate; in a block, and in each stage."""
     dropped = f"F.dropout({FEED_FORWARD}, 0.5, self.training)"
-    for out, edits in (("plain", {}), ("dropout", {FEED_FORWARD: dropped})):
-        given = flags(corpus, tmp_path / out, steps=2, lr=0, eval_every=1)
-        succeed(*changed_copy(tmp_path / f"{out}-copy", edits=edits), "train.py", *given)
+    normed = "F.dropout(self.norm(x if cache is None else x[:, -1:]), 0.5, self.training)"
+    edits = {FEED_FORWARD: dropped, "self.norm(x if cache is None else x[:, -1:])": normed}
+    for out, changes in (("plain", {}), ("dropout", edits)):
+        given = flags(corpus, tmp_path / out, steps=2, lr=0, eval_every=1, pp=nproc)
+        within = changed_copy(tmp_path / f"{out}-copy", edits=changes)
+        succeed(*within, "train.py", *given, nproc=nproc)
     plain, changed = metrics(tmp_path / "plain"), metrics(tmp_path / "dropout")
     assert [row["val_loss"] for row in plain] == [row["val_loss"] for row in changed]
     assert all(row["loss"] != other["loss"] for row, other in zip(plain, changed))

@@ -3,6 +3,7 @@
 The kernel needs a GPU (tests/test_gpu.py); here it is one of our own, with the same arguments."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_parallel import batch_of
 
 import text.batch as batch_py
 from model import Llama, LlamaConfig, document_mask
+from parallel import ParallelConfig
 from plumbing.processes import UserError
 from runs.check_model import check_documents
 from techniques.recompute import recompute_and_compile
@@ -98,10 +100,15 @@ def test_documents_without_positions_are_refused():
         Llama(CONFIG)(batch.tokens, documents=batch.documents)
 
 
+def world_of(dtype: torch.dtype) -> SimpleNamespace:
+    """One process that computes on the CPU."""
+    return SimpleNamespace(device=CPU, parallel=ParallelConfig(dtype=dtype), cp_mesh=None)
+
+
 def test_a_kernel_that_returns_nan_is_refused(with_kernel, monkeypatch):
     monkeypatch.setattr(batch_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
     with pytest.raises(UserError, match="change both alike"):
-        check_documents(CONFIG, CPU, torch.float64)
+        check_documents(CONFIG, world_of(torch.float64))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -134,13 +141,13 @@ def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monke
     kernels = batch_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16): [CONFIG.head_dim, 16]}
     monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels)
     for dtype in (torch.float64, torch.bfloat16):
-        check_documents(CONFIG, CPU, dtype)
+        check_documents(CONFIG, world_of(dtype))
 
     def in_a_window(positions, queries):
         return document_mask(positions, queries).triu(-256)
 
     monkeypatch.setattr("model.document_mask", in_a_window)
-    check_documents(CONFIG, CPU, torch.float32)  # has no kernel, and needs none
+    check_documents(CONFIG, world_of(torch.float32))  # has no kernel, and needs none
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(UserError, match="change both alike"):
-            check_documents(CONFIG, CPU, dtype)
+            check_documents(CONFIG, world_of(dtype))

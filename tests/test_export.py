@@ -8,7 +8,7 @@ from conftest import changed_copy, hugging_face_config, launch, refused, succeed
 from files import formats
 from model import Llama
 from plumbing.processes import UserError
-from runs import check_model as fingerprint
+from runs import published as fingerprint
 
 # Strings of model.py, and places for more lines.
 FIELD = "    tie_embeddings: bool = False"

@@ -307,7 +307,7 @@ def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
 @needs_gpu
 def test_packed_documents_need_no_mask(process, monkeypatch):
     """Nor repeated keys; and selective checkpointing computes attention once."""
-    check_documents(SMALL, DEVICE, LOW)
+    check_documents(SMALL, with_mesh(process, ParallelConfig(dtype=LOW)))
     monkeypatch.setattr(model_py, "document_mask", None)
     for checkpointing, times in (("none", 1), ("selective", 1), ("full", 2)):
         _, runner, world = built(process, SMALL, dtype=LOW, checkpointing=checkpointing)

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from training import Run
 
 import parallel
-import train
 from model import IGNORE
 from perf.instruments import Counted
+from runs import setup
 
 FUNCTION = "cross_entropy"
 LEADS_TO = "parallel.py", "loss_parallel"
@@ -234,4 +234,4 @@ def install(cross_entropy: Callable) -> None:
         return cross_entropy(hidden @ weight.to_local().T, targets.flatten(), vocab_start)
 
     parallel.loss_parallel = loss_parallel
-    train.check_model = lambda config, world: None  # it would find a wrong loss before training
+    setup.check_model = lambda config, world: None  # it would find a wrong loss before training
