@@ -9,6 +9,7 @@ from files import formats
 from model import Llama
 from plumbing.processes import UserError
 from runs import published as fingerprint
+from runs.check_model import fixed_weight
 
 # Strings of model.py, and places for more lines.
 FIELD = "    tie_embeddings: bool = False"
@@ -74,7 +75,7 @@ def test_the_fingerprint_is_that_of_transformers():
     reference = transformers.LlamaForCausalLM(hugging_face_config(fingerprint.CONFIG)).double()
     reference.load_state_dict({
         formats.hf_name(name): formats.to_hf_rows(
-            name, fingerprint.CONFIG, fingerprint.fixed_weight(name, p)
+            name, fingerprint.CONFIG, fixed_weight(name, p)
         )
         for name, p in Llama(fingerprint.CONFIG).named_parameters()
     })  # fmt: skip
