@@ -189,7 +189,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.normalize = rms_norm  # techniques/passes.py puts in a faster one
+        self.normalize = rms_norm  # in training techniques/passes.py replaces it by a faster one
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.rotate = rotate  # likewise
+        self.rotate = rotate  # replaced, too
         kv_dim = config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
@@ -234,7 +234,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.swiglu = swiglu  # likewise
+        self.swiglu = swiglu  # replaced, too
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
