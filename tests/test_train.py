@@ -115,6 +115,14 @@ def one_run(corpus, tmp_path_factory):
     return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
 
 
+def test_interleaved_stages_start_and_train_like_one_process(corpus, tmp_path):
+    given = dict(steps=3, n_layers=4)
+    succeed("train.py", *flags(corpus, tmp_path / "one", **given))
+    pipeline = ["--pp=2", "--schedule=interleaved", "--microbatch=2"]
+    succeed("train.py", *flags(corpus, tmp_path / "two", **given), *pipeline, nproc=2)
+    same_run(tmp_path / "two", tmp_path / "one")
+
+
 def same_run(out: Path, expected: Path) -> None:
     for ours, theirs in zip(metrics(out), metrics(expected), strict=True):
         for key in {"loss", "grad_norm", "tokens", "val_loss", "val_bits_per_byte"} & theirs.keys():
