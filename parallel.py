@@ -182,6 +182,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
+    # rank, ranks and stages of a rank, along pp
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     set_dtype(model, parallel)
     if parallel.pp > 1:
@@ -210,13 +211,13 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
-    """Compute in `parallel.dtype`: with bfloat16 chiefly the matrix products.
+    """Compute in `parallel.dtype`; weights stay float32 where that is bfloat16.
 
     Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
     are smaller than the spacing of bfloat16 numbers and would be rounded away. With plain tensors,
-    autocast casts a weight where it is used, but not the embedding, whose dtype the residual stream
-    has. FSDP casts its shard before the all-gather, which halves the bytes; the residual stream is
-    then bfloat16. RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are
+    autocast casts a weight where it is used, but not the embedding, so the residual stream is
+    float32. FSDP casts its shard before the all-gather, which halves the bytes; the residual stream
+    is then bfloat16. RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are
     bfloat16 from the start."""
     if parallel.dtype == torch.float64:
         model.double()
@@ -318,7 +319,7 @@ class Strategy:
     splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
-        """Return the number of ranks along shard, of `data_ranks` ranks with different sequences,
+        """Return the number of ranks along shard, of `data_ranks` ranks of data parallelism,
         `in_node` of which lie in one node."""
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
 
@@ -336,9 +337,9 @@ STRATEGIES = {
 
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
-    """Communicate gradients in the `last` microbatch of a step alone (labs/accumulate.py). Until
-    then they accumulate on the rank, except with reshard = all. The context surrounds forward and
-    backward of a microbatch; in a pipeline backward alone."""
+    """Communicate gradients only in the `last` microbatch of a step (labs/accumulate.py); until
+    then they accumulate on the rank, except with reshard = all. Wraps forward and backward of a
+    microbatch; in a pipeline only backward."""
     if isinstance(runner, FSDPModule):
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate
@@ -407,8 +408,8 @@ def style_of(path: str) -> ParallelStyle | None:
 def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) -> None:
     """Tensor, sequence and loss parallelism: ranks along tp share every matrix product.
 
-    Ranks along tp see the same tokens. Each holds a shard of every matrix and, between the
-    matrices, a shard of the sequence (T/tp tokens):
+    Ranks along tp see the same tokens. Each holds a shard of every matrix and, outside of a pair of
+    them, a shard of the sequence (T/tp tokens):
 
                            x: T/tp tokens, D features
             norm                 |                      each rank its tokens
@@ -455,8 +456,8 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own
     model.loss = partial(loss_parallel, mesh)
-    # The embedding's output is an AsyncCollectiveTensor, which still waits for its reduce-scatter.
-    # A clone is a plain tensor: block 0 then gets the same type as the other blocks, and one
+    # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way. A
+    # clone has waited for it: block 0 then gets the same type as the other blocks, and one
     # compiled graph serves all of them.
     if model.tok_embeddings:
         model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())

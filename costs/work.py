@@ -1,4 +1,4 @@
-"""What a training step has to do: the noun that everything here predicts, and others measure."""
+"""A training step: what costs/ predicts and bench.py measures."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Work:
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step in which a rank has a part."""
+        """Sequences that a rank works on in a step, with others along cp or alone."""
         parallel = self.parallel
         return self.batch * parallel.cp // (parallel.replicate * parallel.shard)
 
@@ -34,7 +34,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on a rank; ranks along tp share them."""
+        """Tokens of a microbatch on a rank; ranks along tp have the same ones."""
         return self.microbatch * self.seq_len // self.parallel.cp
 
     @property
@@ -45,8 +45,9 @@ class Work:
     @property
     def mask_width(self) -> int:
         """Keys in attention's mask for each query: seq_len, or 0 where there is no mask, since each
-        sequence is one document or the device has a kernel that needs none. With context
-        parallelism, on average over a rank's two chunks, each of which has keys to its end."""
+        sequence is one document or a kernel needs none. With context parallelism a GPU without such
+        a kernel always has one; chunks r and 2 cp - 1 - r read the keys up to their ends, on
+        average (2 cp + 1) / (4 cp) of seq_len."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

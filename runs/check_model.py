@@ -1,7 +1,7 @@
-"""Check that model.py, as it may have been changed, computes one and the same everywhere.
+"""Check that model.py, as it may have been changed, computes the same on every split.
 
 What splits a model knows a Llama's layers, but not what a change computes between them. So before
-a run parallelize() splits a small model with fixed weights as it will split the run's model. The
+a run a small model with fixed weights is split as the run's model will be, by parallelize(). The
 loss and the gradient of every parameter must be those of the same small model on one process."""
 
 import math
@@ -43,7 +43,7 @@ def check_model(config: LlamaConfig, world: World) -> None:
         n_layers = config.n_layers  # so that stages begin where those of the run do
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
-    # Where ranks share rows, a sliding window shows in long ones, whole or packed.
+    # With cp, only long rows show a sliding window, whole or packed.
     cases = [(768, False), (768, True)] if cp > 1 else [(8, False)] * (pp * tp > 1)
     small = small_config(config, n_layers, tp)
     for length, packed in cases:
@@ -85,7 +85,7 @@ def difference_by_split(config: LlamaConfig, batch: Batch, world: World) -> str:
     rows = world.all_gather_scalars([loss, max(wrong, default=-1)])
     if differs(rows[:, 0].sum() / world.size * parallel.pp, expected_loss / cp):
         return "computes another loss than one process"
-    last = int(rows[:, 1].max())  # the gradients after a fault are right
+    last = int(rows[:, 1].max())  # backward goes from the last: those after a fault are right
     return f"computes another gradient of {names[last]} than one process" if last >= 0 else ""
 
 
@@ -117,7 +117,8 @@ def loss_and_gradients(config: LlamaConfig, batch: Batch, world: World) -> tuple
 @torch.no_grad()
 def check_documents(config: LlamaConfig, world: World) -> None:
     """Raise UserError if a small model computes other logits with a mask than by the kernel for
-    documents, which in training takes the place of document_mask, where there is one."""
+    documents, which in training takes the place of document_mask, where there is one; or if --cp
+    has none for heads of this width."""
     device, dtype, cp = world.device, world.parallel.dtype, world.parallel.cp
     if config.head_dim not in (widths := kernel_widths(device.type, dtype)):
         if widths and cp > 1:
@@ -128,12 +129,12 @@ def check_documents(config: LlamaConfig, world: World) -> None:
         return
     model = with_fixed_weights(Llama(small := small_config(config, 4)).double()).to(device, dtype)
     rank = world.cp_mesh.get_local_rank() if cp > 1 else 0
-    for packed in (False, True):
+    for packed in (False, True) if cp > 1 else (True,):
         batch = sequences(1, math.ceil(512 / cp) * 2 * cp, small, packed).to(device)
         own = share_sequences(batch, world)
         found = model(own.tokens, positions=own.positions, documents=own.documents)
         expected = own_tokens(model(batch.tokens, positions=batch.positions), rank, cp)
-        if differs(found, expected, tolerance=0.03):  # roundings to 8 bits add up
+        if differs(found, expected, tolerance=0.03):  # bfloat16's roundings add up
             raise UserError(
                 "Documents.attention and document_mask give other logits, since model.py was "
                 "changed: change both alike, or remove the entry of DOCUMENT_KERNELS"

@@ -75,9 +75,9 @@ def requested_work(
     args: argparse.Namespace, model: Llama, process: Process, packed: bool = False
 ) -> Work:
     """Return a step as the flags ask for it: `dp` may still be "auto", and until it is chosen all
-    ranks with different sequences count as replicas. `packed`: sequences hold several documents."""
+    ranks of data parallelism count as replicas. `packed`: sequences hold several documents."""
     parallel = requested_parallel(args)
-    data_ranks = max(1, process.size // (parallel.tp * parallel.pp))
+    data_ranks = max(1, process.size // (parallel.tp * parallel.pp))  # 0 is refused later
     return Work(
         model,
         replace(parallel, replicate=data_ranks),
@@ -95,8 +95,8 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         raise UserError(
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
         )
-    # The default may exceed --steps, since everybody first tries a few.
-    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then the learning rate decays
+    # The default may exceed --steps: first trials are short.
+    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then learning_rate decays
     if isinstance(args.warmup, Given) and args.warmup > longest:
         raise UserError(
             f"--warmup {args.warmup} is too long for --steps {args.steps}: the learning rate would "
@@ -106,7 +106,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
         model = Llama(config)
-    model.requires_grad_("targets" not in args)  # which only fine-tuning has
+    model.requires_grad_("targets" not in args)  # --targets is LoRA's, whose base is frozen
     work = requested_work(args, model, process)
     check_parallel(work, args.shard, process)
     if args.batch * args.cp % work.parallel.replicate:
@@ -142,7 +142,7 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     parallel_layers.check(work)
     requested = work.parallel
     dp, tp, reshard = requested.dp, requested.tp, requested.reshard
-    strategy = STRATEGIES.get(dp)  # None for auto
+    strategy = STRATEGIES.get(dp)  # None for auto; requested.strategy is HSDP for DDP with tp
     fsdp_flags = _dp_flags(lambda strategy: strategy.uses_fsdp)
     data_ranks, rest = divmod(process.size, tp * requested.pp)
     if rest:
@@ -163,7 +163,7 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
         raise UserError(f"--shard {shard} is for {_dp_flags(lambda s: s.copy_per == 'node')}")
     if shard and data_ranks % shard:
         raise UserError(
-            f"--shard {shard} must divide the {data_ranks} ranks with different sequences "
+            f"--shard {shard} must divide the {data_ranks} ranks of data parallelism "
             f"({process.size} processes with --tp {tp} --pp {requested.pp})"
         )
 

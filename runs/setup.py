@@ -35,7 +35,7 @@ class Job:
 
 
 def setup(args: argparse.Namespace) -> Process:
-    """Join the other processes and set the flags whose defaults depend on the device."""
+    """Join the other processes and set the flags whose defaults depend on the device or others."""
     process = init_distributed()
     process.check_same_flags(vars(args))
     on_gpu = process.device.type == "cuda"
@@ -50,7 +50,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     """Split the model as the flags, or its size, ask for; return what a training step calls, and
     the step's work."""
     work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
-    args.microbatch = work.microbatch
+    args.microbatch = work.microbatch  # for the run's record
     room = process.minimum(usable_memory(process.device, process.per_node))
     parallel, reason = choose_parallel(work, args.shard, process, room)
     work = replace(work, parallel=parallel)

@@ -1,7 +1,7 @@
-"""Layers of tensor parallelism: how torch's styles shard them here, and which ones they cannot.
+"""Layers of tensor parallelism: torch's styles as used here, and what they cannot shard.
 
 parallel.py chooses a style for every layer (PLAN). The styles here shard a layer parameter by
-parameter, since a layer with an adapter has more of them than a weight.
+parameter, since an adapter adds some.
 """
 
 import math
@@ -74,8 +74,8 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
     """Return the dimension on which a style shards each parameter of the layer at `path`, None for
     a replicated one.
 
-    Raises UserError for a parameter that the style does not cover. A rank would otherwise keep its
-    own part of the gradient, which should be summed over tp, and train on without an error."""
+    Raises UserError for a parameter that the style does not cover: without an error, its gradient
+    would not be summed over tp."""
     dims = {}
     names = [name for name, _ in layer.named_parameters(recurse=False)]
     if isinstance(style, SequenceParallel):

@@ -44,8 +44,8 @@ def put_in(model: nn.Module, name: str) -> None:
 
 @functools.cache
 def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
-    """Return whether a small model has the same loss and gradients with the function below as with
-    that of model.py; if not, say so once."""
+    """Return whether a small model on the CPU has the same loss and gradients with the function
+    below as with that of model.py; if not, say so once."""
     config, found = LlamaConfig(16, 1, 2, 1, ffn_dim=12, vocab_size=11, norm_eps=eps), []
     tokens = torch.arange(12).view(2, 6) ** 2 % 11
     for replaced in (False, True):
@@ -82,9 +82,8 @@ def norm_in_few_passes(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Normalized(torch.autograd.Function):
-    """Saves x itself. With r = 1 / sqrt(mean(x²) + eps) and z = x r, the result is z w. If h is its
-    gradient, that of w is the sum of h z over all tokens, that of z is g = h w, and that of x is
-    r (g - z mean(g z))."""
+    """Saves x. With r = 1 / sqrt(mean(x²) + eps) and z = x r, it returns y = z w. With h = dy, dw
+    is the sum of h z over all tokens, dz = g = h w, and dx = r (g - z mean(g z))."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
