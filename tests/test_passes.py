@@ -114,6 +114,13 @@ def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
     assert len(notes) == 3 and "model.py's own RoPE is used" in notes[1]
     monkeypatch.undo()
 
+    monkeypatch.setattr("model.swiglu", lambda gate, up: F.silu(gate.clamp(max=20)) * up)
+    passes.computes_the_same.cache_clear()
+    passes.use_fewer_passes(model := Llama(config))
+    assert replaced(model) == {"RMSNorm", "RoPE"}
+    capsys.readouterr()
+    monkeypatch.undo()
+
     monkeypatch.setattr(FeedForward, "forward", of_relu)  # leaves swiglu out
     passes.computes_the_same.cache_clear()
     passes.use_fewer_passes(model := Llama(config))
