@@ -26,7 +26,7 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3316, "techniques": 2511, "text": 1000, "files": 1264, "runs": 952,
+    "top": 3316, "techniques": 2508, "text": 1000, "files": 1264, "runs": 952,
     "costs": 1691, "perf": 2917, "plumbing": 659, "labs": 13095, "tests": 14263,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
