@@ -1,10 +1,11 @@
 """Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
 
+import contextlib
 import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,9 +31,9 @@ USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
 
 
-def fits(work: Work, room: float) -> bool:
-    """Return whether a step is predicted to take less than `room` bytes on every rank."""
-    return predict_memory(work)["peak"] < room
+def first_that_fits(works: Iterable[Work], room: float) -> Work | None:
+    """Return the first step that is predicted to take less than `room` bytes on every rank."""
+    return next((work for work in works if predict_memory(work)["peak"] < room), None)
 
 
 def usable_memory(device: torch.device, processes: int) -> int:
@@ -83,25 +84,24 @@ def choose_parallel(
         parallel = with_mesh_sizes(parallel, process.size, process.per_node, shard)
         return replace(work, parallel=parallel)
 
-    preferred = smallest = requested.reshard
-    if requested.reshard == "auto":
-        splits_backward = requested.pp > 1 and has_w(requested.schedule)
-        preferred, smallest = "weights", "weights" if splits_backward else "all"
-    candidates = [requested.dp]
+    strategies, reshards = [requested.dp], [requested.reshard]
     if requested.dp == "auto":
         data_ranks = process.size // (requested.tp * requested.pp)
         in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
-        candidates = [
+        strategies = [
             name
             for name, strategy in STRATEGIES.items()
             if strategy.automatic and (strategy.copy_per != "node" or 1 < in_node < data_ranks)
         ]
-    fitting = (dp for dp in candidates if fits(split(dp, smallest), room))
-    dp = next(fitting, candidates[-1])
-    chosen = split(dp, preferred)
-    many = chosen.microbatches > 1 and chosen.parallel.strategy.uses_fsdp
-    if many and not fits(chosen, room):
-        chosen = split(dp, smallest)
+    if requested.reshard == "auto":
+        splits_backward = requested.pp > 1 and has_w(requested.schedule)
+        reshards = ["weights"] if splits_backward else ["weights", "all"]
+    candidates = []
+    for choice in (split(dp, reshard) for dp in strategies for reshard in reshards):
+        parts = choice.microbatches if choice.parallel.strategy.uses_fsdp else 1
+        if parts > 1 or choice.parallel.reshard == reshards[0]:  # reshard differs for several
+            candidates.append(choice)
+    chosen = first_that_fits(candidates, room)
 
     copy = predict_memory(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
@@ -110,11 +110,11 @@ def choose_parallel(
         f"{copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a node has "
         f"{process.per_node} of {process.size} processes"
     )
-    if not fits(chosen, room):
+    if chosen is None:
         reason += (
             "; nothing is predicted to fit: try --checkpointing full or a smaller --microbatch"
         )
-    return chosen.parallel, reason
+    return (chosen or candidates[-1]).parallel, reason
 
 
 def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
@@ -154,32 +154,33 @@ def what_would_fit(work: Work, process: Process) -> str:
     sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
     possible = (n for n in divisors(data_ranks) if work.seq_len % (2 * n) == 0 or n == 1)
     shared = replace(sharded, cp=max(n for n in possible if n % parallel.cp == 0))
-    for base, moments, (checkpointing, offload), size in itertools.product(
+    choices = itertools.product(
         (parallel, sharded, shared),
         dict.fromkeys((parallel.moments, "bfloat16")),
         (present, *ACTIVATIONS[next_ones:]),
         sizes,
-    ):
-        flags = {
-            f"--dp {base.dp}": base.dp != parallel.dp,
-            f"--cp {base.cp}": base.cp != parallel.cp,
-            f"--moments {moments}": moments != parallel.moments,
-            f"--checkpointing {checkpointing}": checkpointing != parallel.checkpointing,
-            "--offload-activations": offload and not parallel.offload_activations,
-            f"--microbatch {size}": size != work.microbatch,
-        }
-        given = dict(moments=moments, checkpointing=checkpointing, offload_activations=offload)
-        try:
-            changed = replace(work, parallel=replace(base, **given), microbatch=size)
-        except UserError:  # it does not combine with the other flags
-            continue
-        if fits(changed, limit):
-            peak = predict_memory(changed)["peak"]
-            return (
-                f"a step is predicted to need {needed / 1e9:.3g} GB, and with "
-                f"{' '.join(flag for flag, is_new in flags.items() if is_new)} {peak / 1e9:.3g}"
-            )
-    return f"no flags make a step fit in {room / 1e9:.3g} GB: use more GPUs, or a shorter --seq-len"
+    )
+
+    def candidates() -> Iterator[Work]:
+        for base, moments, (checkpointing, offload), size in choices:
+            given = dict(moments=moments, checkpointing=checkpointing, offload_activations=offload)
+            with contextlib.suppress(UserError):  # what does not combine with the other flags
+                yield replace(work, parallel=replace(base, **given), microbatch=size)
+
+    if (found := first_that_fits(candidates(), limit)) is None:
+        gigabytes = f"{room / 1e9:.3g} GB"
+        return f"no flags make a step fit in {gigabytes}: use more GPUs, or a shorter --seq-len"
+    new, flags = found.parallel, []
+    for name in ("dp", "cp", "moments", "checkpointing"):
+        if getattr(new, name) != getattr(parallel, name):
+            flags.append(f"--{name} {getattr(new, name)}")
+    flags += ["--offload-activations"] * (new.offload_activations > parallel.offload_activations)
+    flags += [f"--microbatch {found.microbatch}"] * (found.microbatch != work.microbatch)
+    peak = predict_memory(found)["peak"]
+    return (
+        f"a step is predicted to need {needed / 1e9:.3g} GB, and with {' '.join(flags)} "
+        f"{peak / 1e9:.3g}"
+    )
 
 
 def fits_unsharded(work: Work, world: World) -> bool:
