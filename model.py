@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
-LOSS_CHUNK = 512  # tokens whose logits exist at the same time in the loss
 
 
 # ------------------------------------------------------------------------------- configuration
@@ -256,11 +255,15 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Output(nn.Linear):
+    def forward(self, x):
+        return logits_of(x, self.weight)  # [B, T, D] -> [B, T, V]
+
+
 class Llama(nn.Module):
     """Llama 3. Parameter names match Meta's checkpoints. Values come from `init_weights` or a file.
 
-    `compute_dtype`, if set, is the autocast dtype of forward. `loss(hidden, weight, targets)` maps
-    the last hidden states and the output matrix to the loss; tensor parallelism replaces it."""
+    `compute_dtype`, if set, is the autocast dtype of forward."""
 
     writes_to_stream = ()
 
@@ -268,11 +271,12 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.loss = sum_of_losses  # replaced, too
+        self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism shards it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Output(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -319,9 +323,8 @@ class Llama(nn.Module):
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)
-            # Training never calls output: the loss multiplies by its weight itself, chunk by chunk.
-            # A change to logits, such as a soft cap, belongs in both places.
-            return self.loss(x, self.output.weight, targets)
+            operands = self.vocabulary.operands(x, self.output.weight)
+            return self.loss(*operands, targets, self.vocabulary)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
@@ -357,70 +360,67 @@ def generator_for(name: str, seed: int, device: torch.device) -> torch.Generator
 # -------------------------------------------------------------------------------------- the loss
 
 
-def cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_start: int = 0,
-    log_partition_offset: Callable[[Tensor], Tensor] | None = None,
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits of the next token, in training and in generation.
+
+    hidden [..., D], weight [V, D] -> [..., V]."""
+    return F.linear(hidden, weight)
+
+
+def loss_of(logits: Tensor, targets: Tensor, vocabulary: "Vocabulary") -> Tensor:
+    """Return the loss of each token in training, in nats.
+
+    Under tensor parallelism a rank has the logits of a shard of the vocabulary, so what depends on
+    all of them must ask `vocabulary`. What is returned for a target of IGNORE does not count.
+    logits [n, V] in float32 or float64, targets [n] -> [n]."""
+    return vocabulary.cross_entropy(logits, targets)
+
+
+class Vocabulary:
+    """What a loss asks of the whole vocabulary, given the logits [n, V] of n tokens. Under tensor
+    parallelism a rank has the logits of a shard, and parallel.py says what the other ranks have."""
+
+    def __init__(self, size: int):
+        self.size, self.first = size, 0  # V, and the entry of this rank's first logit
+
+    def operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what this rank multiplies for its logits."""
+        return hidden, weight
+
+    def of_ranks(self, x: Tensor) -> Tensor:
+        """Return x [...] of each rank that has a shard: [ranks, ...]."""
+        return x[None]
+
+    def sum(self, logits: Tensor) -> Tensor:
+        return self.of_ranks(logits.sum(-1)).sum(0)  # [n]
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        return self.of_ranks(logits.logsumexp(-1)).logsumexp(0)  # [n]
+
+    def rows_of(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the place of each target in this rank's logits, and if it is there: [n, 1]."""
+        row = targets[:, None] - self.first
+        is_here = (row >= 0) & (row < logits.shape[-1])
+        return torch.where(is_here, row, 0), is_here
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return -log softmax(logits)[target] [n]. In training techniques/passes.py replaces it."""
+        row, is_here = self.rows_of(targets, logits)
+        own_logit = torch.where(is_here, logits.gather(-1, row), 0)  # [n, 1]
+        return self.logsumexp(logits) - self.sum(own_logit)
+
+
+def sum_of_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
-    """Return the sum over targets of -log softmax(hidden @ weight.T)[target].
+    """Return the sum of loss_of over all targets but IGNORE; without gradients, as in validation,
+    of their cross entropies.
 
-    Works on LOSS_CHUNK tokens at a time: all logits of 4,096 tokens of Llama 3 take 2.1 GB in
-    float32, and a plain cross entropy holds them three times.
-    hidden [..., D], weight [V, D], targets [...] -> scalar.
-
-    `weight` may be one rank's shard of the vocabulary, starting at row `vocab_start`.
-    `log_partition_offset` then maps the shard's logits [n, V/tp] to
-    logsumexp(shard) - logsumexp(all) [n, 1]. The result, and the gradient of `hidden`, are this
-    rank's share of a sum over the shards.
-    """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    wants_grad = torch.is_grad_enabled()  # inside an autograd.Function it is always false
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()  # [N, D], [N]
-    return _ChunkedCrossEntropy.apply(
-        hidden, weight, targets, vocab_start, log_partition_offset, wants_grad
-    )
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient of the logits is softmax - onehot, which needs nothing but the logits. So
-    forward computes all gradients while it has a chunk's logits; backward only scales them."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_start, log_partition_offset, wants_grad):
-        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)  # float32 or float64
-        loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-        wants_hidden, wants_weight = (wants_grad and needed for needed in ctx.needs_input_grad[:2])
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
-        for start in range(0, len(targets), LOSS_CHUNK):
-            chunk = slice(start, start + LOSS_CHUNK)
-            h, t = hidden[chunk], targets[chunk, None]  # [n, D], [n, 1]
-            valid = t != IGNORE
-            local_id = t - vocab_start  # row of the target in this shard, if it is in it
-            in_shard = valid & (local_id >= 0) & (local_id < len(weight))
-            local_id = torch.where(in_shard, local_id, 0)
-            logits = h @ weight.T  # [n, V]
-            log_p = F.log_softmax(logits, dim=-1, dtype=sum_dtype)
-            if log_partition_offset:
-                log_p += log_partition_offset(logits)
-            loss -= torch.where(in_shard, log_p.gather(1, local_id), 0).sum()
-            if hidden_grad is None and weight_grad is None:
-                continue
-            grad = log_p.exp_().scatter_add_(1, local_id, -in_shard.to(sum_dtype)).to(h.dtype)
-            if hidden_grad is not None:
-                hidden_grad[chunk] = (grad @ weight) * valid
-            if weight_grad is not None:
-                weight_grad += grad.T @ (h * valid)
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx, scale):
-        gradients = [None if g is None else (g * scale).to(ctx.dtype) for g in ctx.saved_tensors]
-        return *gradients, None, None, None, None
+    hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
+    logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if torch.is_grad_enabled():
+        losses = loss_of(logits, targets, vocabulary)
+    else:
+        losses = vocabulary.cross_entropy(logits, targets)
+    return torch.where(targets != IGNORE, losses, 0).sum()

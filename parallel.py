@@ -57,10 +57,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from model import Llama, cross_entropy_sum
+from model import Llama, Vocabulary, sum_of_losses
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
 from techniques import async_tp, offload, optimizers, pipeline
+from techniques.chunked_loss import chunked_loss
 from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
 from techniques.parallel_layers import (
@@ -187,13 +188,15 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
-    use_fewer_passes(model)
     if parallel.float8 != "none":
         use_float8(model, parallel.float8, parallel.tp)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
         if parallel.async_tp and parallel.compile:
             async_tp.keep_messages_early()
+    use_fewer_passes(model)
+    if model.loss is sum_of_losses:  # not one of the caller's
+        model.loss = chunked_loss
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
     if parallel.offload_activations:
         offload.offload_activations(model, world.device)
@@ -428,11 +431,10 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
     column-parallel ones return plain tensors, of this rank's heads or features.
 
     Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
-    and 2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers tp float32 numbers
-    a token, and each microbatch all-reduces one number, its loss. A norm is replicated but sees
-    only the tokens of its rank, so its gradient is a partial sum, which FSDP all-reduces over tp
-    just before its reduce-scatter: D elements per norm, once a step (with reshard = all, once a
-    microbatch).
+    and 2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers 2 tp float32
+    numbers a token. A norm is replicated but sees only the tokens of its rank, so its gradient is a
+    partial sum, which FSDP all-reduces over tp just before its reduce-scatter: D elements per norm,
+    once a step (with reshard = all, once a microbatch).
 
     Use when activations do not fit, or when there are more ranks than sequences, within a node:
     links are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in
@@ -441,8 +443,10 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
 
     Shards in place: parameters become DTensors. Raises UserError for a parameter or a loss that it
     does not know how to shard. labs/tp.py shards a feed-forward block by hand."""
-    if model.loss is not cross_entropy_sum:
-        raise UserError("--tp replaces model.loss by loss_parallel: shard your loss there")
+    if model.loss is not sum_of_losses:
+        raise UserError(
+            "--tp shards model.py's loss and not another model.loss: change loss_of there"
+        )
     for path, layer in model.named_modules():
         planned_dims(style_of(path), path, layer)  # raises for what PLAN does not cover
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -455,7 +459,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
     for name in frozen:  # SequenceParallel makes every norm trainable
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own
-    model.loss = partial(loss_parallel, mesh)
+    model.vocabulary = ShardedVocabulary(model.vocabulary.size, mesh)
     # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way. A
     # clone has waited for it: block 0 then gets the same type as the other blocks, and one
     # compiled graph serves all of them.
@@ -463,28 +467,21 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
         model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 
 
-def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return cross_entropy_sum with the vocabulary sharded over `mesh`: no rank holds [N, V].
+class ShardedVocabulary(Vocabulary):
+    """Loss parallelism: each rank computes the logits of a shard of the vocabulary, and no rank
+    holds [N, V]. Ranks exchange the logsumexp of their logits and the target's logit, two numbers a
+    token, so that all have the same loss; a rank's gradients are those of its own logits. hidden
+    [B, T, D] is sharded by tokens, weight [V, D] by rows. labs/logits.py writes it by hand."""
 
-    Each rank computes the logits of its vocabulary shard. Ranks exchange only the logsumexp of
-    their logits, one number a token.
-    hidden [B, T, D] sharded over the sequence, weight [V, D] sharded over the vocabulary, targets
-    [B, T] -> scalar, the same on every rank. labs/logits.py writes it by hand."""
+    def __init__(self, size: int, mesh: DeviceMesh):
+        super().__init__(size)
+        self.mesh, self.first = mesh, math.ceil(size / mesh.size()) * mesh.get_local_rank()
 
-    def log_partition_offset(logits: Tensor) -> Tensor:
-        sum_dtype = torch.promote_types(logits.dtype, torch.float32)
-        lse = logits.to(sum_dtype).logsumexp(-1)  # [n]
-        lse_of_ranks = DTensor.from_local(lse[None], mesh, [Shard(0)]).full_tensor()  # all-gather
-        return (lse - lse_of_ranks.logsumexp(0))[:, None]  # [n, 1]
+    def operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        # An all-gather of the tokens; in backward a reduce-scatter.
+        hidden = hidden.redistribute(placements=[Replicate()])
+        return hidden.to_local(grad_placements=[Partial()]), weight.to_local()
 
-    hidden = hidden.redistribute(placements=[Replicate()])  # all-gather; backward: reduce-scatter
-    vocab_start = math.ceil(weight.shape[0] / mesh.size()) * mesh.get_local_rank()
-    share = cross_entropy_sum(
-        hidden.to_local(grad_placements=[Partial()]),
-        weight.to_local(),
-        targets,
-        vocab_start,
-        log_partition_offset,
-    )
-    loss = DTensor.from_local(share, mesh, [Partial()]).full_tensor()  # all-reduce of one number
-    return loss.clone()  # FSDP cannot hook a view
+    def of_ranks(self, x: Tensor) -> Tensor:
+        """All-gather x [...] -> [tp, ...]; backward keeps this rank's part of the gradient."""
+        return DTensor.from_local(x[None], self.mesh, [Shard(0)], run_check=False).full_tensor()

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from costs.traffic import first_block, matrices_of, modules_of, parts_of, sizes_of
 from costs.work import Work
 from lora import adapter_settings
-from model import LOSS_CHUNK, Llama, LlamaConfig
+from model import Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
+from techniques.chunked_loss import LOSS_CHUNK
 from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from costs.work import Work
-from model import LOSS_CHUNK, Llama
+from model import Llama
 from parallel import ParallelConfig, ddp, fsdp, style_of
+from techniques.chunked_loss import LOSS_CHUNK
 from techniques.float8 import layers_in_8_bits
 from techniques.nf4 import count
 from techniques.optimizers import ITERATIONS, is_block_matrix
@@ -147,9 +148,8 @@ def _tensor_parallel(
     else:
         yield "tp", "all-gather", m * gathers, activation
         yield "tp", "reduce-scatter", m * scatters, activation
-    for start in range(0, tokens, LOSS_CHUNK):
-        yield "tp", "all-gather", m * has_loss, min(LOSS_CHUNK, tokens - start) * tp * g  # lse
-    yield "tp", "all-reduce", m * has_loss, g  # the loss
+    for start in range(0, tokens, LOSS_CHUNK):  # of each token, logsumexp and the target's logit
+        yield "tp", "all-gather", m * has_loss, min(LOSS_CHUNK, tokens - start) * 2 * tp * g
     # Gradients of replicated parameters: in the compute dtype, or as float32 sums of microbatches.
     summed = m > 1 and parallel.reshard != "all"
     times = m if parallel.reshard == "all" else 1

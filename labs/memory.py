@@ -5,8 +5,8 @@ gradients and AdamW's moments are easily counted. But the peak comes later, and 
 forward saves, of whole copies that live for a moment, and of logits. Write the formula. The check
 runs six steps that you have not seen, and counts each tensor that is alive.
 
-Read: the docstrings of `recompute` and `fsdp` in parallel.py, and of `cross_entropy_sum` in
-model.py.
+Read: the docstrings of `recompute` and `fsdp` in parallel.py, and the first lines of
+techniques/chunked_loss.py.
 """
 
 from model import LlamaConfig

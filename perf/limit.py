@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import DeviceType
 
-import model as model_file
-from model import PRESETS, cross_entropy_sum
+from model import PRESETS, Vocabulary
 from parallel import World, with_mesh
 from perf.instruments import (
     Task,
@@ -38,6 +37,8 @@ from perf.instruments import (
 )
 from plumbing.processes import UserError
 from runs.records import peak_memory, write_atomically
+from techniques import chunked_loss
+from techniques.passes import cross_entropy_in_few_passes
 from text.batch import Batch
 
 # ------------------------------------------------------------------------------ the commands
@@ -94,7 +95,7 @@ def measure_loss(
     sizes: number of target tokens, width, entries of the vocabulary."""
     if problem := problem_with_files({"--json": out}):
         raise UserError(problem)
-    default = {"chunked": model_file.LOSS_CHUNK}
+    default = {"chunked": chunked_loss.LOSS_CHUNK}
     losses = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
     given = *sizes, getattr(torch, dtype), repeats
     costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in losses.items()}
@@ -309,17 +310,18 @@ def loss_cost(
     chunk: int | None, tokens: int, dim: int, vocab_size: int, dtype: torch.dtype, repeats: int
 ) -> dict:
     """Return the peak bytes that the loss of random hidden states and its gradients add to its
-    inputs, and with `repeats` the quartiles of its seconds: of cross_entropy_sum with `chunk`
+    inputs, and with `repeats` the quartiles of its seconds: of chunked_loss with `chunk`
     tokens at a time, or of PyTorch's cross-entropy."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     hidden, weight = random(tokens, dim), random(vocab_size, dim)
     targets = torch.randint(vocab_size, (tokens,), device=device)
-    model_file.LOSS_CHUNK = chunk
+    chunked_loss.LOSS_CHUNK, vocabulary = chunk, Vocabulary(vocab_size)
+    vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
     def step() -> None:
         if chunk:
-            loss = cross_entropy_sum(hidden, weight, targets)
+            loss = chunked_loss.chunked_loss(hidden, weight, targets, vocabulary)
         else:
             loss = F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
         torch.autograd.grad(loss, (hidden, weight))

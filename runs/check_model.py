@@ -204,8 +204,8 @@ def loss_caveat(config: LlamaConfig) -> str:
     if torch.isclose(model(tokens, targets=tokens), expected, rtol=1e-9):
         return ""
     return (
-        "note: the loss is not the cross entropy of the logits that generation uses: a change to "
-        "logits belongs in Llama.forward and in _ChunkedCrossEntropy"
+        "note: the loss in validation is not the cross entropy of the logits that generation uses: "
+        "a change to logits belongs in logits_of"
     )
 
 

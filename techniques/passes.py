@@ -1,11 +1,13 @@
-"""RMSNorm, RoPE and SwiGLU in few passes over memory: what model.py writes as the papers do.
+"""RMSNorm, RoPE, SwiGLU and cross entropy in few passes over memory: what model.py writes plainly.
 
 Between matrix products, time goes into reading and writing: an operator on [B, T, D] is a pass over
 memory, however little it computes. On a CPU, torch's RMSNorm makes 4 such passes in forward and 11
 in backward, and RoPE written with cosines 7 and 8, over half of x each. Here the norm makes 3 and
 8, half of them in place, and RoPE one in each direction: a complex product. In bfloat16 each has
 two or three more, to compute in float32. torch.compile, the default on a GPU, makes one kernel of
-what lies between matrix products, so there only SwiGLU differs, which saves less for backward.
+what lies between matrix products of a block, so there only SwiGLU differs, which saves less for
+backward. The loss is not compiled: autograd makes some 9 passes over logits, and 3 numbers of each
+exist at a time; here it takes 5 passes and 2 numbers.
 
 parallelize() puts these functions in for training, each only if a small model computes the same
 with it as without it: model.py may have been changed.
@@ -14,25 +16,26 @@ with it as without it: model.py may have been changed.
 import functools
 import itertools
 import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, rotate
+from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, Vocabulary, rotate
 from plumbing.processes import print_rank_zero
 
 
 def use_fewer_passes(model: Llama) -> None:
-    """Let the norms, RoPE and SwiGLU of a model compute by the functions below."""
-    for name in ("RMSNorm", "RoPE", "SwiGLU"):
+    """Let norms, RoPE, SwiGLU and cross entropy of a model compute by the functions below."""
+    for name in ("RMSNorm", "RoPE", "SwiGLU", "cross entropy"):
         if computes_the_same(type(model), model.config.norm_eps, name):
             put_in(model, name)
 
 
 def put_in(model: nn.Module, name: str) -> None:
-    """Put the function below that computes RMSNorm, RoPE or SwiGLU wherever a model has one."""
+    """Put the function below that computes what `name` says wherever a model has one."""
     for module in model.modules():
         # The same objects in all blocks, so that one compiled graph serves them.
         if name == "RMSNorm" and isinstance(module, RMSNorm):
@@ -41,6 +44,9 @@ def put_in(model: nn.Module, name: str) -> None:
             module.rotate = rotate_in_one_pass
         if name == "SwiGLU" and isinstance(module, FeedForward):
             module.swiglu = swiglu_that_saves_less
+        if name == "cross entropy" and isinstance(module, Llama):
+            vocabulary = module.vocabulary
+            vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
 
 @functools.cache
@@ -53,7 +59,7 @@ def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
     for scale, replaced in itertools.product((1, 3), (False, True)):
         with torch.device("meta"):
             model = model_class(config)
-        model.double().to_empty(device="cpu").tie_weights()
+        model.double().to_empty(device="cpu").eval().tie_weights()  # dropout would be random
         with torch.no_grad():
             for i, parameter in enumerate(model.parameters()):
                 values = torch.arange(parameter.numel()).double() ** 2 + i
@@ -152,6 +158,35 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+def cross_entropy_in_few_passes(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> Tensor:
+    """Return model.py's Vocabulary.cross_entropy(logits, targets)."""
+    return CrossEntropy.apply(logits, targets, vocabulary)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Saves log softmax of a rank's logits alone, and turns it into their gradient in place:
+    softmax over the whole vocabulary, minus 1 at the target."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocabulary):
+        log_p = F.log_softmax(logits, -1)  # [n, V], over this rank's shard of the vocabulary
+        row, is_here = vocabulary.rows_of(targets, logits)
+        own_logit = torch.where(is_here, logits.gather(-1, row), 0)
+        own = torch.cat([logits[:, :1] - log_p[:, :1], own_logit], 1)  # with its logsumexp, [n, 2]
+        lse, logit = vocabulary.of_ranks(own).unbind(-1)  # [ranks, n]
+        ctx.is_whole, lse = len(lse) == 1, lse.logsumexp(0)
+        ctx.save_for_backward(log_p, own[:, :1] - lse[:, None], row, is_here)
+        return lse - logit.sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        log_p, rest, row, is_here = ctx.saved_tensors
+        p = log_p.exp_() if ctx.is_whole else log_p.add_(rest).exp_()
+        grad = grad[:, None]
+        return p.mul_(grad).scatter_add_(1, row, -grad * is_here), None, None
 
 
 def in_float(x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
         stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
-        stage.config, stage.loss = model.config, model.loss
+        stage.config, stage.loss, stage.vocabulary = model.config, model.loss, model.vocabulary
         # FSDP puts a hook on the tensor that a module returns. The last block and the stage would
         # return the same one, so that W, which needs the stage's hook alone, would all-gather the
         # block for nothing. A view is another tensor.

@@ -382,8 +382,8 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
     with pytest.raises(UserError, match=r"layers\.0\.attention\.wv\.weight is shared"):
         parallelize(model, world, initialize)
     smoothed = Llama(LlamaConfig(**GROUPED))
-    smoothed.loss = lambda hidden, weight, targets: hidden.sum()
-    with pytest.raises(UserError, match=r"--tp replaces model\.loss"):
+    smoothed.loss = lambda hidden, weight, targets, *_: hidden.sum()
+    with pytest.raises(UserError, match=r"not another model\.loss: change loss_of"):
         tensor_parallel(smoothed, mesh=None)
 
 

@@ -5,7 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import FeedForward, Llama, LlamaConfig, RMSNorm, rope_angles, rotate, swiglu
+from model import (
+    FeedForward,
+    Llama,
+    LlamaConfig,
+    RMSNorm,
+    Vocabulary,
+    rope_angles,
+    rotate,
+    swiglu,
+)
 from techniques import passes
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -84,6 +93,9 @@ def test_a_norm_saves_its_input_and_one_number_a_row():
     assert sorted(saved) == [8, 15, 120]
 
 
+EVERYTHING = {"RMSNorm", "RoPE", "SwiGLU", "cross entropy"}
+
+
 def replaced(model: nn.Module) -> set[str]:
     """What passes.py has put into a model."""
     block = model.layers["0"]
@@ -91,6 +103,7 @@ def replaced(model: nn.Module) -> set[str]:
         "RMSNorm": block.ffn_norm.normalize is passes.norm_in_few_passes,
         "RoPE": block.attention.rotate is passes.rotate_in_one_pass,
         "SwiGLU": block.feed_forward.swiglu is passes.swiglu_that_saves_less,
+        "cross entropy": "cross_entropy" in vars(model.vocabulary),
     }
     return {name for name, is_replaced in found.items() if is_replaced}
 
@@ -99,7 +112,7 @@ def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
     passes.computes_the_same.cache_clear()
     config = LlamaConfig(16, 1, 2, 1, 12, 11)
     passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == {"RMSNorm", "RoPE", "SwiGLU"} and not capsys.readouterr().err
+    assert replaced(model) == EVERYTHING and not capsys.readouterr().err
 
     def of_relu(self, x):
         return self.w2(F.relu(self.w1(x)).square() * self.w3(x))
@@ -107,22 +120,23 @@ def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
     monkeypatch.setattr("model.rms_norm", lambda x, *_: F.layer_norm(x, x.shape[-1:]))
     monkeypatch.setattr("model.rotate", lambda x, cos, sin: rotate(x, cos, -sin))
     monkeypatch.setattr("model.swiglu", lambda gate, up: F.gelu(gate) * up)
+    monkeypatch.setattr(Vocabulary, "cross_entropy", lambda v, logits, _: v.logsumexp(logits))
     passes.computes_the_same.cache_clear()
     passes.use_fewer_passes(model := Llama(config))
     assert replaced(model) == set()
     notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 3 and "model.py's own RoPE is used" in notes[1]
+    assert len(notes) == 4 and "model.py's own RoPE is used" in notes[1]
     monkeypatch.undo()
 
     monkeypatch.setattr("model.swiglu", lambda gate, up: F.silu(gate.clamp(max=20)) * up)
     passes.computes_the_same.cache_clear()
     passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == {"RMSNorm", "RoPE"}
+    assert replaced(model) == EVERYTHING - {"SwiGLU"}
     capsys.readouterr()
     monkeypatch.undo()
 
     monkeypatch.setattr(FeedForward, "forward", of_relu)  # leaves swiglu out
     passes.computes_the_same.cache_clear()
     passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == {"RMSNorm", "RoPE", "SwiGLU"} and not capsys.readouterr().err
+    assert replaced(model) == EVERYTHING and not capsys.readouterr().err
     passes.computes_the_same.cache_clear()

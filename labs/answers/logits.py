@@ -5,7 +5,7 @@ the vocabulary. In tensor parallelism each rank computes those of its part of th
 targets lie in another rank's part, and a softmax needs all logits of a token. Yet no rank needs to
 see another's: a few numbers a token are enough.
 
-Read: `loss_parallel` in parallel.py; for the gradient, `_ChunkedCrossEntropy` in model.py.
+Read: `ShardedVocabulary` in parallel.py; for the gradient, `CrossEntropy` in techniques/passes.py.
 """
 
 import torch
@@ -179,12 +179,12 @@ WRONG = [
     ),
     dict(
         name="the project's",
-        says="loss_parallel is what you are to write",
+        says="ShardedVocabulary is what you are to write",
         change={
             "    token = torch": """\
     import parallel
 
-    parallel.loss_parallel(None, logits, logits, targets)
+    parallel.ShardedVocabulary(101, None).cross_entropy(logits, targets)
     token = torch"""
         },
     ),

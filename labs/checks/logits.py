@@ -22,23 +22,24 @@ from torch.utils._pytree import tree_leaves
 from training import Run
 
 import parallel
-from model import IGNORE
+from model import IGNORE, Vocabulary
 from perf.instruments import Counted
 from runs import setup
 
 FUNCTION = "cross_entropy"
-LEADS_TO = "parallel.py", "loss_parallel"
+LEADS_TO = "parallel.py", "ShardedVocabulary"
 SIZES = 2, 3, 4
 BARRED = (
     "torch.distributed.tensor.parallel.loss_parallel",
     "torch.distributed.tensor.DTensor",
     "torch.distributed.tensor.distribute_tensor",
-    "parallel.loss_parallel",
-    "parallel.cross_entropy_sum",
-    "model.cross_entropy_sum",
+    "parallel.ShardedVocabulary",
+    "techniques.chunked_loss.chunked_loss",
+    "techniques.passes.cross_entropy_in_few_passes",
+    "model.sum_of_losses",
 )
 HINTS = (
-    "Look at the docstring of `loss_parallel` in parallel.py: what do ranks exchange?",
+    "Look at the docstring of `ShardedVocabulary` in parallel.py: what do ranks exchange?",
     "Write -log softmax of the target as a difference. Which of its terms are sums over the "
     "vocabulary, and what does a rank add that does not have the target? Then count the numbers a "
     "token that ranks exchange.",
@@ -227,11 +228,9 @@ RUN = Run(flags="--tp 2 --microbatch 6")
 def install(cross_entropy: Callable) -> None:
     """Let tensor parallelism compute all logits of a rank at once, and give them to the student."""
 
-    def loss_parallel(mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        hidden = hidden.redistribute(placements=[Replicate()])
-        hidden = hidden.to_local(grad_placements=[Partial()]).flatten(0, 1)
-        vocab_start = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
-        return cross_entropy(hidden @ weight.to_local().T, targets.flatten(), vocab_start)
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        logits = hidden.flatten(0, 1) @ weight.T
+        return cross_entropy(logits, targets.flatten(), vocabulary.first)
 
-    parallel.loss_parallel = loss_parallel
+    parallel.chunked_loss = loss
     setup.check_model = lambda config, world: None  # it would find a wrong loss before training

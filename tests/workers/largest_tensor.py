@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import model
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard
+from techniques import chunked_loss
 
 
 class LargestTensor(TorchDispatchMode):
@@ -32,7 +32,7 @@ class LargestTensor(TorchDispatchMode):
 
 def main():
     world = with_mesh(init_distributed(), ParallelConfig(tp=2))
-    model.LOSS_CHUNK = 52
+    chunked_loss.LOSS_CHUNK = 52
     with torch.device("meta"):
         llama = Llama(LlamaConfig(16, 1, 2, 2, 32, vocab_size=997))
     parallelize(llama, world, partial(Llama.init_weights, assign=assign_shard))
