@@ -73,10 +73,13 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     elements = saved_elements(config, parallel, work.mask_width, frozen)
     saved, recomputed = (n * tokens * w for n in elements)
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
+    more = with_adapters * tokens * w
+    if parallel.async_tp and work.microbatch > 1:  # wo multiplies chunks, copies of its input
+        more += stream / tp
     if parallel.checkpointing == "none":
-        saved += with_adapters * tokens * w
+        saved += more
     else:  # what need not be saved exists in the recomputation all the same
-        recomputed += max(0.0, with_adapters) * tokens * w
+        recomputed += max(0.0, more)
     gate = tokens * F * w / tp  # its gradient exists with that of up, or w2's input's with w2
     block_backward = recomputed + stream / tp + gate + max(gate, matrix_in_4_bits)
     # What a block has offloaded is freed all at once, and more of backward adds to it.
@@ -89,7 +92,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
-    logits = loss_bytes(config, parallel, tokens, work.fused, output > 0)
+    logits = loss_bytes(config, parallel, tokens, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
         p, v = parallel.pp, parallel.stages_per_rank
@@ -312,25 +315,14 @@ def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[fl
     return elements - sum(width for needed, width in inputs.values() if not needed), largest
 
 
-def loss_bytes(
-    config: LlamaConfig, parallel: ParallelConfig, tokens: int, fused: bool, trainable: bool
-) -> int:
-    """Return the most that the loss holds: logits of a chunk and their softmax, while those of the
-    chunk before still exist; and the gradient of the output matrix, if that is trainable."""
+def loss_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int, trainable: bool) -> int:
+    """Return the most that the loss holds: the logits of a chunk and their log softmax, or their
+    gradient and that of the output matrix, if that is trainable, beside its sum over chunks."""
     vocab, w = math.ceil(config.vocab_size / parallel.tp), parallel.weight_bytes
-    # Bytes per logit, beside the w of the logit itself.
-    softmax = max(4, w)
-    softmax_input = softmax if w < 4 and not fused else 0  # the logits, cast
-    gradient = w if w < 4 else 0  # cast for the product
-    if tokens > LOSS_CHUNK:
-        per_logit = w + softmax_input + softmax + softmax + gradient  # the last two: chunk before
-    else:
-        per_logit = w + softmax + max(softmax_input, gradient)
-    n, matrix = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim
+    n, matrix, wide = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim, max(4, w)
     if not trainable:
-        return n * per_logit
-    in_product = n * (w + softmax + gradient) + matrix * w  # a chunk's gradient of the matrix
-    return matrix * softmax + max(n * per_logit, in_product)
+        return n * 2 * wide
+    return matrix * wide + max(n * 2 * wide, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
