@@ -41,7 +41,7 @@ from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.gpu import measure_gpu
-from perf.instruments import Task, build_on_meta, problem_with_files
+from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_lora, measure_loss
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
@@ -89,25 +89,22 @@ def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
                         help="dtype of computation (default: %(default)s)")
 
 
-def add_timing_flags(parser: argparse.ArgumentParser) -> None:
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
-
-
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    add_timing_flags(parser)
     parser.add_argument("--operators", action="store_true",
                         help="one more table: the time of each operator in a step")
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
-    add_timing_flags(parser)
+    add_limit_flags(parser)
     add_integers(parser, rank=(8, "rank of the adapters"))
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for --lora."""
+    parser.add_argument("--lora", action="store_true",
+                        help="train adapters, as finetune_lora.py does, in place of weights")
     add_integers(parser, rank=(8, "with --lora: rank of the adapters"))
     parser.add_argument("--dora", action="store_true",
                         help="with --lora: train the lengths of rows too")
@@ -140,7 +137,6 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
                              "differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
-    parser.add_argument("--lora", action="store_true", help="train adapters in place of weights")
     add_adapter_flags(parser)
     add_json_flag(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
@@ -183,10 +179,8 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
-    parser.add_argument("--gpus", type=positive_int, default=8,
-                        help="GPUs of the whole cluster (default: %(default)s)")
-    parser.add_argument("--per-node", type=positive_int, default=8,
-                        help="GPUs of a node (default: %(default)s)")
+    add_integers(parser, gpus=(8, "GPUs of the whole cluster"), per_node=(8, "GPUs of a node"),
+                 top=(12, "rows of the table"))
     parser.add_argument("--gpu", default="h100",
                         help=f"{', '.join(GPUS)}; or its peak, memory, memory bandwidth and link "
                              "within a node as TFLOP/s:GB:GB/s:GB/s (default: %(default)s)")
@@ -207,16 +201,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="muon: for the matrices of the blocks (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of AdamW's two moments (default: %(default)s)")
-    parser.add_argument("--lora", action="store_true", help="train adapters, by finetune_lora.py")
     add_adapter_flags(parser)
     parser.add_argument("--microbatch", type=positive_int,
                         help="only plans with microbatches of so many sequences")
     add_parallel_flags(parser, "Only plans with the values that are given; by default in bfloat16, "
                                "compiled.")
     parser.set_defaults(**dict.fromkeys(FILTERS))
-    parser.add_argument("--top", type=positive_int, default=12,
-                        help="rows of the table (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all plans as JSON")
+    add_json_flag(parser)
     parser.add_argument("--check", action="store_true",
                         help="emulate a step of rank 0 of the best plan in this process, and "
                              "compare its counted memory and traffic with the prediction")
@@ -252,10 +243,11 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
 
 def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
     """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
-    sizes = PRESETS[args.model], args.batch, microbatch, args.seq_len
-    optimizer_of = partial(train.make_optimizer, args=args)
+    model = build_on_meta(PRESETS[args.model], *adapters)
     parallel = replace(requested_parallel(args), compile=False)  # --compile adds a contestant
-    return Task(args.model, *sizes, parallel, optimizer_of, *adapters)
+    settings = dict(name=args.model, optimizer_of=partial(train.make_optimizer, args=args))
+    settings["on_gpu"] = torch.cuda.is_available()
+    return Task(model, parallel, args.batch, microbatch, args.seq_len, **settings)
 
 
 def limit(args: argparse.Namespace) -> str:
@@ -265,7 +257,8 @@ def limit(args: argparse.Namespace) -> str:
 
 def lora(args: argparse.Namespace) -> str:
     check_adamw(args)
-    return measure_lora(task_of(args, args.batch, LoRA(args.rank)), args.repeats, args.compile)
+    task = task_of(args, args.batch, LoRA(args.rank))
+    return measure_lora(task, args.repeats, args.compile, args.operators)
 
 
 def loss(args: argparse.Namespace) -> str:
@@ -300,9 +293,8 @@ def step(
     args.out, args.resume = args.out or Path("out"), True
     if args.plot and args.pp == 1:
         raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
-    if problem := problem_with_files({"--plot": args.plot, "--json": args.json}):
-        raise UserError(problem)
     process = setup(args)
+    check_writable({"--plot": args.plot, "--json": args.json})
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)

@@ -89,12 +89,6 @@ def step_of(
     return Work(model_of(config), parallel, batch, microbatch, seq_len)
 
 
-def emulated(work: Work) -> tuple[dict, dict[str, int]]:
-    """Return the traffic and the bytes of rank 0, counted in an emulated step."""
-    model = build_on_meta(work.model.config)
-    return emulate(model, work.parallel, work.sequences, work.microbatch, work.seq_len)
-
-
 def describe(work: Work) -> list[str]:
     """Return a step in words."""
     config, parallel = work.model.config, work.parallel
@@ -197,7 +191,7 @@ def draw_bytes(random: Random) -> Question:
         asked.append(Asked(f"{collective} over {dim}, bytes", "bytes", unless=calls))
 
     def count() -> list[Found]:
-        traffic, _ = emulated(run)
+        traffic, _ = emulate(run)
         terms = terms_of_traffic(run)
         if terms.keys() != traffic.keys():
             raise ArithmeticError(f"explained {[*terms]}, and counted {[*traffic]}")
@@ -315,7 +309,7 @@ def draw_memory(random: Random) -> Question:
         raise ArithmeticError(f"costs/memory.py and the terms here differ: {predicted}, {moments}")
 
     def count() -> list[Found]:
-        _, held = emulated(run)
+        _, held = emulate(run)
         found = [explained(held[kind], terms) for kind, terms in terms_of_state(run).items()]
         moment, other = sorted(totals, key=totals.get, reverse=True)
         left_out = held["peak"] - totals[moment]

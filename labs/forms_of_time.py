@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from forms import Asked, Found, Question, Term, describe, emulated, explained, flags_of, step_of
+from forms import Asked, Found, Question, Term, describe, explained, flags_of, step_of
 from lab import plural
 
 from costs.machines import Machine, assumed_machine
@@ -21,6 +21,7 @@ from costs.traffic import DIMS, predict_traffic, sent_bytes
 from costs.work import Work
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
+from perf.instruments import emulate
 from techniques.schedules import bubble, check_schedule, draw_text, held, make_schedule
 
 GPU = "h100"
@@ -292,7 +293,7 @@ def draw_twice(random: Random) -> Question:
     def count() -> list[Found]:
         sent, memory, time = [], [], []
         for one in (run, twice):
-            traffic, held = emulated(one)
+            traffic, held = emulate(one)
             sent.append({f"{key[1]} over {key[0]}": sent_bytes({key: cost}, one.parallel)
                          for key, cost in traffic.items()})  # fmt: skip
             state = {kind: held[kind] for kind in ("parameters", "optimizer")}

@@ -12,7 +12,6 @@ one pair of ranks after the other exchanges a message, which finds a slow link o
 """
 
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -32,15 +31,15 @@ from perf.instruments import (
     Contestants,
     Task,
     build_on_meta,
+    check_writable,
     describe_machine,
     markdown_table,
-    problem_with_files,
     random_batch,
     time_interleaved,
+    write_json,
 )
 from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import assign_shard, to_local
-from runs.records import write_atomically
 from text.batch import Batch
 from train import accumulate
 
@@ -63,9 +62,7 @@ def measure_comm(
         raise UserError(
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
-    find_problem = partial(problem_with_files, {"--out": out})
-    if problem := world.broadcast_from_rank_zero(find_problem):
-        raise UserError(problem)
+    check_writable({"--out": out})
     groups = {}
     for name, group in process_groups(world).items():
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
@@ -82,8 +79,7 @@ def measure_comm(
         "pairs": pair_speeds,
         "compute": compute_times,
     }
-    if out and world.rank == 0:
-        write_atomically(out, json.dumps(report) + "\n")
+    write_json(out, report)
     return text_report(report)
 
 
@@ -161,24 +157,24 @@ def time_computation(task: Task, repeats: int, world: World) -> dict:
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
     Times are medians of the slowest rank's, since a training step waits for that rank."""
-    what = f"computation: {task.model}, a microbatch of {task.microbatch}"
+    what = f"computation: {task.name}, a microbatch of {task.microbatch}"
     print_rank_zero(what, file=sys.stderr)
-    batch = random_batch(task.config, task.microbatch, task.seq_len).to(world.device)
+    config, dtype = task.model.config, task.parallel.dtype
+    batch = random_batch(config, task.microbatch, task.seq_len).to(world.device)
     contestants = {}
     for dp in ("fsdp", "ddp"):
         # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
-        parallel = ParallelConfig(dp=dp, dtype=task.parallel.dtype)
-        alone = replace(world, size=1, parallel=parallel)
-        model = build_on_meta(task.config)
+        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
+        model = build_on_meta(config)
         parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
     optimizer = task.optimizer_of(model)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
     medians = time_slowest(contestants, repeats, "rounds of a microbatch", world)
     return {
-        "model": task.model,
-        "config": asdict(task.config),
-        "dtype": str(task.parallel.dtype).removeprefix("torch."),
+        "model": task.name,
+        "config": asdict(config),
+        "dtype": str(dtype).removeprefix("torch."),
         "moments": task.parallel.moments,
         "tokens": task.microbatch * task.seq_len,
         "seq_len": task.seq_len,

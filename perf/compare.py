@@ -7,12 +7,10 @@ weights of its own. They run in turns and stay in memory together.
 """
 
 import importlib.util
-import json
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,26 +21,27 @@ from costs.memory import predict_memory
 from costs.search import usable_memory, with_mesh_sizes
 from costs.traffic import Traffic, sent_bytes
 from costs.work import Work
+from lora import adapter_settings
 from parallel import STRATEGIES, ParallelConfig, World, with_mesh
 from perf.instruments import (
     Counted,
     Live,
     Seconds,
     Task,
+    check_writable,
     describe_machine,
     make_step,
     megabytes,
-    problem_with_files,
     quartiles,
     random_batch,
     ratios_to_first,
     time_interleaved,
     timing_table,
     traffic_in_words,
+    write_json,
 )
 from perf.limit import bare_step, transformers_step
-from plumbing.processes import UserError, print_rank_zero
-from runs.records import write_atomically
+from plumbing.processes import UserError, is_rank_zero, print_rank_zero
 from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
 from techniques.float8 import has_kernel
@@ -134,10 +133,10 @@ def world_of(name: str, base: World) -> World:
 def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
     """Return the contestants that the user named; without names, the default ones that are possible
     and fit in memory together. Raises UserError where a named one is not possible."""
-    if task.seq_len > task.config.max_seq_len:
+    if task.seq_len > task.model.config.max_seq_len:
         raise UserError(
-            f"--seq-len {task.seq_len} is too long: --model {task.model} takes at most "
-            f"--seq-len {task.config.max_seq_len}"
+            f"--seq-len {task.seq_len} is too long: --model {task.name} takes at most "
+            f"--seq-len {task.model.config.max_seq_len}"
         )
     for name in names:
         check_contestant(name, task, base)
@@ -145,10 +144,10 @@ def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
         return names
     needs, left_out = {}, {}
     for name in CONTESTANTS:
-        if runs_by_default(name, task.lora is not None, base):
+        if runs_by_default(name, adapter_settings(task.model) is not None, base):
             try:
                 check_contestant(name, task, base)
-                needs[name] = memory_needed(task.work(configure(name, base)))
+                needs[name] = memory_needed(replace(task, parallel=configure(name, base)))
             except UserError as error:
                 left_out[name] = str(error)
     chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
@@ -163,11 +162,12 @@ def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
 def check_contestant(name: str, task: Task, base: World) -> None:
     """Raise UserError where a contestant cannot run on these processes, model or batch."""
     parallel = configure(name, base)
+    work = replace(task, parallel=parallel)
     data_ranks = parallel.replicate * parallel.shard // parallel.cp
-    if parallel.reshard == "adapters" and not task.lora:
+    if parallel.reshard == "adapters" and not adapter_settings(task.model):
         raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
-    check_parallel(task.work(parallel), None, base)
-    check_work(task.work(parallel))
+    check_parallel(work, None, base)
+    check_work(work)
     if task.batch % (data_ranks * task.microbatch):
         raise UserError(
             f"{name}: --batch {task.batch} must be a multiple of {data_ranks * task.microbatch}: "
@@ -224,9 +224,8 @@ def measure_compare(
     """Run the contestants; return the results as text, and write them to --json, which is `out`,
     beside the flags, and to --plot."""
     base = task.start_world()
-    if problem := base.broadcast_from_rank_zero(partial(output_problem, out, plot)):
-        raise UserError(problem)
-    batch, steps, costs = random_batch(task.config, task.batch, task.seq_len), {}, {}
+    check_output(out, plot)
+    batch, steps, costs = random_batch(task.model.config, task.batch, task.seq_len), {}, {}
     for name in choose_contestants(names, task, base):
         print_rank_zero(f"counting {name}", file=sys.stderr)
         world, make = world_of(name, base), ALONE.get(name, make_step)
@@ -240,21 +239,20 @@ def measure_compare(
     seconds = time_interleaved(steps, repeats)
     if base.rank > 0:
         return ""
-    if out:
-        results = flags | describe_machine(base) | {"strategies": results_of(task, seconds, costs)}
-        write_atomically(out, json.dumps(results, indent=1) + "\n")
+    strategies = results_of(task, seconds, costs)
+    write_json(out, flags | describe_machine(base) | {"strategies": strategies})
     if plot:
         save_plot(plot, task, seconds, costs)
     return text_report(task.batch * task.seq_len, seconds, costs)
 
 
-def output_problem(json_file: Path | None, plot: Path | None) -> str | None:
-    """Return why --json or --plot could not be written at the end, None if they can."""
+def check_output(json_file: Path | None, plot: Path | None) -> None:
+    """Raise UserError where --json or --plot could not be written at the end."""
     if plot and plot.suffix not in (".png", ".svg", ".pdf"):
-        return f"--plot {plot}: give a name that ends in .png, .svg or .pdf"
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install matplotlib"
-    return problem_with_files({"--json": json_file, "--plot": plot})
+        raise UserError(f"--plot {plot}: give a name that ends in .png, .svg or .pdf")
+    if plot and importlib.util.find_spec("matplotlib") is None and is_rank_zero():
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
+    check_writable({"--json": json_file, "--plot": plot})
 
 
 def count_costs(step: Callable[[], object], is_ours: bool, world: World, before: int) -> Cost:
@@ -325,7 +323,8 @@ def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
     """Return what was measured of each contestant, for --json."""
     results = {}
     for name, cost in costs.items():
-        traffic, predicted = cost.traffic or {}, predict_memory(task.work(cost.parallel))["peak"]
+        traffic = cost.traffic or {}
+        predicted = predict_memory(replace(task, parallel=cost.parallel))["peak"]
         results[name] = {
             "seconds": seconds[name],
             "tokens_per_second": task.batch * task.seq_len / statistics.median(seconds[name]),
@@ -357,5 +356,5 @@ def save_plot(file: Path, task: Task, seconds: Seconds, costs: dict[str, Cost]) 
     axes.margins(x=0.25)  # room for the labels
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens/s with quartiles; label: what a rank sends in a step")
-    axes.set_title(f"{task.model}, {task.batch} x {task.seq_len} tokens per step")
+    axes.set_title(f"{task.name}, {task.batch} x {task.seq_len} tokens per step")
     figure.savefig(file, dpi=150)

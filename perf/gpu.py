@@ -39,11 +39,12 @@ import torch
 
 from model import attend
 from perf.instruments import (
+    check_writable,
     markdown_table,
     megabytes,
-    problem_with_files,
     quartiles,
     time_interleaved,
+    write_json,
 )
 from plumbing.processes import UserError
 from runs.records import write_atomically
@@ -130,8 +131,7 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
         raise UserError(f"no part '{min(unknown)}': choose from {', '.join(PARTS)}")
     if docs and not docs.is_file():
         raise UserError(f"--docs {docs}: no such file")
-    if problem := problem_with_files({"--out": out}):
-        raise UserError(problem)
+    check_writable({"--out": out})
     report = json.loads(out.read_text()) if out.exists() else {"parts": {}}
     results = report["parts"]
     queue = (
@@ -154,7 +154,7 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
             line = PARTS[part][name]
             results[part][name] = run_command(line, Path(directory), rehearse, timeout=left)
             report["machine"] = describe_gpu()
-            write_atomically(out, json.dumps(report, indent=1) + "\n")
+            write_json(out, report)
     command = f"python bench.py gpu --out {out.name}{' --rehearse' * rehearse}"
     section = markdown_section(report, command)
     if docs:
@@ -332,4 +332,4 @@ def rows_of(name: str, result: dict) -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":  # a process for the rates alone
-    write_atomically(Path(sys.argv[-1]), json.dumps(measure_rates("--rehearse" in sys.argv)))
+    write_json(Path(sys.argv[-1]), measure_rates("--rehearse" in sys.argv))

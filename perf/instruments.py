@@ -11,6 +11,8 @@ process, and a result is the median, over all rounds, of the ratio of two times 
 """
 
 import contextlib
+import copy
+import json
 import statistics
 import time
 import weakref
@@ -36,9 +38,16 @@ from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
 from plumbing.parser import Parser
-from plumbing.processes import Process, init_distributed, with_progress
+from plumbing.processes import (
+    Process,
+    UserError,
+    init_distributed,
+    is_rank_zero,
+    with_progress,
+)
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
+from runs.records import write_atomically
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
@@ -112,19 +121,9 @@ def traffic_in_words(counted: Traffic | None, parallel: ParallelConfig) -> str:
 
 # ----------------------------------------------------------------------- counting collectives
 
-# torch's operators -> the collective that each runs. Any other is counted under its own name.
-COLLECTIVES = {
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "broadcast_": "broadcast",
-    "recv_": None,  # counted where it is sent
-}
+# Each is run by several of torch's operators, such as all_gather_into_tensor and _allgather_base_.
+# What runs none of them is counted under its own name.
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 
 
 class Counted(TorchDispatchMode):
@@ -156,7 +155,7 @@ class Counted(TorchDispatchMode):
             name = "send"
         if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
             ranks = tuple(dist.get_process_group_ranks(group))
-            if len(ranks) > 1 and COLLECTIVES.get(name, name):
+            if len(ranks) > 1 and name != "recv_":  # counted where it is sent
                 # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
                 payload = max(
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
@@ -164,7 +163,9 @@ class Counted(TorchDispatchMode):
                 )
                 is_cp = group.group_name == self.cp_group
                 dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
-                key = dim, COLLECTIVES.get(name, name)
+                letters = name.replace("_", "")
+                runs = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
+                key = dim, next(runs, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
         self.attentions += is_attention(name)
@@ -270,31 +271,25 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
 # --------------------------------------------------------------------------------- emulating
 
 
-def emulate(
-    model: Llama,
-    parallel: ParallelConfig,
-    local_batch: int,
-    microbatch: int,
-    seq_len: int,
-    pp_rank: int = 0,
-) -> tuple[Traffic, dict[str, int]]:
+def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     """Run three training steps of one rank of a cluster, in this process alone, and count the last.
-    It is the first rank of those that are `pp_rank` along pp.
+    It is the first rank of those that are `pp_rank` along pp; blocks are not compiled.
 
     Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
-    `peak`, in predict_memory's. `model` is on meta; the rank has `local_batch` sequences per step.
+    `peak`, in predict_memory's.
 
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.
     """
+    parallel = replace(work.parallel, compile=False)
     rank, size, cpu = pp_rank * parallel.size // parallel.pp, parallel.size, torch.device("cpu")
     process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        world = with_mesh(process, replace(parallel, compile=False))
-        tokens = torch.zeros(local_batch, seq_len, dtype=torch.int64)
+        world = with_mesh(process, parallel)
+        tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
         batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
-        return _three_steps(model, world, batch, microbatch)
+        return _three_steps(copy.deepcopy(work.model), world, batch, work.microbatch)
     finally:
         dist.destroy_process_group()
 
@@ -344,30 +339,13 @@ def all_reduce_at_once(
 
 # ------------------------------------------------------------------------------- shared pieces
 
-OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]  # train.make_optimizer with its flags
 
+@dataclass(frozen=True, kw_only=True)
+class Task(Work):
+    """A training step to measure. The mesh sizes in its `parallel` do not count."""
 
-@dataclass(frozen=True)
-class Task:
-    """A training step to measure: its model, its sequences and its optimizer."""
-
-    model: str  # its name
-    config: LlamaConfig
-    batch: int  # sequences of a step, over all processes
-    microbatch: int  # sequences that a process computes at a time
-    seq_len: int
-    parallel: ParallelConfig  # with the dtypes; mesh sizes do not count
-    optimizer_of: OptimizerOf
-    lora: LoRA | None = None
-    base_bits: int = 16  # of the frozen matrices beside adapters
-
-    def work(self, parallel: ParallelConfig) -> Work:
-        """Return the step, split over ranks as `parallel` says."""
-        model, on_gpu = (
-            build_on_meta(self.config, self.lora, self.base_bits),
-            torch.cuda.is_available(),
-        )
-        return Work(model, parallel, self.batch, self.microbatch, self.seq_len, on_gpu=on_gpu)
+    name: str  # of the model
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]  # make_optimizer with its flags
 
     def start_world(self) -> World:
         """Join the other processes, all of them replicas."""
@@ -394,7 +372,7 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
 def make_step(task: Task, world: World, batch: Batch) -> Callable[[], Totals]:
     """Return a function that runs train.py's training step of a new model, with adapters or
     without, on `world`. `batch` holds this rank's sequences of the step."""
-    model = build_on_meta(task.config, task.lora, task.base_bits)
+    model = copy.deepcopy(task.model)
 
     def random_matrix(name: str) -> Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -422,11 +400,16 @@ def describe_machine(world: World) -> dict:
     }
 
 
-def problem_with_files(files: dict[str, Path | None]) -> str | None:
-    """Return why results could not be written to `files` (flag -> its value), None if they can."""
-    for flag, file in files.items():
+def check_writable(files: dict[str, Path | None]) -> None:
+    """Raise UserError where rank 0 could not write results to `files` (flag -> its value)."""
+    for flag, file in files.items() if is_rank_zero() else ():
         if file and not file.parent.is_dir():
-            return f"{flag} {file}: there is no directory {file.parent}; make it first"
+            raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")
         if file and file.is_dir():
-            return f"{flag} {file} is a directory: give a file in it"
-    return None
+            raise UserError(f"{flag} {file} is a directory: give a file in it")
+
+
+def write_json(file: Path | None, results: object) -> None:
+    """Write results on rank 0, if a flag names a file for them."""
+    if file and is_rank_zero():
+        write_atomically(file, json.dumps(results, indent=1) + "\n")

@@ -9,12 +9,11 @@ bare_step and transformers_step take what make_step takes: so bench.py compare r
 Letters: N tokens of a microbatch; in, out widths of a weight; r rank of an adapter.
 """
 
-import json
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -22,21 +21,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import DeviceType
 
+from lora import adapter_settings
 from model import PRESETS, Vocabulary
 from parallel import World, with_mesh
 from perf.instruments import (
     Task,
     build_on_meta,
+    check_writable,
     make_step,
     markdown_table,
-    problem_with_files,
     quartiles,
     random_batch,
     time_interleaved,
     timing_table,
+    write_json,
 )
 from plumbing.processes import UserError
-from runs.records import peak_memory, write_atomically
+from runs.records import peak_memory
 from techniques import chunked_loss
 from techniques.passes import cross_entropy_in_few_passes
 from text.batch import Batch
@@ -45,45 +46,54 @@ from text.batch import Batch
 
 
 def measure_limit(task: Task, repeats: int, compile: bool, operators: bool) -> str:
-    """Return a table of the times of a full training step; with `operators`, one of its parts."""
-    world = task.start_world()
-    contestants = {
-        "bare matrix products and attention": build(bare_step, task, world),
-        "transformers": build(transformers_step, task, world),
-        "flatllama": build(make_step, task, world),
+    """Return a table of the times of a full training step, and what else time_steps returns."""
+    steps = {
+        "bare matrix products and attention": (bare_step, task),
+        "transformers": (transformers_step, task),
+        "flatllama": (make_step, task),
     }
-    if compile:
-        contestants["flatllama, compiled blocks"] = build_compiled(task, world)
-    seconds = time_interleaved(contestants, repeats)
-    lines = timing_table(seconds, task.batch * task.seq_len)
-    if operators:
-        lines += ["", *operator_table(contestants["flatllama"], repeats)]
-    return "\n".join(lines)
+    return "\n".join(time_steps(steps, repeats, compile, operators))
 
 
-def measure_lora(task: Task, repeats: int, compile: bool) -> str:
-    """Return a table of the times of a LoRA step, and one of its peak memory."""
-    kinds = {
-        "LoRA": task,
-        "DoRA": replace(task, lora=replace(task.lora, dora=True)),
-        "LoRA, base in 4 bits": replace(task, base_bits=4),
+def measure_lora(task: Task, repeats: int, compile: bool, operators: bool) -> str:
+    """Return a table of the times of a LoRA step, what else time_steps returns, and a table of its
+    peak memory."""
+    config, lora = task.model.config, adapter_settings(task.model)
+    models = {
+        "LoRA": task.model,
+        "DoRA": build_on_meta(config, replace(lora, dora=True)),
+        "LoRA, base in 4 bits": build_on_meta(config, lora, base_bits=4),
     }
     steps = {
-        f"{whose} {kind}": (make, changed)
-        for kind, changed in kinds.items()
+        f"{whose} {kind}": (make, replace(task, model=model))
+        for kind, model in models.items()
         for whose, make in (("peft", transformers_step), ("flatllama", make_step))
     }
     threads = torch.get_num_threads()
     peaks = {name: in_new_process(lora_peak, *step, threads) for name, step in steps.items()}
-    world = task.start_world()
-    contestants = {"bare products of LoRA and attention": build(bare_step, task, world)}
-    contestants |= {name: build(*step, world) for name, step in steps.items()}
-    contestants["flatllama, all weights"] = build(make_step, replace(task, lora=None), world)
-    if compile:
-        for kind, changed in kinds.items():
-            contestants[f"flatllama {kind}, compiled blocks"] = build_compiled(changed, world)
-    times = timing_table(time_interleaved(contestants, repeats), task.batch * task.seq_len)
+    steps = {"bare products of LoRA and attention": (bare_step, task)} | steps
+    steps["flatllama, all weights"] = make_step, replace(task, model=build_on_meta(config))
+    times = time_steps(steps, repeats, compile, operators)
     return "\n".join([*times, "", *peak_table("adapters by", peaks)])
+
+
+def time_steps(
+    steps: dict[str, tuple[Callable, Task]], repeats: int, compile: bool, operators: bool
+) -> list[str]:
+    """Return the lines of a table of the times of steps on random tokens: name -> make_step or a
+    function like it, task. With `compile` it has our steps with compiled blocks, too; with
+    `operators` another table has the operators of the first of ours."""
+    (_, task), *_ = steps.values()
+    world = task.start_world()
+    contestants = {name: build(*step, world) for name, step in steps.items()}
+    ours = [name for name, (make, _) in steps.items() if make is make_step]
+    if compile:
+        compiled = with_mesh(world, replace(world.parallel, compile=True))
+        contestants |= {f"{name}, compiled blocks": build(*steps[name], compiled) for name in ours}
+    lines = timing_table(time_interleaved(contestants, repeats), task.batch * task.seq_len)
+    if operators:
+        lines += ["", *operator_table(contestants[ours[0]], repeats)]
+    return lines
 
 
 def measure_loss(
@@ -93,25 +103,20 @@ def measure_loss(
     of `chunks`; write it to --json, which is `out`, with the time of `repeats` rounds.
 
     sizes: number of target tokens, width, entries of the vocabulary."""
-    if problem := problem_with_files({"--json": out}):
-        raise UserError(problem)
+    check_writable({"--json": out})
     default = {"chunked": chunked_loss.LOSS_CHUNK}
     losses = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
     given = *sizes, getattr(torch, dtype), repeats
     costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in losses.items()}
-    if out:
-        write_atomically(out, json.dumps(costs, indent=1) + "\n")
+    write_json(out, costs)
     peaks = {name: cost["peak_bytes"] for name, cost in costs.items()}
     return "\n".join(peak_table("loss and its backward", peaks))
 
 
 def build(make: Callable, task: Task, world: World) -> Callable[[], object]:
     """Return a task's step on random tokens, as make_step or a function like it makes it."""
-    return make(task, world, random_batch(task.config, task.batch, task.seq_len).to(world.device))
-
-
-def build_compiled(task: Task, world: World) -> Callable[[], object]:
-    return build(make_step, task, with_mesh(world, replace(world.parallel, compile=True)))
+    batch = random_batch(task.model.config, task.batch, task.seq_len)
+    return make(task, world, batch.to(world.device))
 
 
 def peak_table(heading: str, peaks: dict[str, int]) -> list[str]:
@@ -155,11 +160,11 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     products: output = x Wᵀ, gradient of x = gradient of output W, and gradient of W. With LoRA W is
     frozen and has no gradient; instead, its factors A [r, in] and B [out, r] are in three products
     each. As in training, the output matrix has no adapter."""
-    config, rank = task.config, task.lora.rank if task.lora else 0
-    B, T = task.microbatch, task.seq_len
-    linears = [m for m in build_on_meta(config).modules() if isinstance(m, nn.Linear)]
+    config, lora = task.model.config, adapter_settings(task.model)
+    B, T, rank = task.microbatch, task.seq_len, lora.rank if lora else 0
+    linears = [m for m in task.model.modules() if isinstance(m, nn.Linear)]
     random = partial(torch.randn, device=world.device, dtype=world.parallel.dtype)
-    weights = [random(linear.weight.shape) for linear in linears]
+    weights = [random(linear.out_features, linear.in_features) for linear in linears]
     widths = {width for weight in weights for width in weight.shape} | {rank}
     # Random operands by width: activations or gradients [N, width], factors [r, width].
     rows = {width: random(B * T, width) for width in widths}
@@ -212,7 +217,7 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
-    config, lora = task.config, task.lora
+    config, lora = task.model.config, adapter_settings(task.model)
     described = transformers.LlamaConfig(
         hidden_size=config.dim,
         num_hidden_layers=config.n_layers,
@@ -229,7 +234,7 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     dtype = torch.bfloat16 if lora and low else torch.float32
     model.to(device, dtype)
-    if task.base_bits == 4:
+    if base_bits(task.model) == 4:
         into_4_bits(model, dtype)
     if lora:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
@@ -252,6 +257,11 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
     return step
 
 
+def base_bits(model: nn.Module) -> int:
+    """Return the bits of a weight of the blocks: 4 in a base of adapters that is stored so."""
+    return 4 if any(p.dtype == torch.uint8 for p in model.parameters()) else 16
+
+
 def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the matrices of transformers' blocks by bitsandbytes' in NF4, as peft expects."""
     try:
@@ -271,24 +281,9 @@ def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def in_new_process(function: Callable, *args):
-    """Return function(*args), run in a new process: the peak memory of a process never falls.
-
-    Raises its UserError, and EOFError if the process fails otherwise."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    context.Process(target=_send_result, args=(sender, function, *args), daemon=True).start()
-    sender.close()  # the new process has the only one then, which closes when it ends
-    result = receiver.recv()
-    if isinstance(result, UserError):
-        raise result
-    return result
-
-
-def _send_result(sender: Connection, function: Callable, *args) -> None:
-    try:
-        sender.send(function(*args))
-    except UserError as error:
-        sender.send(error)
+    """Return function(*args), run in a new process: the peak memory of a process never falls."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args).result()
 
 
 def lora_peak(make: Callable, task: Task, threads: int) -> int:
@@ -297,8 +292,9 @@ def lora_peak(make: Callable, task: Task, threads: int) -> int:
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
     world = task.start_world()
-    tiny = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
-    build(make, replace(task, config=tiny, batch=1, microbatch=1, seq_len=8), world)()
+    config = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
+    tiny = build_on_meta(config, adapter_settings(task.model), base_bits(task.model))
+    build(make, replace(task, model=tiny, batch=1, microbatch=1, seq_len=8), world)()
     before = peak_memory(world.device)
     step = build(make, task, world)
     for _ in range(3):

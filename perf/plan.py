@@ -10,7 +10,6 @@ with the best plan of each mesh and the reason why it loses against the best of 
 command that starts the best.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +24,14 @@ from model import Llama
 from parallel import ParallelConfig
 from perf.instruments import (
     build_on_meta,
+    check_writable,
     emulate,
     markdown_table,
     needs_real_tensors,
-    problem_with_files,
+    write_json,
 )
 from plumbing.processes import UserError
 from runs.flags import flags_of
-from runs.records import write_atomically
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,13 @@ def plan_cluster(question: Question, top: int, json_file: Path | None, check: bo
     write all plans to it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
-    if problem := problem_with_files({"--json": json_file}):
-        raise UserError(problem)
+    check_writable({"--json": json_file})
     plans = question.plans()
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
         raise UserError(explain_nothing_fits(question, plans[0]))
-    if json_file:
-        rows = [json_row(plan) for plan in sorted(plans, key=lambda plan: plan.seconds)]
-        write_atomically(json_file, json.dumps(rows, indent=1) + "\n")
+    write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:
@@ -377,9 +373,7 @@ def emulation_table(planned: Work) -> list[str]:
             f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "
             f"and these would take {memory['peak'] / 1e9:,.3g} GB (at most 4 are allowed)"
         ]
-    counted_traffic, counted_memory = emulate(
-        work.model, parallel, work.sequences, work.microbatch, work.seq_len
-    )
+    counted_traffic, counted_memory = emulate(work)
     rows = []
     for dim, collective in sorted(traffic | counted_traffic):
         cells = []

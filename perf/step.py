@@ -30,7 +30,6 @@ The last lines say which parts take long, and which flags would shorten them (pe
 
 import contextlib
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -62,10 +61,10 @@ from perf.instruments import (
     state_bytes,
     state_tensors,
     traffic_in_words,
+    write_json,
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero, with_progress
-from runs.records import write_atomically
 from runs.setup import Job
 from techniques import schedules
 from techniques.float8 import has_kernel
@@ -117,9 +116,7 @@ def measure_step(
         dist.barrier()  # the spans of all ranks begin now
         draw(plot, world, marked_step(training, sequences).spans())
     text, figures = report(training, rounds, memory, counted, attentions)
-    if json_file and world.rank == 0:
-        figures["first_step"] = first_step
-        write_atomically(json_file, json.dumps(figures, indent=1) + "\n")
+    write_json(json_file, figures | {"first_step": first_step})
     return text
 
 

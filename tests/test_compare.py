@@ -19,12 +19,12 @@ from parallel import STRATEGIES, ParallelConfig
 from perf import compare
 from perf.compare import (
     Cost,
+    check_output,
     choose_contestants,
     choose_fitting,
     compare_losses,
     configure,
     memory_needed,
-    output_problem,
 )
 from perf.instruments import Task, build_on_meta
 from plumbing.processes import UserError
@@ -143,10 +143,9 @@ def test_compare_adapters(tmp_path):
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-def task_of(**given) -> Task:
-    sizes = dict(batch=8, microbatch=1, seq_len=16)
-    described = dict(model="tiny", config=PRESETS["tiny"], parallel=ParallelConfig())
-    return Task(**described | sizes | given, optimizer_of=None)
+def task_of(batch: int = 8, lora: LoRA | None = None) -> Task:
+    model = build_on_meta(PRESETS["tiny"], lora)
+    return Task(model, ParallelConfig(), batch, 1, 16, name="tiny", optimizer_of=None)
 
 
 @pytest.mark.slow
@@ -242,10 +241,8 @@ def test_losses_that_do_not_agree_are_named():
 
 def test_a_plot_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # now an import raises ImportError
-    assert (
-        output_problem(None, Path("comparison.png"))
-        == "--plot needs matplotlib: pip install matplotlib"
-    )
+    with pytest.raises(UserError, match="--plot needs matplotlib: pip install matplotlib"):
+        check_output(None, Path("comparison.png"))
 
 
 def test_compare_wrong_input():

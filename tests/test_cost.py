@@ -130,7 +130,7 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
         model = Llama(config)
     work = step_of(model, parallel, microbatch, share // microbatch, seq_len)
     expected, traffic = predict_memory(work), predict_traffic(work)
-    sent, held = emulate(model, parallel, share, microbatch, seq_len)
+    sent, held = emulate(work)
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
@@ -173,7 +173,7 @@ def test_each_rank_of_a_pipeline_holds_and_sends_what_is_predicted(name):
             model = Llama(config)
         work = step_of(model, parallel, microbatch, share // microbatch, seq_len)
         expected, traffic = predict_memory(work, rank), predict_traffic(work, rank)
-        sent, held = emulate(model, parallel, share, microbatch, seq_len, pp_rank=rank)
+        sent, held = emulate(work, rank)
         assert sent == traffic
         for kind in ("parameters", "gradients", "optimizer"):
             assert held[kind] == expected[kind], (rank, kind)
@@ -247,7 +247,7 @@ def test_a_large_world_sends_what_is_predicted():
         model = Llama(config)
     work = step_of(model, parallel, 1, 1, 2048)
     expected, traffic = predict_memory(work), predict_traffic(work)
-    sent, held = emulate(model, parallel, 1, 1, 2048)
+    sent, held = emulate(work)
     assert sent == traffic
     assert [held[kind] for kind in held][:3] == [expected[kind] for kind in held][:3]
 
@@ -295,7 +295,7 @@ def test_adapters_hold_what_is_predicted(name):
     parallel, model = ParallelConfig(**options), build_on_meta(config, LoRA(**lora), bits)
     work = step_of(model, parallel, 2, 1, 256)
     expected, traffic = predict_memory(work), predict_traffic(work)
-    sent, held = emulate(model, parallel, 2, 2, 256)
+    sent, held = emulate(work)
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind]

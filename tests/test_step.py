@@ -186,12 +186,12 @@ def test_a_parameter_without_a_gradient_is_named(world):
 
 def test_a_measured_step_uses_the_flags_of_the_optimizer(world):
     """With a learning rate of 0 a step changes nothing."""
-    config = PRESETS["tiny"]
-    batch = random_batch(config, 1, 8)
+    model = build_on_meta(PRESETS["tiny"])
+    batch = random_batch(model.config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
         flags = Parser.defaults(add_optimizer_flags, lr=lr)
-        task = Task("tiny", config, 1, 1, 8, ParallelConfig(), partial(make_optimizer, args=flags))
-        step = make_step(task, world, batch)
+        settings = dict(name="tiny", optimizer_of=partial(make_optimizer, args=flags))
+        step = make_step(Task(model, ParallelConfig(), 1, 1, 8, **settings), world, batch)
         assert (step().loss == step().loss) == unchanged
 
 
