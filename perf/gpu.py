@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -95,25 +95,20 @@ KINDS = {
     },
 }
 ORDER = """
-step-1b-4096 step-8b-4096 lora-8b-4096 peers-1b-4096 step-8b-8192 step-1b-8192
-largest-full-1b-4096 largest-full-8b-4096 largest-none-1b-4096 largest-none-8b-4096
-float8-8b-8192 float8-1b-8192 lora-nf4-8b-4096 lora-dora-8b-4096 lora-8b-8192 lora-1b-4096
-lora-1b-8192 peers-1b-8192
-largest-full-1b-8192 largest-full-8b-8192 largest-none-1b-8192 largest-none-8b-8192
-""".split()
-
-
-def commands_of(part: str) -> dict[str, str]:
-    kind, size, seq_len = part.rsplit("-", 2)
-    flags = MODELS[f"{size}-{seq_len}"]
-    return {name: line.format(model=flags) for name, line in KINDS[kind].items()}
-
-
+step 1b-4096, step 8b-4096, lora 8b-4096, peers 1b-4096, step 8b-8192, step 1b-8192,
+largest-full 1b-4096, largest-full 8b-4096, largest-none 1b-4096, largest-none 8b-4096,
+float8 8b-8192, float8 1b-8192, lora-nf4 8b-4096, lora-dora 8b-4096, lora 8b-8192, lora 1b-4096,
+lora 1b-8192, peers 1b-8192,
+largest-full 1b-8192, largest-full 8b-8192, largest-none 1b-8192, largest-none 8b-8192
+"""
 PARTS = {  # in the order in which they are measured
     "rates": {"rates": "-m perf.gpu"},
     "loss-8b": {"loss": f"{LOSS} --dim 4096"},
     "loss-1b": {"loss": f"{LOSS} --dim 2048"},
-} | {part: commands_of(part) for part in ORDER}
+}
+for kind, model in map(str.split, ORDER.split(",")):
+    commands = {name: line.format(model=MODELS[model]) for name, line in KINDS[kind].items()}
+    PARTS[f"{kind}-{model}"] = commands
 REHEARSAL = {  # what is appended to a command; its last value of a flag counts
     "perf.gpu": "--rehearse",
     "loss": "--tokens 64 --vocab-size 512 --repeats 1",
@@ -133,28 +128,7 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
         raise UserError(f"--docs {docs}: no such file")
     check_writable({"--out": out})
     report = json.loads(out.read_text()) if out.exists() else {"parts": {}}
-    results = report["parts"]
-    queue = (
-        (part, name)
-        for part in parts or PARTS
-        for name in to_run(PARTS[part], results.setdefault(part, {}), anew=bool(parts))
-    )
-    ends, note = time.monotonic() + BUDGET, ""
-    with tempfile.TemporaryDirectory() as directory:
-        write_tokenizer(Path(directory) / "tokenizer.model")
-        for part, name in queue:
-            if not rehearse and not torch.cuda.is_available():
-                raise UserError("bench.py gpu needs a GPU: --rehearse runs it in small on a CPU")
-            left = round(ends - time.monotonic())
-            if left < SHORTEST:
-                note = f"\n\nno time was left from {part}, {name} on: again, without --parts"
-                break
-            progress = f"{part}, {name}: {left // 60}:{left % 60:02d} left"
-            print(progress, file=sys.stderr, flush=True)
-            line = PARTS[part][name]
-            results[part][name] = run_command(line, Path(directory), rehearse, timeout=left)
-            report["machine"] = describe_gpu()
-            write_json(out, report)
+    note = measure_parts(report, out, parts, rehearse)
     command = f"python bench.py gpu --out {out.name}{' --rehearse' * rehearse}"
     section = markdown_section(report, command)
     if docs:
@@ -162,18 +136,34 @@ def measure_gpu(out: Path, parts: list[str] | None, docs: Path | None, rehearse:
     return section + note
 
 
-def to_run(commands: dict[str, str], results: dict[str, dict], anew: bool) -> Iterator[str]:
-    """Yield the names of the commands of a part that have no result yet, or of all: to the first
-    that ran out of memory. `results` has those so far, also of what was yielded before."""
-
-    def error(name: str) -> str:
-        return results.get(name, {"error": "not measured yet"}).get("error", "")
-
-    for name in commands:
-        if anew or (error(name) and "out of memory" not in error(name)):
-            yield name
-        if "out of memory" in error(name):
-            return
+def measure_parts(report: dict, out: Path, parts: list[str] | None, rehearse: bool) -> str:
+    """Run the commands of which the report has no result, or those of `parts`, and write the report
+    after each. Of a part, those after one that ran out of memory are left out. Return a note if
+    there was no time for all."""
+    ends = time.monotonic() + BUDGET
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory) / "tokenizer.model")
+        for part in parts or PARTS:
+            results = report["parts"].setdefault(part, {})
+            for name, line in PARTS[part].items():
+                error = results.get(name, {"error": "not measured yet"}).get("error", "")
+                if parts or (error and "out of memory" not in error):
+                    if not rehearse and not torch.cuda.is_available():
+                        raise UserError(
+                            "bench.py gpu needs a GPU: --rehearse runs it in small on a CPU"
+                        )
+                    left = round(ends - time.monotonic())
+                    if left < SHORTEST:
+                        rest = f"{part}, {name} on"
+                        return f"\n\nno time was left from {rest}: again, without --parts"
+                    progress = f"{part}, {name}: {left // 60}:{left % 60:02d} left"
+                    print(progress, file=sys.stderr, flush=True)
+                    results[name] = run_command(line, Path(directory), rehearse, timeout=left)
+                    report["machine"] = describe_gpu()
+                    write_json(out, report)
+                if "out of memory" in results[name].get("error", ""):
+                    break
+    return ""
 
 
 def run_command(line: str, directory: Path, rehearse: bool, timeout: float) -> dict:

@@ -286,18 +286,16 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        world = with_mesh(process, parallel)
-        tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
-        batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
-        return _three_steps(copy.deepcopy(work.model), world, batch, work.microbatch)
+        return _three_steps(work, with_mesh(process, parallel))
     finally:
         dist.destroy_process_group()
 
 
-def _three_steps(
-    model: Llama, world: World, batch: Batch, microbatch: int
-) -> tuple[Traffic, dict[str, int]]:
-    parallel, mode = world.parallel, FakeTensorMode(allow_non_fake_inputs=True)
+def _three_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
+    model, parallel = copy.deepcopy(work.model), world.parallel
+    tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
+    batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     if needs_real_tensors(parallel):
         mode = contextlib.nullcontext()
         runner = parallelize(model, world, Llama.init_weights)
@@ -315,7 +313,7 @@ def _three_steps(
         for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
             kinds = state_tensors(model, optimizer)
             with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
-                accumulate(runner, batch, microbatch, world)
+                accumulate(runner, batch, work.microbatch, world)
                 held = state_bytes(model, optimizer)
                 optimizer.step()
                 zero_gradients(optimizer, world)
