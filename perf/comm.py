@@ -39,7 +39,7 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.processes import UserError, print_rank_zero
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import assign_shard
 from text.batch import Batch
 from train import accumulate
 
@@ -68,16 +68,12 @@ def measure_comm(
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
         times = time_collectives(group, sorted(set(sizes)), repeats, world)
         groups[name] = {"ranks": group.size(), "times": times}
-    compute_times = time_computation(task, repeats, world) if task else None
-    pairs = pairs_to_measure(world.size, world.per_node)
-    print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
-    pair_speeds = time_pairs(pairs, repeats, world)
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
         "groups": groups,
-        "pairs": pair_speeds,
-        "compute": compute_times,
+        "compute": time_computation(task, repeats, world) if task else None,
+        "pairs": time_pairs(repeats, world),
     }
     write_json(out, report)
     return text_report(report)
@@ -157,8 +153,6 @@ def time_computation(task: Task, repeats: int, world: World) -> dict:
     Every rank trains a model of its own, all at once, since ranks of a node share its processors.
     It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
     Times are medians of the slowest rank's, since a training step waits for that rank."""
-    what = f"computation: {task.name}, a microbatch of {task.microbatch}"
-    print_rank_zero(what, file=sys.stderr)
     config, dtype = task.model.config, task.parallel.dtype
     batch = random_batch(config, task.microbatch, task.seq_len).to(world.device)
     contestants = {}
@@ -191,7 +185,7 @@ def forward_and_backward(model: Llama, batch: Batch, world: World) -> None:
 
 def clip_and_update(optimizer: torch.optim.Optimizer) -> None:
     """Run what train.update computes on one rank: gradient norm, scaling, AdamW."""
-    gradients = [to_local(p.grad) for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     torch._foreach_mul_(gradients, 1 / (1 + torch.nn.utils.get_total_norm(gradients)))
     optimizer.step()
 
@@ -204,7 +198,7 @@ def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
     return sorted({(i, i + step) for step in (1, per_node) for i in range(size - step)})
 
 
-def time_pairs(pairs: list[tuple[int, int]], repeats: int, world: World) -> list[Pair]:
+def time_pairs(repeats: int, world: World) -> list[Pair]:
     """Measure the speed of each pair by a message from its first rank to the second and back.
 
     One pair runs at a time, while the other ranks wait. The fastest round counts: a slow link is
@@ -212,7 +206,8 @@ def time_pairs(pairs: list[tuple[int, int]], repeats: int, world: World) -> list
     # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
     elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
     message = torch.zeros(elements, device=world.device)
-    measured = []
+    pairs, measured = pairs_to_measure(world.size, world.per_node), []
+    print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
     for i, j in pairs:
         round_trip = partial(send_there_and_back, message, world.rank, i, j)
         fastest = min(time_interleaved({"pair": round_trip}, repeats, "rounds of a pair")["pair"])
