@@ -42,7 +42,7 @@ from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
-from perf.limit import measure_limit, measure_lora, measure_loss
+from perf.limit import measure_limit, measure_loss
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
@@ -252,13 +252,9 @@ def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
 
 def limit(args: argparse.Namespace) -> str:
     check_adamw(args)
-    return measure_limit(task_of(args, args.batch), args.repeats, args.compile, args.operators)
-
-
-def lora(args: argparse.Namespace) -> str:
-    check_adamw(args)
-    task = task_of(args, args.batch, LoRA(args.rank))
-    return measure_lora(task, args.repeats, args.compile, args.operators)
+    adapters = [LoRA(args.rank)] if args.command == "lora" else []
+    task = task_of(args, args.batch, *adapters)
+    return measure_limit(task, args.repeats, args.compile, args.operators)
 
 
 def loss(args: argparse.Namespace) -> str:
@@ -338,7 +334,7 @@ def plan(args: argparse.Namespace) -> str:
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, limit),
-    "lora": (add_lora_flags, lora),
+    "lora": (add_lora_flags, limit),
     "loss": (add_loss_flags, loss),
     "compare": (add_compare_flags, compare),
     "comm": (add_comm_flags, comm),

@@ -239,8 +239,9 @@ def measure_compare(
     seconds = time_interleaved(steps, repeats)
     if base.rank > 0:
         return ""
-    strategies = results_of(task, seconds, costs)
-    write_json(out, flags | describe_machine(base) | {"strategies": strategies})
+    if out:
+        strategies = {"strategies": results_of(task, seconds, costs)}
+        write_json(out, flags | describe_machine(base) | strategies)
     if plot:
         save_plot(plot, task, seconds, costs)
     return text_report(task.batch * task.seq_len, seconds, costs)

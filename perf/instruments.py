@@ -122,7 +122,7 @@ def traffic_in_words(counted: Traffic | None, parallel: ParallelConfig) -> str:
 # ----------------------------------------------------------------------- counting collectives
 
 # Each is run by several of torch's operators, such as all_gather_into_tensor and _allgather_base_.
-# What runs none of them is counted under its own name.
+# An operator whose name has none of these is counted under its own.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 
 
@@ -164,8 +164,8 @@ class Counted(TorchDispatchMode):
                 is_cp = group.group_name == self.cp_group
                 dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
                 letters = name.replace("_", "")
-                runs = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
-                key = dim, next(runs, name)
+                known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
+                key = dim, next(known, name)
                 calls, nbytes = self.sent.get(key, (0, 0))
                 self.sent[key] = calls + 1, nbytes + payload
         self.attentions += is_attention(name)

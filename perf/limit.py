@@ -1,19 +1,19 @@
 """`bench.py limit`, `lora` and `loss`: how far training is from what the machine can do.
 
-limit    a training step beside transformers' step and the bare matrix products of a step; with
-         --operators, where its time goes
+limit    a training step beside transformers' step and the bare matrix products of a step
 lora     a LoRA step beside peft's step and the bare matrix products of a LoRA step
 loss     peak memory of the chunked cross-entropy beside PyTorch's
 
+With --operators, limit and lora also say where the time of a step goes.
 bare_step and transformers_step take what make_step takes: so bench.py compare runs them, too.
 Letters: N tokens of a microbatch; in, out widths of a weight; r rank of an adapter.
 """
 
 import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import DeviceType
 
 from lora import adapter_settings
-from model import PRESETS, Vocabulary
+from model import PRESETS, Vocabulary, attend
 from parallel import World, with_mesh
 from perf.instruments import (
     Task,
@@ -46,44 +46,27 @@ from text.batch import Batch
 
 
 def measure_limit(task: Task, repeats: int, compile: bool, operators: bool) -> str:
-    """Return a table of the times of a full training step, and what else time_steps returns."""
-    steps = {
-        "bare matrix products and attention": (bare_step, task),
-        "transformers": (transformers_step, task),
-        "flatllama": (make_step, task),
-    }
-    return "\n".join(time_steps(steps, repeats, compile, operators))
-
-
-def measure_lora(task: Task, repeats: int, compile: bool, operators: bool) -> str:
-    """Return a table of the times of a LoRA step, what else time_steps returns, and a table of its
-    peak memory."""
+    """Return a table of the times of a full training step. Of a task with adapters it has each kind
+    of them, and another table their peak memory. `compile` adds our steps with compiled blocks, and
+    `operators` a table of the operators of our first step."""
     config, lora = task.model.config, adapter_settings(task.model)
-    models = {
-        "LoRA": task.model,
-        "DoRA": build_on_meta(config, replace(lora, dora=True)),
-        "LoRA, base in 4 bits": build_on_meta(config, lora, base_bits=4),
-    }
-    steps = {
-        f"{whose} {kind}": (make, replace(task, model=model))
-        for kind, model in models.items()
-        for whose, make in (("peft", transformers_step), ("flatllama", make_step))
-    }
-    threads = torch.get_num_threads()
-    peaks = {name: in_new_process(lora_peak, *step, threads) for name, step in steps.items()}
-    steps = {"bare products of LoRA and attention": (bare_step, task)} | steps
-    steps["flatllama, all weights"] = make_step, replace(task, model=build_on_meta(config))
-    times = time_steps(steps, repeats, compile, operators)
-    return "\n".join([*times, "", *peak_table("adapters by", peaks)])
-
-
-def time_steps(
-    steps: dict[str, tuple[Callable, Task]], repeats: int, compile: bool, operators: bool
-) -> list[str]:
-    """Return the lines of a table of the times of steps on random tokens: name -> make_step or a
-    function like it, task. With `compile` it has our steps with compiled blocks, too; with
-    `operators` another table has the operators of the first of ours."""
-    (_, task), *_ = steps.values()
+    bare, theirs, models = "bare matrix products and attention", "transformers", {"": task.model}
+    if lora:
+        bare, theirs = "bare products of LoRA and attention", "peft"
+        models = {
+            " LoRA": task.model,
+            " DoRA": build_on_meta(config, replace(lora, dora=True)),
+            " LoRA, base in 4 bits": build_on_meta(config, lora, base_bits=4),
+        }
+    steps, peaks = {bare: (bare_step, task)}, {}
+    for kind, model in models.items():
+        for whose, make in ((theirs, transformers_step), ("flatllama", make_step)):
+            name, step = f"{whose}{kind}", (make, replace(task, model=model))
+            steps[name] = step
+            if lora:
+                peaks[name] = in_new_process(lora_peak, *step, torch.get_num_threads())
+    if lora:
+        steps["flatllama, all weights"] = make_step, replace(task, model=build_on_meta(config))
     world = task.start_world()
     contestants = {name: build(*step, world) for name, step in steps.items()}
     ours = [name for name, (make, _) in steps.items() if make is make_step]
@@ -91,9 +74,11 @@ def time_steps(
         compiled = with_mesh(world, replace(world.parallel, compile=True))
         contestants |= {f"{name}, compiled blocks": build(*steps[name], compiled) for name in ours}
     lines = timing_table(time_interleaved(contestants, repeats), task.batch * task.seq_len)
+    if lora:
+        lines += ["", *peak_table("adapters by", peaks)]
     if operators:
         lines += ["", *operator_table(contestants[ours[0]], repeats)]
-    return lines
+    return "\n".join(lines)
 
 
 def measure_loss(
@@ -170,7 +155,7 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     rows = {width: random(B * T, width) for width in widths}
     factors = {width: random(rank, width) for width in widths}
     q, k, v, attention_grad = (
-        random(B, T, n, config.head_dim).transpose(1, 2).requires_grad_()
+        random(B, T, n, config.head_dim).requires_grad_()
         for n in (config.n_heads, config.n_kv_heads, config.n_kv_heads, config.n_heads)
     )
 
@@ -198,10 +183,7 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
                 torch.mm(low_rank.T, x)
                 torch.mm(low_rank.T, grad)
         for _ in range(config.n_layers):
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=config.n_heads != config.n_kv_heads
-            )
-            torch.autograd.grad(out, (q, k, v), attention_grad)
+            torch.autograd.grad(attend(q, k, v, None), (q, k, v), attention_grad)
 
     return lambda: [compute_microbatch() for _ in range(len(batch.tokens) // B)]
 
@@ -234,7 +216,7 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     dtype = torch.bfloat16 if lora and low else torch.float32
     model.to(device, dtype)
-    if base_bits(task.model) == 4:
+    if any(p.dtype == torch.uint8 for p in task.model.parameters()):
         into_4_bits(model, dtype)
     if lora:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
@@ -257,11 +239,6 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], fl
     return step
 
 
-def base_bits(model: nn.Module) -> int:
-    """Return the bits of a weight of the blocks: 4 in a base of adapters that is stored so."""
-    return 4 if any(p.dtype == torch.uint8 for p in model.parameters()) else 16
-
-
 def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace the matrices of transformers' blocks by bitsandbytes' in NF4, as peft expects."""
     try:
@@ -281,9 +258,25 @@ def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def in_new_process(function: Callable, *args):
-    """Return function(*args), run in a new process: the peak memory of a process never falls."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *args).result()
+    """Return function(*args), run in a new process: the peak memory of a process never falls.
+
+    Raises its UserError, and EOFError if the process fails otherwise. The semaphores of an executor
+    would make Python warn after Ctrl-C."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    context.Process(target=_send_result, args=(sender, function, *args), daemon=True).start()
+    sender.close()  # the new process has the only one then, which closes when it ends
+    result = receiver.recv()
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _send_result(sender: Connection, function: Callable, *args) -> None:
+    try:
+        sender.send(function(*args))
+    except UserError as error:
+        sender.send(error)
 
 
 def lora_peak(make: Callable, task: Task, threads: int) -> int:
@@ -293,7 +286,7 @@ def lora_peak(make: Callable, task: Task, threads: int) -> int:
     torch.set_num_threads(threads)
     world = task.start_world()
     config = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
-    tiny = build_on_meta(config, adapter_settings(task.model), base_bits(task.model))
+    tiny = build_on_meta(config, adapter_settings(task.model), base_bits=4)
     build(make, replace(task, model=tiny, batch=1, microbatch=1, seq_len=8), world)()
     before = peak_memory(world.device)
     step = build(make, task, world)
