@@ -46,7 +46,7 @@ from perf.limit import measure_limit, measure_loss
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_int
-from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from runs.flags import (
     add_finetuning_flags,
     add_optimizer_flags,
@@ -54,7 +54,7 @@ from runs.flags import (
     add_pretraining_flags,
 )
 from runs.rules import requested_parallel
-from runs.setup import Job, build, setup
+from runs.setup import build, setup
 
 # fmt: off
 
@@ -155,9 +155,7 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     add_optimizer_flags(parser)
 
 
-def add_step_flags(
-    add_script_flags: Callable[[argparse.ArgumentParser], None], parser: argparse.ArgumentParser
-) -> None:
+def add_step_flags(add_script_flags: Callable, parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
     add_integers(parser, repeats=(15, "rounds of all measurements"))
     parser.add_argument("--plot", type=Path, metavar="FILE.svg",
@@ -280,10 +278,7 @@ def comm(args: argparse.Namespace) -> str:
     return measure_comm(world, args.sizes, args.repeats, args.out, task)
 
 
-def step(
-    args: argparse.Namespace,
-    prepare: Callable[[argparse.Namespace, Process], Job] = train.prepare,
-) -> str:
+def step(args: argparse.Namespace, prepare: Callable = train.prepare) -> str:
     """Set up a training as a script does, of which `prepare` is, and measure its step."""
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True

@@ -142,9 +142,9 @@ class Counted(TorchDispatchMode):
         if world:
             self.group_names[tuple(range(world.size))] = "world"
             self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
-        for dim in world.mesh.mesh_dim_names if world else ():
-            group = world.mesh.get_group(dim)
-            self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
+            for dim in world.mesh.mesh_dim_names:
+                group = world.mesh.get_group(dim)
+                self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
         self.sent: Traffic = {}
         self.attentions = 0
 
