@@ -382,20 +382,15 @@ def report(
     compiler = torch._dynamo.utils.counters
     facts = Facts(
         shares={part: seconds / step for part, seconds in parts.items()},
-        parallel=parallel,
-        size=world.size,
+        work=work,
         per_node=world.per_node,
-        sequences=work.batch // world.data_size,
-        microbatches=microbatches,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
             name: predict_memory(replace(work, parallel=other))["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
-        frozen=any(not p.requires_grad for p in work.model.parameters()),
         attentions=attentions / (len(training.job.model.layers) * microbatches * chunks),
         graph_breaks=sum(compiler["graph_break"].values()),
-        on_gpu=on_gpu,
         mfu=mfu,
         can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
     )

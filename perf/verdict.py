@@ -6,11 +6,13 @@ that would shorten it. A change that needs memory is suggested only where costs/
 that the step would still fit.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from costs.search import data_ranks_in_node, with_mesh_sizes
+from costs.work import Work
 from parallel import STRATEGIES, ParallelConfig
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
@@ -22,37 +24,31 @@ class Facts:
     """Measurements and predictions that the verdict follows from."""
 
     shares: dict[str, float]  # part of a step -> its share of the time
-    parallel: ParallelConfig
-    size: int  # processes
-    per_node: int
-    sequences: int  # of a step, on each rank
-    microbatches: int
+    work: Work
+    per_node: int  # processes
     usable_memory: int  # bytes, per process
     peaks: dict[str, int]  # name in `alternatives` -> predicted peak of a step in bytes
     attentions: float  # forward runs of attention per layer and microbatch
-    frozen: bool = False  # whether some weights are, as in fine-tuning with adapters
     graph_breaks: int = 0
-    on_gpu: bool = False
     mfu: float | None = None  # None: unknown
     can_round: bool = False  # whether the device multiplies in 8 bits
 
-    def fits(self, name: str) -> bool:
-        return self.peaks[name] < self.usable_memory
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.work.parallel
 
     def fit_note(self, name: str) -> str:
-        return f"fits: {self.peaks[name] / 1e9:.3g} of {self.usable_memory / 1e9:.3g} GB"
+        """Say that an alternative fits in memory; empty if it does not."""
+        peak = self.peaks[name]
+        note = f"fits: {peak / 1e9:.3g} of {self.usable_memory / 1e9:.3g} GB"
+        return note if peak < self.usable_memory else ""
 
     def crosses_nodes(self, dim: str) -> bool:
         """Return whether groups along a mesh dimension have ranks on several nodes."""
-        parallel = self.parallel
         # A group lies within a block of consecutive ranks, of this size.
-        if dim == "cp":
-            return self.per_node % (parallel.tp * parallel.cp) != 0
-        block = 1
-        for name in ("tp", "shard", "replicate", "pp"):
-            block *= getattr(parallel, name)
-            if name == dim:
-                return self.per_node % block != 0
+        dims = ("tp", "cp") if dim == "cp" else ("tp", "shard", "replicate", "pp")
+        block = math.prod(getattr(self.parallel, name) for name in dims[: dims.index(dim) + 1])
+        return self.per_node % block != 0
 
 
 def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelConfig]:
@@ -76,7 +72,7 @@ def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelC
 
 def verdict(facts: Facts) -> list[str]:
     """Return sentences: what takes time besides forward and backward, largest part first, and
-    which changes would shorten it."""
+    which changes would shorten it. If nothing does, how much of the step computes."""
     sentences = []
     for part, share in sorted(facts.shares.items(), key=lambda item: -item[1]):
         rule = RULES.get(part)
@@ -98,7 +94,7 @@ def verdict(facts: Facts) -> list[str]:
             f"{facts.graph_breaks} graph break(s) interrupt the compiled blocks: "
             f"TORCH_LOGS=graph_breaks in front of the command shows where"
         )
-    if facts.on_gpu and not facts.parallel.compile:
+    if facts.work.on_gpu and not facts.parallel.compile:
         sentences.append(
             "blocks are not compiled: --compile fuses what lies between matrix products"
         )
@@ -107,19 +103,16 @@ def verdict(facts: Facts) -> list[str]:
             "matrix products are in bfloat16: --float8 tensorwise takes half the time for those of "
             "the blocks, if the loss bears the rounding"
         )
-    return sentences or [nothing_to_improve(facts)]
-
-
-def nothing_to_improve(facts: Facts) -> str:
-    """Return the sentence for a step that mostly computes: how much, and the largest other part."""
-    computing = {part: facts.shares[part] for part in COMPUTATION if part in facts.shares}
-    others = [share for part, share in facts.shares.items() if part not in COMPUTATION]
-    parts = ", ".join(f"{part} {percent(share)}" for part, share in computing.items())
-    mfu = "" if facts.mfu is None else f", at {percent(facts.mfu)} of the device's peak"
-    return (
-        f"{percent(sum(computing.values()))} of the step computes ({parts}){mfu}: nothing else "
-        f"takes more than {percent(max(others))}"
-    )
+    if not sentences:
+        computing = {part: facts.shares[part] for part in COMPUTATION if part in facts.shares}
+        parts = ", ".join(f"{part} {percent(share)}" for part, share in computing.items())
+        mfu = "" if facts.mfu is None else f", at {percent(facts.mfu)} of the device's peak"
+        largest = max(share for part, share in facts.shares.items() if part not in COMPUTATION)
+        sentences.append(
+            f"{percent(sum(computing.values()))} of the step computes ({parts}){mfu}: nothing else "
+            f"takes more than {percent(largest)}"
+        )
+    return sentences
 
 
 def percent(share: float) -> str:
@@ -130,22 +123,24 @@ def percent(share: float) -> str:
 
 
 def shard_levers(facts: Facts) -> list[str]:
-    parallel, levers = facts.parallel, []
+    parallel, work, levers = facts.parallel, facts.work, []
     data_ranks = parallel.replicate * parallel.shard
     in_node = data_ranks_in_node(data_ranks, parallel.tp, facts.per_node)
-    if facts.crosses_nodes("shard") and in_node > 1 and facts.fits("hsdp"):
+    crosses = facts.crosses_nodes("shard")
+    if crosses and in_node > 1 and (note := facts.fit_note("hsdp")):
         has_shard_flag = STRATEGIES[parallel.dp].copy_per == "node"
         flag = f"--shard {in_node}" if has_shard_flag else "--dp hsdp"
-        levers.append(f"{flag} keeps them within nodes, and {facts.fit_note('hsdp')}")
-    only_replicate_crosses = facts.crosses_nodes("replicate") and not facts.crosses_nodes("shard")
-    if facts.fits("ddp") and not parallel.offload and not only_replicate_crosses:
-        levers.append(f"--dp ddp sends only gradients, and a whole copy {facts.fit_note('ddp')}")
-    if facts.frozen and parallel.reshard != "adapters" and facts.fits("reshard adapters"):
-        note = facts.fit_note("reshard adapters")
+        levers.append(f"{flag} keeps them within nodes, and {note}")
+    only_replicate_crosses = facts.crosses_nodes("replicate") and not crosses
+    may_copy = not parallel.offload and not only_replicate_crosses
+    if may_copy and (note := facts.fit_note("ddp")):
+        levers.append(f"--dp ddp sends only gradients, and a whole copy {note}")
+    frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
+    note = facts.fit_note("reshard adapters")
+    if frozen and parallel.reshard != "adapters" and note:
         levers.append(f"--reshard adapters keeps the frozen weights on each rank, and {note}")
-    if facts.microbatches > 1:
-        if parallel.reshard in ("weights", "all") and facts.fits("reshard none"):
-            note = facts.fit_note("reshard none")
+    if work.microbatches > 1:
+        if parallel.reshard in ("weights", "all") and (note := facts.fit_note("reshard none")):
             levers.append(f"--reshard none all-gathers once a step, and {note}")
         elif parallel.reshard != "none":
             levers.append("a larger --microbatch, if memory allows, all-gathers weights less often")
@@ -157,7 +152,7 @@ def tp_levers(facts: Facts) -> list[str]:
     if facts.crosses_nodes("tp"):
         return [f"--tp {facts.per_node} or less stays within a node", *levers]
     # With fewer ranks along tp, more ranks need sequences of their own.
-    larger = "" if facts.sequences > 1 else " with a larger --batch"
+    larger = "" if facts.work.sequences > 1 else " with a larger --batch"
     return [*levers, f"a smaller --tp{larger}, if memory allows, waits less"]
 
 
@@ -169,7 +164,7 @@ def cp_levers(facts: Facts) -> list[str]:
 
 def pp_levers(facts: Facts) -> list[str]:
     levers = []
-    if facts.sequences > facts.microbatches:
+    if facts.work.sequences > facts.work.microbatches:
         levers.append("a smaller --microbatch makes more microbatches")
     if facts.parallel.schedule in ("gpipe", "1f1b"):
         levers.append("--schedule interleaved, with several stages on each rank, waits less")
@@ -178,52 +173,48 @@ def pp_levers(facts: Facts) -> list[str]:
 
 def recompute_levers(facts: Facts) -> list[str]:
     weaker = ["none"] if facts.parallel.checkpointing == "selective" else ["none", "selective"]
-    fitting = [name for name in weaker if facts.fits(name)]
-    return [f"--checkpointing {name} {facts.fit_note(name)}" for name in fitting[:1]]
+    notes = {name: facts.fit_note(name) for name in weaker}
+    return [f"--checkpointing {name} {note}" for name, note in notes.items() if note][:1]
 
 
 def optimizer_levers(facts: Facts) -> list[str]:
-    if facts.parallel.offload and facts.fits("this"):
-        return [f"without --offload it runs on the GPU, and a step {facts.fit_note('this')}"]
+    if facts.parallel.offload and (note := facts.fit_note("this")):
+        return [f"without --offload it runs on the GPU, and a step {note}"]
     levers = ["a larger --batch updates less often"]
     if facts.parallel.optimizer == "muon":
         levers.append("--optimizer adamw multiplies and all-gathers nothing, but takes other steps")
     shards_over_replicate = "replicate" in facts.parallel.strategy.sharded.values()  # as ZeRO-1
-    if shards_over_replicate and facts.fits("ddp"):
-        note = facts.fit_note("ddp")
+    if shards_over_replicate and (note := facts.fit_note("ddp")):
         levers.append(f"--dp ddp has no all-gather of updated weights, and a whole copy {note}")
     return levers
 
 
 def other_levers(facts: Facts) -> list[str]:
     levers = ["a larger --batch does this less often"]
-    return levers + ["bench.py comm names a slow link"] * (facts.size > 1)
+    return levers + ["bench.py comm names a slow link"] * (facts.parallel.size > 1)
 
 
 class Rule(NamedTuple):
     what: str  # verb phrase: what the step does in this part
-    threshold: float  # share of the step's time
     levers: Callable[[Facts], list[str]]
+    threshold: float = 0.10  # share of the step's time
 
 
 RULES = {
     EXPOSED + "replicate": Rule(
         "waits for gradients over replicate",
-        0.10,
         lambda facts: ["a larger --batch sends gradients less often"],
     ),
-    EXPOSED + "shard": Rule(
-        "waits for all-gathers and reduce-scatters over shard", 0.10, shard_levers
-    ),
-    EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", 0.10, tp_levers),
-    EXPOSED + "cp": Rule("waits for keys and values over cp", 0.10, cp_levers),
-    EXPOSED + "pp": Rule("waits for other stages", 0.10, pp_levers),
-    "recompute": Rule("recomputes activations", 0.10, recompute_levers),
+    EXPOSED + "shard": Rule("waits for all-gathers and reduce-scatters over shard", shard_levers),
+    EXPOSED + "tp": Rule("waits for all-gathers and reduce-scatters over tp", tp_levers),
+    EXPOSED + "cp": Rule("waits for keys and values over cp", cp_levers),
+    EXPOSED + "pp": Rule("waits for other stages", pp_levers),
+    "recompute": Rule("recomputes activations", recompute_levers),
     "data": Rule(
         "waits for data",
-        0.05,
         lambda facts: ["tokenize it with data.py tokenize, and keep the tokens on a local disk"],
+        threshold=0.05,
     ),
-    "optimizer": Rule("updates weights", 0.15, optimizer_levers),
-    "other": Rule("clips gradients, or waits for other ranks", 0.10, other_levers),
+    "optimizer": Rule("updates weights", optimizer_levers, threshold=0.15),
+    "other": Rule("clips gradients, or waits for other ranks", other_levers),
 }

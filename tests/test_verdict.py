@@ -4,22 +4,35 @@ from dataclasses import replace
 
 import torch
 
+from costs.work import Work
+from model import PRESETS
 from parallel import ParallelConfig
+from perf.instruments import build_on_meta
 from perf.verdict import EXPOSED, Facts, alternatives, verdict
 
 GB = 10**9
+MODEL = build_on_meta(PRESETS["tiny"])
 DDP = ParallelConfig(replicate=8)
 FSDP = ParallelConfig(dp="fsdp", shard=8)
 
 
-def facts(parallel: ParallelConfig = DDP, peak: float = 99.0, **given) -> Facts:
-    """Return facts of a run with 10 GB a process. An alternative needs `peak` GB, unless `peaks`
-    has another value for it; a part's share of the time may be given in `shares`."""
-    usual = dict(size=8, per_node=8, sequences=4, microbatches=1, usable_memory=10 * GB)
+def facts(
+    parallel: ParallelConfig = DDP,
+    peak: float = 99.0,
+    sequences: int = 4,
+    microbatches: int = 1,
+    on_gpu: bool = False,
+    **given,
+) -> Facts:
+    """Return facts of a run with 10 GB a process, whose ranks have `sequences` each. An alternative
+    needs `peak` GB, unless `peaks` has another value for it; a part's share of the time may be
+    given in `shares`."""
+    usual = dict(per_node=8, usable_memory=10 * GB, attentions=1)
     peaks = dict.fromkeys(alternatives(parallel, 8), int(peak * GB)) | given.pop("peaks", {})
     shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | given.pop("shares")
-    usual |= dict(attentions=1) | given
-    return Facts(shares=shares, parallel=parallel, peaks=peaks, **usual)
+    batch = sequences * parallel.replicate * parallel.shard // parallel.cp
+    work = Work(MODEL, parallel, batch, sequences // microbatches, 24, on_gpu=on_gpu)
+    return Facts(shares=shares, work=work, peaks=peaks, **usual | given)
 
 
 def test_nothing_to_improve():
@@ -51,7 +64,7 @@ def test_waiting_for_shard():
     (one_a_node,) = verdict(facts(FSDP, shares=shares, per_node=1, peaks={"hsdp": 4 * GB}))
     assert "crosses nodes" in one_a_node and "hsdp" not in one_a_node  # no one to share with
     hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=8)
-    (too_large,) = verdict(facts(hsdp, shares=shares, size=16, per_node=4, peak=1))
+    (too_large,) = verdict(facts(hsdp, shares=shares, per_node=4, peak=1))
     assert "--shard 4 keeps them within nodes" in too_large and "--dp ddp sends only" in too_large
     hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=4)
     (apart,) = verdict(facts(hsdp, shares=shares, per_node=4, peak=1))
