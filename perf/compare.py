@@ -72,6 +72,7 @@ CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "bare": ParallelConfig(),  # the matrix products and the attention of a step
     "transformers": ParallelConfig(),  # with peft's adapters
 }
+ON_REQUEST = "wrong async-tp cp pp pp-zero-bubble bare transformers".split()  # never by default
 # Those that rank 0 runs alone, with the whole batch -> what makes their step.
 ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
 
@@ -80,37 +81,34 @@ def configure(name: str, base: World) -> ParallelConfig:
     """Return a contestant's configuration. `base` is the world of all processes, in any mesh, with
     the dtypes and the optimizer of the flags."""
     given = {key: getattr(base.parallel, key) for key in ("dtype", "optimizer", "moments")}
-    parallel = replace(CONTESTANTS[name], **given)
+    parallel, nodes = replace(CONTESTANTS[name], **given), base.size // base.per_node
     if name in ALONE:
         return parallel
     if name in ("tp", "async-tp"):
-        return replace(parallel, tp=base.size)
+        parallel = replace(parallel, tp=base.size)
     if name == "cp":
         parallel = replace(parallel, cp=base.per_node)
     if name.startswith("pp"):
-        nodes = base.size // base.per_node
         parallel = replace(parallel, pp=nodes if nodes > 1 else base.size)
     return with_mesh_sizes(parallel, base.size, base.per_node)
 
 
 def runs_by_default(name: str, lora: bool, base: World) -> bool:
     """Return whether a contestant differs from the others on these processes."""
-    if name == "one":
-        return base.size == 1
-    if name in ("selective", "full"):
-        return True
-    if name == "float8":
-        return has_kernel(base.device, base.parallel.dtype, CONTESTANTS[name].float8)
-    if name in ("offloaded", "compiled"):
-        return base.device.type == "cuda"
-    if name == "fsdp-adapters" and not lora:
-        return False
-    if name in ("bare", "transformers", "wrong", "async-tp", "cp", "pp", "pp-zero-bubble"):
-        return False
-    if STRATEGIES[CONTESTANTS[name].dp].copy_per == "node":
-        # With one rank a node it is DDP, with one node FSDP.
-        return 1 < base.per_node < base.size
-    return base.size > 1
+    on_gpu, parallel = base.device.type == "cuda", CONTESTANTS[name]
+    # With one rank a node HSDP is DDP, with one node FSDP.
+    is_another = STRATEGIES[parallel.dp].copy_per != "node" or 1 < base.per_node < base.size
+    exceptions = {
+        **dict.fromkeys(ON_REQUEST, False),
+        "one": base.size == 1,
+        "fsdp-adapters": lora and base.size > 1,
+        "selective": True,
+        "full": True,
+        "offloaded": on_gpu,
+        "compiled": on_gpu,
+        "float8": has_kernel(base.device, base.parallel.dtype, CONTESTANTS["float8"].float8),
+    }
+    return exceptions.get(name, base.size > 1 and is_another)
 
 
 def world_of(name: str, base: World) -> World:

@@ -101,20 +101,17 @@ def measure_step(
 ) -> str:
     """Return tables and the verdict; write figures to --json, and draw a pipeline's step to --plot.
     All ranks call it together."""
-    world, batches = training.world, training.batches
     print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
     start = time.perf_counter()
-    plain_step(training, next(batches))
+    plain_step(training, next(training.batches))
     first_step = time.perf_counter() - start
     for _ in range(WARM_UP_STEPS - 1):
-        plain_step(training, next(batches))
+        plain_step(training, next(training.batches))
     memory, counted = count_step(training)
     attentions = counted.attentions if counted else profile_attention(training)
     rounds = time_variants(training, repeats)
     if plot:
-        sequences = next(batches)
-        dist.barrier()  # the spans of all ranks begin now
-        draw(plot, world, marked_step(training, sequences).spans())
+        draw(training, plot)
     text, figures = report(training, rounds, memory, counted, attentions)
     write_json(json_file, figures | {"first_step": first_step})
     return text
@@ -181,6 +178,17 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         optimizer.register_step_pre_hook(lambda *_: stamps.begin("optimizer")),
         optimizer.register_step_post_hook(lambda *_: stamps.end("optimizer")),
     ]
+
+    def stamped_forward(forward: Callable, *args, **kwargs):
+        recomputes = "forward" not in stamps.open
+        # An exception ends a recomputation, as soon as checkpoint has enough.
+        with stamps.of("recompute") if recomputes else contextlib.nullcontext():
+            return forward(*args, **kwargs)
+
+    def stamped_compute(action: Action, *given):
+        with stamps.of(action):  # what it waits for has arrived
+            return Pipeline.compute(runner, action, *given)
+
     runner = training.runner
     for stage in runner.stages.values() if isinstance(runner, Pipeline) else [runner]:
         # prepend: before FSDP's own hook, which all-gathers weights
@@ -192,31 +200,13 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         for block in training.job.model.layers.values():
             # Blocks that parallel.recompute has wrapped; a compiled block cannot be stamped within.
             if getattr(forward := block.forward, "func", None) is checkpoint:
-                stamped = stamp_recompute(*forward.args, stamps)
+                stamped = partial(stamped_forward, *forward.args)
                 block.forward = partial(checkpoint, stamped, **forward.keywords)
                 undo.callback(setattr, block, "forward", forward)
         if isinstance(runner, Pipeline):
-            compute = runner.compute
-
-            def stamped_compute(action: Action, *given):
-                with stamps.of(action):  # what it waits for has arrived
-                    return compute(action, *given)
-
             runner.compute = stamped_compute
             undo.callback(delattr, runner, "compute")  # the attribute, which hides the method
         yield stamps
-
-
-def stamp_recompute(forward: Callable, stamps: TimeStamps) -> Callable:
-    """Return a checkpointed forward that stamps its runs in backward."""
-
-    def stamped_forward(*args, **kwargs):
-        if "forward" in stamps.open:
-            return forward(*args, **kwargs)
-        with stamps.of("recompute"):  # an exception ends it, as soon as checkpoint has enough
-            return forward(*args, **kwargs)
-
-    return stamped_forward
 
 
 # ---------------------------------------------------------------------------------- timed variants
@@ -228,27 +218,19 @@ def plain_step(training: Training, batch: Batch) -> None:
     train_step(runner, optimizer, batch, training.work.microbatch, training.clip, world, step=1)
 
 
-def marked_step(training: Training, batch: Batch) -> TimeStamps:
-    """Run the same step with time stamps."""
+def marked_step(training: Training, silent: list[str], batch: Batch) -> TimeStamps:
+    """Run the same step with time stamps: `pass` is forward and backward, including the
+    communication of gradients. Without collectives over the dimensions `silent`, if there are any,
+    gradients are garbage: then discard them in place of the update."""
+    world, optimizer = training.world, training.optimizer
     with time_stamped(training) as stamps:
-        loss = forward_and_backward(training, batch, stamps)
-        update(training.optimizer, loss, batch, training.clip, training.world, step=1)
+        with silenced(training.runner, world, silent), stamps.of("pass"):
+            loss = accumulate(training.runner, batch, training.work.microbatch, world)
+        if silent:
+            zero_gradients(optimizer, world)
+        else:
+            update(optimizer, loss, batch, training.clip, world, step=1)
     return stamps
-
-
-def silenced_pass(training: Training, dims: list[str], batch: Batch) -> TimeStamps:
-    """Run forward and backward with time stamps, without collectives over `dims`, and discard the
-    gradients."""
-    with time_stamped(training) as stamps, silenced(training.runner, training.world, dims):
-        forward_and_backward(training, batch, stamps)
-    zero_gradients(training.optimizer, training.world)
-    return stamps
-
-
-def forward_and_backward(training: Training, batch: Batch, stamps: TimeStamps) -> torch.Tensor:
-    """Stamp one `pass`, including the communication of gradients. Return the sum of the losses."""
-    with stamps.of("pass"):
-        return accumulate(training.runner, batch, training.work.microbatch, training.world)
 
 
 def time_variants(training: Training, repeats: int) -> Rounds:
@@ -257,10 +239,11 @@ def time_variants(training: Training, repeats: int) -> Rounds:
 
     The parts are those with time stamps, `data` (waiting for a batch) and `step` (everything).
     `plain` comes after another whole step, during which its batch is read ahead, as in training."""
-    variants = {"marked": partial(marked_step, training), "plain": partial(plain_step, training)}
+    marked = partial(marked_step, training)
+    variants = {"marked": partial(marked, []), "plain": partial(plain_step, training)}
     for n in range(1, len(training.dims) + 1):
-        dims = training.dims[:n]
-        variants[f"without {' '.join(dims)}"] = partial(silenced_pass, training, dims)
+        silent = training.dims[:n]
+        variants[f"without {' '.join(silent)}"] = partial(marked, silent)
     rounds = {name: [] for name in variants}
     for _ in with_progress(range(repeats + 1), "rounds"):
         for name, variant in variants.items():
@@ -276,27 +259,26 @@ def time_variants(training: Training, repeats: int) -> Rounds:
     return {name: of_rounds[1:] for name, of_rounds in rounds.items()}
 
 
+def median(rounds: Rounds, variant: str, part: str) -> float:
+    return statistics.median(seconds.get(part, 0.0) for seconds in rounds[variant])
+
+
 def parts_of_step(rounds: Rounds, dims: list[str]) -> dict[str, float]:
     """Divide the median plain step of a rank into parts. Return part -> seconds.
 
     Forward, backward and recompute are those with all dimensions silenced. Exposed communication is
     what silencing one more of `dims` saves, and `other` the rest of the plain step."""
-
-    def median(variant: str, part: str) -> float:
-        return statistics.median(seconds.get(part, 0.0) for seconds in rounds[variant])
-
     variants = [name for name in rounds if name != "plain"]  # each silences one more dimension
-    passes = [median(name, "pass") for name in variants]
-    all_silent = variants[-1]
-    parts = {"forward": median(all_silent, "forward"), "backward": passes[-1]}
-    if "recompute" in rounds[all_silent][0]:
-        parts["recompute"] = median(all_silent, "recompute")
-    parts["backward"] -= parts["forward"] + parts.get("recompute", 0.0)
+    passes = [median(rounds, name, "pass") for name in variants]
+    forward, recompute = (median(rounds, variants[-1], part) for part in ("forward", "recompute"))
+    parts = {"forward": forward, "backward": passes[-1] - forward - recompute}
+    if recompute:
+        parts["recompute"] = recompute
     for dim, (before, after) in zip(dims, itertools.pairwise(passes)):
         parts[EXPOSED + dim] = before - after
-    parts["optimizer"] = median("marked", "optimizer")
-    parts["data"] = median("plain", "data")
-    parts["other"] = median("plain", "step") - sum(parts.values())
+    parts["optimizer"] = median(rounds, "marked", "optimizer")
+    parts["data"] = median(rounds, "plain", "data")
+    parts["other"] = median(rounds, "plain", "step") - sum(parts.values())
     return parts
 
 
@@ -310,14 +292,13 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
     compiled blocks would run uncompiled."""
     world, optimizer = training.world, training.optimizer
     on_gpu = world.device.type == "cuda"
-    counted = live = None
-    batch, nothing = next(training.batches), contextlib.nullcontext()
+    batch, counted, live = next(training.batches), None, None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    if not world.parallel.compile:
-        held = tree_leaves(state_tensors(training.job.model, optimizer))
-        counted, live = Counted(world), Live(held)
-    with counted or nothing, live or nothing:
+    with contextlib.ExitStack() as counters:
+        if not world.parallel.compile:
+            held = tree_leaves(state_tensors(training.job.model, optimizer))
+            counted, live = map(counters.enter_context, (Counted(world), Live(held)))
         loss = accumulate(training.runner, batch, training.work.microbatch, world)
         state = state_bytes(training.job.model, optimizer)
     peak = torch.cuda.max_memory_allocated() if on_gpu else live.peak if live else 0
@@ -400,10 +381,11 @@ def report(
     marked, plain = ([s["step"] - s["data"] for s in rounds[name]] for name in ("marked", "plain"))
     overheads = quartiles([100 * (m / p - 1) for m, p in zip(marked, plain)])
     graphs = compiler["stats"]["unique_graphs"]
-    shares = facts.shares | {"the step": 1.0}
     table = [
-        [part, f"{step * share:.4f}", f"{100 * share:.1f} %"] for part, share in shares.items()
+        [part, f"{seconds:.4f}", f"{100 * seconds / step:.1f} %"]
+        for part, seconds in [*parts.items(), ("the step", step)]
     ]
+    held = [[kind, megabytes(nbytes)] for kind, nbytes in memory.items()]
     lines = [
         f"{speed:,.0f} tokens/s, {step:.4g} s a step (quartiles {lower:.4g}-{upper:.4g} s), "
         f"MFU {'unknown' if mfu is None else percent(mfu)}",
@@ -415,9 +397,7 @@ def report(
     lines += [
         "time stamps cost {1:.1f} % of a step (quartiles {0:.1f} to {2:.1f} %)".format(*overheads),
         "",
-        *markdown_table(
-            ["held on a rank", "bytes"], [[k, megabytes(n)] for k, n in memory.items()]
-        ),
+        *markdown_table(["held on a rank", "bytes"], held),
         "",
         f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends "
         f"{traffic_in_words(counted and counted.sent, parallel)}",
@@ -458,29 +438,25 @@ def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
     typical = {key: s for of_rank in gather_pipeline(own, world) for key, s in of_rank.items()}
     shape = parallel.pp, microbatches, parallel.stages_per_rank
     schedule = schedules.make_schedule(parallel.schedule, *shape)
-    stages = parallel.pp * parallel.stages_per_rank
-    even = schedules.check_schedule(schedule, microbatches, stages)
+    even = schedules.check_schedule(schedule, microbatches, parallel.pp * parallel.stages_per_rank)
     timed = schedules.simulate(schedule, lambda action: typical[action.kind, action.stage])
-    with_messages, without = (
-        statistics.median(seconds["pass"] for seconds in rounds[variant])
-        for variant in ("marked", "without pp")
-    )
-    measured = world.all_gather_scalars([1 - without / with_messages]).mean().item()
-    by_schedule, by_stages = schedules.bubble(even), schedules.bubble(timed)
+    own_share = 1 - median(rounds, "without pp", "pass") / median(rounds, "marked", "pass")
+    measured = world.all_gather_scalars([own_share]).mean().item()
     return (
-        f"of forward and backward, ranks wait for other stages {by_schedule:.1%} by the schedule "
-        f"alone, {by_stages:.1%} with the measured time of each stage, {measured:.1%} measured"
+        f"of forward and backward, ranks wait for other stages {schedules.bubble(even):.1%} by the "
+        f"schedule alone, {schedules.bubble(timed):.1%} with the measured time of each stage, "
+        f"{measured:.1%} measured"
     )
 
 
-def draw(file: Path, world: World, spans: list[Span]) -> None:
-    """Draw a measured step on rank 0: of the ranks of its pipeline. `spans` are this rank's, in
-    seconds since the step began. All ranks call it together."""
-    of_ranks = gather_pipeline(spans, world)
+def draw(training: Training, file: Path) -> None:
+    """Draw a step with time stamps: the ranks of rank 0's pipeline. All ranks call it together."""
+    world, batch = training.world, next(training.batches)
+    dist.barrier()  # the spans of all ranks begin now
+    of_ranks = gather_pipeline(marked_step(training, [], batch).spans(), world)
     if world.rank == 0:
         seconds = max(of_rank[-1].end for of_rank in of_ranks)
-        schedule = world.parallel.schedule
-        title = f"{schedule}, measured: {seconds:.3g} s of forward and backward"
+        title = f"{world.parallel.schedule}, measured: {seconds:.3g} s of forward and backward"
         file.write_text(schedules.draw_svg(of_ranks, title))
 
 

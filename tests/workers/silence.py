@@ -15,7 +15,7 @@ from costs.work import Work
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize, with_mesh
 from perf.instruments import build_on_meta
-from perf.step import Training, plain_step, silenced, silenced_pass
+from perf.step import Training, marked_step, plain_step, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
@@ -47,7 +47,7 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
         batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1)
         plain_step(training, batch)
         if with_silenced_passes:
-            assert "pass" in silenced_pass(training, training.dims, batch).seconds()
+            assert "pass" in marked_step(training, training.dims, batch).seconds()
     return [to_local(p.detach()).clone() for p in model.parameters()]
 
 
