@@ -10,7 +10,9 @@ with the best plan of each mesh and the reason why it loses against the best of 
 command that starts the best.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +22,6 @@ from costs.search import USABLE_FRACTION, Plan, every_plan, order
 from costs.traffic import DIMS, flops_per_token, predict_traffic
 from costs.work import Work
 from lora import LoRA
-from model import Llama
 from parallel import ParallelConfig
 from perf.instruments import (
     build_on_meta,
@@ -74,15 +75,12 @@ class Question:
     def per_node(self) -> int:
         return min(self.gpus, self.machine.per_node)
 
-    def plans(self, **changes) -> list[Plan]:
-        """Return all plans, the best first; `changes` are other fields of the question."""
-        asked = replace(self, **changes)
-        every = every_plan(asked.work, asked.gpus, asked.machine, asked.wanted)
-        return sorted(every, key=order)
+    def plans(self) -> Iterator[Plan]:
+        return every_plan(self.work, self.gpus, self.machine, self.wanted)
 
     def fits(self, **changes) -> bool:
-        plans = self.plans(**changes)
-        return bool(plans) and plans[0].fits
+        """Return whether some plan fits in memory, with other values of some fields."""
+        return any(plan.fits for plan in replace(self, **changes).plans())
 
 
 def plan_cluster(question: Question, top: int, json_file: Path | None, check: bool) -> str:
@@ -91,7 +89,7 @@ def plan_cluster(question: Question, top: int, json_file: Path | None, check: bo
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable({"--json": json_file})
-    plans = question.plans()
+    plans = sorted(question.plans(), key=order)
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
@@ -178,38 +176,34 @@ def explain_no_plan(question: Question) -> str:
 def explain_nothing_fits(question: Question, smallest: Plan) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
     which smaller moments or base, larger cluster, shorter sequence or larger GPU would do."""
-    work, machine, remedies = question.work, question.machine, []
-
-    def optimizer_fits(optimizer: str, moments: str) -> bool:
-        parallel = replace(work.parallel, optimizer=optimizer, moments=moments)
-        return question.fits(work=replace(work, parallel=parallel))
-
-    def in_4_bits() -> Llama:
-        return build_on_meta(work.model.config, question.adapters, base_bits=4)
-
-    if optimizer_fits("adamw", "bfloat16"):
-        remedies = ["--moments bfloat16"]
-    elif not question.adapters and optimizer_fits("muon", "float32"):
-        remedies = ["--optimizer muon"]
-    if question.adapters and question.fits(work=replace(work, model=in_4_bits())):
-        remedies.append("--base-bits 4")
+    work, machine, adapters = question.work, question.machine, question.adapters
+    # Of each kind of change: flags -> the other fields of the question that they give.
+    choices = {"--moments bfloat16": dict(optimizer="adamw", moments="bfloat16")}
+    optimizers, base, clusters, lengths = {}, {}, {}, {}
+    if adapters:
+        model = build_on_meta(work.model.config, adapters, base_bits=4)
+        base["--base-bits 4"] = dict(work=replace(work, model=model))
+    else:
+        choices["--optimizer muon"] = dict(optimizer="muon", moments="float32")
+    for flags, choice in choices.items():
+        parallel = replace(work.parallel, **choice)
+        optimizers[flags] = dict(work=replace(work, parallel=parallel))
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
-        full_nodes = gpus <= machine.per_node or gpus % machine.per_node == 0
-        larger = replace(work, batch=max(work.batch, gpus))
-        if full_nodes and question.fits(gpus=gpus, work=larger):
-            remedies.append(f"--gpus {gpus} --batch {larger.batch}")
-            break
+        if gpus <= machine.per_node or gpus % machine.per_node == 0:
+            larger = replace(work, batch=max(work.batch, gpus))
+            clusters[f"--gpus {gpus} --batch {larger.batch}"] = dict(gpus=gpus, work=larger)
     seq_len = work.seq_len
-    while seq_len > 512:
+    while seq_len > 512 and seq_len // 2 >= work.document:
         seq_len //= 2
-        if question.fits(work=replace(work, seq_len=seq_len)):
-            remedies.append(f"--seq-len {seq_len}")
-            break
-    peak = smallest.memory["peak"]
-    large = (name for name, gpu in GPUS.items() if gpu.memory * 1e9 * USABLE_FRACTION >= peak)
-    if not machine.measured and (name := next(large, None)):
-        remedies.append(f"--gpu {name}")
+        lengths[f"--seq-len {seq_len}"] = dict(work=replace(work, seq_len=seq_len))
+    remedies = []
+    for changes in (optimizers, base, clusters, lengths):
+        fitting = (flags for flags, fields in changes.items() if question.fits(**fields))
+        remedies += itertools.islice(fitting, 1)
+    if not machine.measured:
+        needed = smallest.memory["peak"] / USABLE_FRACTION / 1e9  # GB, as in data sheets
+        remedies += [f"--gpu {name}" for name, gpu in GPUS.items() if gpu.memory >= needed][:1]
     return (
         f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
         f"{memory_needed(smallest, machine)}; what would fit: "
@@ -232,71 +226,62 @@ def headline(question: Question, n_plans: int) -> str:
             f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
         )
     dtype, float8 = str(work.parallel.dtype).removeprefix("torch."), work.parallel.float8
+    if float8 != "none":
+        dtype += f" and {float8} float8"
+    if lora := question.adapters:
+        dtype += f", {'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank} beside a frozen base"
+        dtype += " in 4 bits" * (question.base_bits == 4)
     return (
-        f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
-        f"{f' and {float8} float8' if float8 != 'none' else ''}"
-        f"{describe_adapters(question)}, on {question.gpus} "
-        f"x {machine.name} ({'measured' if machine.measured else 'assumed'}: {rates}). "
+        f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}, "
+        f"on {question.gpus} x {machine.name} "
+        f"({'measured' if machine.measured else 'assumed'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
-
-
-def describe_adapters(question: Question) -> str:
-    """Return what is trained, if not all weights."""
-    if not (lora := question.adapters):
-        return ""
-    kind = f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}"
-    return f", {kind} beside a frozen base" + " in 4 bits" * (question.base_bits == 4)
 
 
 def longest_that_fits(question: Question) -> str:
     """Return in a line how long sequences can be, with one a step and GPU, by doubling."""
     work, longest = question.work, question.work.model.config.max_seq_len
-    seq_len = work.seq_len
-    while seq_len < longest:
-        longer = replace(work, seq_len=2 * seq_len, batch=question.gpus)
-        if not question.fits(work=longer):
-            break
+    seq_len, batch = work.seq_len, question.gpus
+    while 2 * seq_len <= longest and question.fits(
+        work=replace(work, seq_len=2 * seq_len, batch=batch)
+    ):
         seq_len *= 2
-    most = " (the most that the model takes)" if seq_len >= longest else ""
-    return f"With --batch {question.gpus}, sequences of --seq-len {seq_len} fit{most}."
+    most = " (the most that the model takes)" if seq_len == longest else ""
+    return f"With --batch {batch}, sequences of --seq-len {seq_len} fit{most}."
 
 
 def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table: memory of a rank, and what it sends in a step; in a pipeline, of
     the rank with the most."""
-    headings = (
-        "pp (schedule) x replicate x shard x tp | --dp | checkpointing | microbatch | reshard "
-        "| weights, gradients, AdamW GB | gathered GB | activations GB | peak GB "
-        "| sends over pp GB | replicate GB | shard GB | cp GB | tp GB | step s | MFU | reason"
-    ).split(" | ")
     rows = []
     for plan in ranked:
         work, parallel = plan.work, plan.work.parallel
         flops = flops_per_token(work.model, work.document or work.seq_len, parallel)
-        gigabytes = {kind: nbytes / 1e9 for kind, nbytes in plan.memory.items()}
-        state = gigabytes["parameters"] + gigabytes["gradients"] + gigabytes["optimizer"]
         mfu = "unknown"  # as is the peak of a measured machine
         if not machine.measured:
             mfu = f"{flops * plan.tokens_per_second / machine.peak:.1%}"
+        state = ("parameters", "gradients", "optimizer")
+        gigabytes = {
+            "weights, gradients, AdamW": sum(plan.memory[kind] for kind in state),
+            **{kind: plan.memory[kind] for kind in ("gathered", "activations", "peak")},
+            "sends over pp": plan.sent.get("pp", 0),
+            **{dim: plan.sent.get(dim, 0) for dim in DIMS[1:]},
+        }
         rows.append(
-            [
-                plan.mesh,
-                parallel.dp,
-                activations(parallel),
-                work.microbatch,
-                parallel.reshard if parallel.shard > 1 else "-",
-                f"{state:,.3g}",
-                f"{gigabytes['gathered']:,.3g}",
-                f"{gigabytes['activations']:,.3g}",
-                f"{gigabytes['peak']:,.3g}",
-                *(f"{plan.sent.get(dim, 0) / 1e9:,.3g}" for dim in DIMS),
-                f"{plan.seconds:,.3g}",
-                mfu,
-                reason(plan, ranked[0], machine),
-            ]
+            {
+                "pp (schedule) x replicate x shard x tp": plan.mesh,
+                "--dp": parallel.dp,
+                "checkpointing": activations(parallel),
+                "microbatch": work.microbatch,
+                "reshard": parallel.reshard if parallel.shard > 1 else "-",
+                **{f"{name} GB": f"{nbytes / 1e9:,.3g}" for name, nbytes in gigabytes.items()},
+                "step s": f"{plan.seconds:,.3g}",
+                "MFU": mfu,
+                "reason": reason(plan, ranked[0], machine),
+            }
         )
-    return markdown_table(headings, rows)
+    return markdown_table([*rows[0]], [[*row.values()] for row in rows])
 
 
 def json_row(plan: Plan) -> dict:
@@ -352,12 +337,12 @@ def commands(plan: Plan, question: Question) -> list[str]:
     train += " --document-mask" * (work.document > 0 and not lora)  # else always
     if nodes == 1:
         return [f"torchrun --nproc-per-node {per_node} {train}"]
-    first_node = (
-        f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank 0 "
-        f"--master-addr HOST {train}"
-    )
+    place = f"--nnodes {nodes} --nproc-per-node {per_node} --node-rank 0 --master-addr HOST"
     others = "1" if nodes == 2 else f"1 to {nodes - 1}"
-    return [first_node, f"and on the other nodes the same with --node-rank {others}"]
+    return [
+        f"torchrun {place} {train}",
+        f"and on the other nodes the same with --node-rank {others}",
+    ]
 
 
 def emulation_table(planned: Work) -> list[str]:
@@ -376,10 +361,8 @@ def emulation_table(planned: Work) -> list[str]:
     counted_traffic, counted_memory = emulate(work)
     rows = []
     for dim, collective in sorted(traffic | counted_traffic):
-        cells = []
-        for source in (traffic, counted_traffic):
-            calls, nbytes = source.get((dim, collective), (0, 0))
-            cells.append(f"{nbytes:,} bytes in {calls:,} calls")
+        costs = (source.get((dim, collective), (0, 0)) for source in (traffic, counted_traffic))
+        cells = [f"{nbytes:,} bytes in {calls:,} calls" for calls, nbytes in costs]
         rows.append([f"payload of {collective} over {dim}", *cells])
     for kind, nbytes in counted_memory.items():
         rows.append([kind, f"{memory[kind]:,} bytes", f"{nbytes:,} bytes"])

@@ -37,11 +37,7 @@ def test_data_parallel_choices():
     of_8 = [("ddp", 1), ("zero1", 1), ("hsdp", 2), ("hsdp", 4), ("fsdp", 8)]
     assert list(data_parallel_choices(8, 1)) == of_8
     assert list(data_parallel_choices(8, 2)) == [of_8[0], *of_8[2:]]
-    assert list(data_parallel_choices(3, 1)) == [
-        ("ddp", 1),
-        ("zero1", 1),
-        ("fsdp", 3),
-    ]
+    assert list(data_parallel_choices(3, 1)) == [("ddp", 1), ("zero1", 1), ("fsdp", 3)]
     assert list(data_parallel_choices(1, 1)) == [("ddp", 1)]
 
 
@@ -129,6 +125,7 @@ def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     """Which does not fit in 16 bits. The command is one that finetune_lora.py takes."""
     sizes = ("--lora", "--model", "llama3.1-70b", "--gpus", 1, "--per-node", 1, "--gpu", "h200")
     refused(launch("bench.py", "plan", *sizes), "nothing fits", "would fit: --base-bits 4, or")
+    assert "sequences of --seq-len 100000 fit." in run("--lora", "--gpus", 1, "--seq-len", 100000)
     seconds = {}
     for kind in ("LoRA", "DoRA"):
         out = run(*sizes, "--base-bits", 4, *["--dora"] * (kind == "DoRA"))
@@ -213,6 +210,7 @@ def test_check_counts_what_was_predicted(dp, shard, more):
             "--batch 1 --optimizer adamw --moments bfloat16".split(),
             ["nothing fits", "what would fit: --gpus 4 --batch 4, or --gpu h100"],
         ),
+        (["--gpus", 1, "--document-length", 8192], ["what would fit: --gpus"]),
         (["--measured", "nowhere.json"], ["nowhere.json", "bench.py comm"]),
         (["--float8", "rowwise", "--gpu", "a100"], ["--float8 rowwise for a100", "it has nothing"]),
         (["--dora"], ["--dora and --base-bits are for adapters: give --lora"]),

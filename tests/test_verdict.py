@@ -16,17 +16,9 @@ DDP = ParallelConfig(replicate=8)
 FSDP = ParallelConfig(dp="fsdp", shard=8)
 
 
-def facts(
-    parallel: ParallelConfig = DDP,
-    peak: float = 99.0,
-    sequences: int = 4,
-    microbatches: int = 1,
-    on_gpu: bool = False,
-    **given,
-) -> Facts:
-    """Return facts of a run with 10 GB a process, whose ranks have `sequences` each. An alternative
-    needs `peak` GB, unless `peaks` has another value for it; a part's share of the time may be
-    given in `shares`."""
+def facts(parallel=DDP, peak=99.0, sequences=4, microbatches=1, on_gpu=False, **given) -> Facts:
+    """Return facts of a run with 10 GB a process. An alternative needs `peak` GB, unless `peaks`
+    has another value for it; a part's share of the time may be given in `shares`."""
     usual = dict(per_node=8, usable_memory=10 * GB, attentions=1)
     peaks = dict.fromkeys(alternatives(parallel, 8), int(peak * GB)) | given.pop("peaks", {})
     shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | given.pop("shares")
