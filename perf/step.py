@@ -315,11 +315,10 @@ def count_step(training: Training) -> tuple[dict[str, int | None], Counted | Non
 
     *state_maxima, peak = world.all_gather_scalars([*state.values(), peak]).amax(0).tolist()
     memory = dict(zip(state, map(round, state_maxima)))
-    peak = round(peak) or None
     # With --offload the state is in CPU memory, and the peak is the GPU's.
-    known = peak is not None and not (world.parallel.offload and on_gpu)
-    rest = peak - sum(memory.values()) if known else None
-    return memory | {"activations and the rest": rest, "peak": peak}, counted
+    apart = world.parallel.offload and on_gpu
+    rest = round(peak) - sum(memory.values()) if peak and not apart else None
+    return memory | {"activations and the rest": rest, "peak": round(peak) or None}, counted
 
 
 def profile_attention(training: Training) -> int:
