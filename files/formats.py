@@ -52,34 +52,24 @@ def hf_name(name: str) -> str:
     return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.weight"
 
 
-def rotated_heads(name: str, config: LlamaConfig) -> int:
-    """Return the number of heads of wq or wk, which RoPE rotates, or of their adapter's B and
-    magnitudes; 0 for any other tensor. Only these have rows in another order at Meta than at
-    Hugging Face."""
+def reorder_rows(
+    head_shape: tuple[int, int], name: str, config: LlamaConfig, tensor: Tensor
+) -> Tensor:
+    """Return a weight or LoRA factor with its rows in the order of Meta or of Hugging Face.
+
+    RoPE rotates the rows of a head in pairs: rows of wq and wk, and of their adapter's B and
+    magnitudes. Meta puts the two rows of a pair next to each other, so that a head is [E/2, 2];
+    Hugging Face puts row i of a head with row i + E/2: [2, E/2]. `head_shape` is a head's shape
+    before, with -1 for E/2. Any other tensor is returned as it is."""
     *_, matrix, kind = name.split(".")
-    heads = {"wq": config.n_heads, "wk": config.n_kv_heads}
-    return 0 if kind == "lora_A" else heads.get(matrix, 0)
+    heads = {"wq": config.n_heads, "wk": config.n_kv_heads}.get(matrix)
+    if not heads or kind == "lora_A":
+        return tensor
+    return tensor.unflatten(0, (heads, *head_shape)).transpose(1, 2).flatten(0, 2)
 
 
-def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows from Meta's order to Hugging Face's.
-
-    RoPE rotates the rows of a head in pairs. Meta puts the two rows of a pair next to each other;
-    Hugging Face puts row i of a head with row i + E/2.
-    weight [heads * E, any] -> a copy of the same shape."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
-def to_hf_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
-    """Return a weight or LoRA factor with its rows in Hugging Face's order."""
-    heads = rotated_heads(name, config)
-    return pairs_to_halves(tensor, heads) if heads else tensor
-
-
-def to_meta_rows(name: str, config: LlamaConfig, tensor: Tensor) -> Tensor:
-    """Return a weight or LoRA factor with its rows in Meta's order: the inverse of to_hf_rows."""
-    heads = rotated_heads(name, config)
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else tensor
+to_hf_rows = partial(reorder_rows, (-1, 2))
+to_meta_rows = partial(reorder_rows, (2, -1))
 
 
 def parameter_shapes(config: LlamaConfig) -> Shapes:
@@ -174,6 +164,18 @@ class JsonFile(dict):
 
 MAX_FILE_BYTES = 5_000_000_000  # a larger model is written in several files
 
+HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same values
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+}
 # The only values of a config.json that this project supports, in general and for scaled RoPE.
 SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
 SUPPORTED_SCALING = dict(
@@ -202,23 +204,16 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise UserError(f"{path} has RoPE of type '{rope_type}': only default and llama3 work here")
-    found = SUPPORTED | content | rope | {"rope_type": rope_type}
     supported = SUPPORTED | (SUPPORTED_SCALING if rope_type == "llama3" else {})
+    defaults = SUPPORTED | {"rope_theta": 10_000.0, "tie_word_embeddings": False}
+    defaults["num_key_value_heads"] = content.get("num_attention_heads")
+    content.update(defaults | content | rope | {"rope_type": rope_type})
     for key, value in supported.items():
-        if found.get(key) != value:
-            raise UserError(f"{path} has {key} {found.get(key)}: only {value} works here")
+        if content.get(key) != value:
+            raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
     config = content.llama_config(
-        dim=content["hidden_size"],
-        n_layers=content["num_hidden_layers"],
-        n_heads=content["num_attention_heads"],
-        n_kv_heads=content.get("num_key_value_heads", content["num_attention_heads"]),
-        ffn_dim=content["intermediate_size"],
-        vocab_size=content["vocab_size"],
-        max_seq_len=content["max_position_embeddings"],
-        norm_eps=content["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", content.get("rope_theta", 10_000.0)),
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
-        tie_embeddings=content.get("tie_word_embeddings", False),
+        **{name: content[key] for name, key in HF_FIELDS.items()},
     )
     if content.get("head_dim") not in (None, config.head_dim):
         raise UserError(
@@ -297,18 +292,9 @@ def save_hf(
     dtype = weights["tok_embeddings.weight"].dtype
     content = SUPPORTED | {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
+        **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
         "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
-        "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": bos,
         "eos_token_id": eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -317,6 +303,9 @@ def save_hf(
 
 
 # ------------------------------------------------------------------------------------------ Meta
+
+# The fields of a params.json that have the names and values of LlamaConfig's.
+META_FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta")
 
 
 def is_meta(directory: Path) -> bool:
@@ -352,16 +341,13 @@ def open_meta(directory: Path) -> tuple[LlamaConfig, Weights]:
         torch.equal(shard["output.weight"], shard[embedding]) for shard in shards
     )
     scaled, default_scaling = params.get("use_scaled_rope"), 32.0 if tied else 8.0
+    params["n_kv_heads"] = params.get("n_kv_heads") or params["n_heads"]
+    params.setdefault("rope_theta", 10_000.0)
     config = params.llama_config(
-        dim=params["dim"],
-        n_layers=params["n_layers"],
-        n_heads=params["n_heads"],
-        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        **{name: params[name] for name in META_FIELDS},
         ffn_dim=shard_shapes[w1][0] * n_shards,
         vocab_size=rows * n_shards if rows_sharded else rows,
         max_seq_len=131_072 if scaled else 8192,
-        norm_eps=params["norm_eps"],
-        rope_theta=params.get("rope_theta", 10_000.0),
         rope_scaling=params.get("rope_scaling_factor", default_scaling) if scaled else 1.0,
         tie_embeddings=tied,
     )
@@ -414,16 +400,11 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")
-    params = {
-        "dim": config.dim,
-        "n_layers": config.n_layers,
-        "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
+    params = {name: getattr(config, name) for name in META_FIELDS}
+    params |= {
         "vocab_size": config.vocab_size,
         "ffn_dim_multiplier": config.ffn_dim / int(8 * config.dim / 3),
         "multiple_of": config.ffn_dim,
-        "norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
     }
     if config.rope_scaling != 1.0:
         params["use_scaled_rope"] = True

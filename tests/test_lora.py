@@ -372,9 +372,7 @@ def test_gradients_equal_pefts(tmp_path, dora):
     for name, factor in adapters(model).items():
         layer, part = name.rsplit(".", 1)
         hf = formats.hf_name(f"{layer}.weight").removesuffix("weight")
-        grad, heads = factor.grad, formats.rotated_heads(name, CONFIG)
-        if heads and part != "lora_A":
-            grad = formats.pairs_to_halves(grad, heads)
+        grad = formats.to_hf_rows(name, CONFIG, factor.grad)
         part = "lora_magnitude_vector" if part == "lora_magnitude" else part
         reference = expected[f"base_model.model.{hf}{part}.default.weight"].grad
         assert (grad - reference).norm() < 1e-5 * reference.norm(), name
