@@ -293,11 +293,8 @@ def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, diges
 
     Adds the tokenizer, config.json with the metadata, and SHA256SUMS, and flushes all to disk.
     `digests` holds the checksums of the files in weights/ and optimizer/."""
-    name, key = (tokenizer.name, tokenizer.hash) if tokenizer else (None, None)
-    if tokenizer and tokenizer.file:
-        name = "tokenizer.model"
-        tokenizer.save(directory / name)
-    metadata = metadata | {"tokenizer": name, "tokenizer_hash": key}
+    no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
+    metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
     (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
     seal(directory, digests)
 
@@ -439,7 +436,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
                 f"{describe_differences(read_back, config)}"
             )
         if tokenizer and tokenizer.file:
-            tokenizer.save(temporary / "tokenizer.model")
+            tokenizer.save(temporary)
             if format == "hf":
                 save_tokenizer(temporary, tokenizer)
         sync(*temporary.iterdir(), temporary)

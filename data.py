@@ -115,16 +115,8 @@ def tokenize(
         }
         size = sum(path.stat().st_size for path in files)
         _write_documents(read_pieces(files, val_fraction), size, tokenizer, writers)
-        name = tokenizer.name
-        if tokenizer.file:
-            name = "tokenizer.model"
-            tokenizer.save(unfinished / name)
-        metadata = {
-            "tokenizer": name,
-            "tokenizer_hash": tokenizer.hash,
-            "train_tokens": writers["train"].n_tokens,
-            "val_tokens": writers["val"].n_tokens,
-        }
+        metadata = tokenizer.save(unfinished)
+        metadata |= {f"{split}_tokens": writer.n_tokens for split, writer in writers.items()}
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
         try:
             os.rename(unfinished, out)

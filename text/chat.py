@@ -164,8 +164,7 @@ def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool =
     target: whether the model is trained to predict it.
 
     Targets are all answers, each with the token that ends it; with `train_on_prompt`, every id but
-    the first. The format is Llama 3's if the tokenizer has its special tokens, else it has headings
-    in plain text. Names of special tokens in a message are encoded as ordinary text."""
+    the first. Names of special tokens in a message are encoded as ordinary text."""
     end = tokenizer.special.get("<|eot_id|>", tokenizer.eos)
     ids, is_target = [tokenizer.bos], [False]
     prompt = []  # messages since the last answer
@@ -173,20 +172,12 @@ def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool =
         if message["role"] != "assistant":
             prompt.append(message)
             continue
-        prompt_ids = _encode_turn(prompt, tokenizer)
+        prompt_ids = tokenizer.encode_chat(prompt)[1:]  # without bos, which is in `ids`
         answer_ids = [*tokenizer.encode(message["content"].strip()), end]
         ids += prompt_ids + answer_ids
         is_target += [train_on_prompt] * len(prompt_ids) + [True] * len(answer_ids)
         prompt = []
     return ids, is_target
-
-
-def _encode_turn(prompt: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of the messages before an answer, and of the answer's heading."""
-    if "<|eot_id|>" in tokenizer.special:
-        return tokenizer.encode_chat(prompt)[1:]  # without bos, which `encode` puts first
-    texts = [f"### {m['role'].title()}:\n{m['content'].strip()}\n\n" for m in prompt]
-    return tokenizer.encode("".join(texts) + "### Assistant:\n")
 
 
 def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
@@ -243,11 +234,7 @@ class Packed:
     document_mask = True
 
     def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
-        self.seq_len, self.tokenizer = seq_len, tokenizer
-        # In arrays an id and its is_target take 5 bytes, in lists about 48.
-        self.samples = [
-            (np.asarray(ids, np.int32), np.asarray(is_target, bool)) for ids, is_target in samples
-        ]
+        self.samples, self.seq_len, self.tokenizer = samples, seq_len, tokenizer
         self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
@@ -341,6 +328,7 @@ def _encode_all(
         ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
         if any(is_target) and (length <= seq_len or long == "truncate"):
             truncated += length > seq_len
+            # In arrays an id and its is_target take 5 bytes, in lists about 48.
             usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
     count, dropped = len(conversations), len(conversations) - len(usable)
     if len(usable) < 2 and dropped:

@@ -79,10 +79,11 @@ class Tokenizer:
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the ids of [{"role": ..., "content": ...}, ...] in Llama 3's chat format, followed
-        by the heading of the assistant's answer. Raise UserError if the tokenizer lacks the
-        special tokens of that format."""
+        by the heading of the assistant's answer. A tokenizer without the special tokens of that
+        format has headings in plain text."""
         if "<|eot_id|>" not in self.special:
-            raise UserError(f"tokenizer {self.name} has no chat tokens: take a Llama 3 tokenizer")
+            texts = [f"### {m['role'].title()}:\n{m['content'].strip()}\n\n" for m in messages]
+            return self.encode("".join(texts) + "### Assistant:\n", bos=True)
 
         def header(role: str) -> list[int]:
             start, end = self.special["<|start_header_id|>"], self.special["<|end_header_id|>"]
@@ -122,9 +123,14 @@ class Tokenizer:
         """Return the bytes of text in targets of any shape; what is below 0 counts as none."""
         return int(self.token_bytes[targets[targets >= 0]].sum())
 
-    def save(self, path: Path) -> None:
-        """Write the ordinary tokens as a `tokenizer.model`."""
-        path.write_bytes(_model_file(sorted(self.vocab, key=self.vocab.get)))
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write the tokenizer to DIRECTORY/tokenizer.model, unless its name is enough to load it.
+        Return what the directory's metadata are to say of it."""
+        if self.file:
+            tokens = sorted(self.vocab, key=self.vocab.get)
+            (directory / "tokenizer.model").write_bytes(_model_file(tokens))
+        name = "tokenizer.model" if self.file else self.name
+        return {"tokenizer": name, "tokenizer_hash": self.hash}
 
 
 # -------------------------------------------------------------------------------------- loading
