@@ -180,6 +180,7 @@ class Saver:
     def save(self, step: int) -> Path:
         """Save OUT/step-N and return its path. Raises UserError on all ranks if one fails."""
         self.wait()
+        final = self.out / f"step-{step:08d}"
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -193,10 +194,10 @@ class Saver:
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
-            self.pending = self.thread.submit(self._write, step, tensors, factors)
+            self.pending = self.thread.submit(self._write, final, step, tensors, factors)
         else:
-            self._write(step, tensors, factors)
-        return self._directories(step)[0]
+            self._write(final, step, tensors, factors)
+        return final
 
     def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: all DTensors, of which it writes its shards,
@@ -214,11 +215,8 @@ class Saver:
         if pending:
             pending.result()
 
-    def _write(
-        self, step: int, tensors: dict[str, dict[str, Tensor]], factors: dict[str, Tensor]
-    ) -> None:
-        final, temporary = self._directories(step)
-        rank = dist.get_rank()
+    def _write(self, final: Path, step: int, tensors: dict[str, dict], factors: dict) -> None:
+        rank, temporary = dist.get_rank(), final.with_name(f".{final.name}")
         try:
             self._on_every_rank(lambda: rank == 0 and temporary.mkdir(parents=True, exist_ok=True))
             for name, named in tensors.items():
@@ -227,7 +225,7 @@ class Saver:
             digests = {}
             for of_rank in self._on_every_rank(lambda: checksums(temporary, own_files)):
                 digests |= of_rank
-            self._on_every_rank(lambda: rank == 0 and self._finish(step, factors, digests))
+            self._on_every_rank(lambda: rank == 0 and self._finish(final, step, factors, digests))
         except (OSError, CheckpointException) as error:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # frees the space
@@ -256,9 +254,9 @@ class Saver:
                 raise result
         return results
 
-    def _finish(self, step: int, factors: dict[str, Tensor], digests: dict[str, str]) -> None:
+    def _finish(self, final: Path, step: int, factors: dict, digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
-        final, temporary = self._directories(step)
+        temporary = final.with_name(f".{final.name}")
         for directory in temporary.glob("*/"):
             files = {entry.relative_path for entry in read_index(directory).storage_data.values()}
             if missing := files - set(os.listdir(directory)):
@@ -274,10 +272,6 @@ class Saver:
         os.rename(temporary, final)
         sync(self.out)
         note_checkpoint(final.name)
-
-    def _directories(self, step: int) -> tuple[Path, Path]:
-        """Return the directory of a checkpoint, and the hidden one in which it is written."""
-        return self.out / f"step-{step:08d}", self.out / f".step-{step:08d}"
 
 
 def _weights(model: Llama) -> dict[str, Tensor]:

@@ -142,14 +142,11 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     missing = (listed & targets.keys()) - in_file
     if missing or not in_file:
         raise UserError(f"{file} has no factors for {', '.join(sorted(missing)) or 'any matrix'}")
-
-    def number(key: str, kind: type, limit: float = 2**31) -> int | float:
-        return content.checked(key, content[key], kind, limit)
-
+    dropout = content.get("lora_dropout")
     lora = LoRA(
-        rank=number("r", int),
-        alpha=number("lora_alpha", float),
-        dropout=number("lora_dropout", float, limit=1) if content.get("lora_dropout") else 0.0,
+        rank=content.checked("r", content["r"], int),
+        alpha=content.checked("lora_alpha", content["lora_alpha"], float),
+        dropout=content.checked("lora_dropout", dropout, float, limit=1) if dropout else 0.0,
         rslora=bool(content.get("use_rslora")),
         dora=bool(content.get("use_dora")),
         targets=tuple(target for name, target in targets.items() if name in in_file),

@@ -96,9 +96,7 @@ class Process:
     def check_same_flags(self, flags: dict) -> None:
         """Raise UserError where ranks were given different flags, as can happen on two nodes."""
         mine = {name: str(value) for name, value in flags.items()}
-        if self.rank == 0:
-            _store().set("flags", json.dumps(mine))
-        rank_zero = json.loads(_store().get("flags"))  # waits until rank 0 has set it
+        rank_zero = self.broadcast_from_rank_zero(lambda: mine)
         if different := [name for name in mine if mine[name] != rank_zero.get(name)]:
             ours, theirs = (
                 " ".join(f"--{name.replace('_', '-')} {given.get(name)}" for name in different)
@@ -112,9 +110,7 @@ class Process:
 
     def check_same(self, what: str, value: int) -> int:
         """Return `value`, a checksum of `what`. Raise UserError where it is not as on rank 0."""
-        if self.rank == 0:
-            _store().set(f"checksum of {what}", str(value))
-        if _store().get(f"checksum of {what}").decode() != str(value):
+        if self.broadcast_from_rank_zero(lambda: value) != value:
             raise UserError(f"{what} differ between rank 0 and rank {self.rank}: copy the files")
         dist.barrier()
         return value

@@ -148,11 +148,6 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     if rest:
         pp = f" x --pp {requested.pp}" if requested.pp > 1 else ""
         raise UserError(f"{process.size} processes are no multiple of --tp {tp}{pp}")
-    if data_ranks % requested.cp:
-        raise UserError(
-            f"--cp {requested.cp} must divide the {data_ranks} ranks of data parallelism "
-            f"({process.size} processes with --tp {tp} --pp {requested.pp})"
-        )
     if requested.offload and not (strategy and strategy.uses_fsdp):
         raise UserError(f"--offload is for {fsdp_flags}")
     if requested.offload and reshard == "adapters":
@@ -161,11 +156,12 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
         raise UserError(f"--reshard {reshard} is for {fsdp_flags}: {dp} shards no weights")
     if shard and not (strategy and strategy.copy_per == "node"):
         raise UserError(f"--shard {shard} is for {_dp_flags(lambda s: s.copy_per == 'node')}")
-    if shard and data_ranks % shard:
-        raise UserError(
-            f"--shard {shard} must divide the {data_ranks} ranks of data parallelism "
-            f"({process.size} processes with --tp {tp} --pp {requested.pp})"
-        )
+    for flag, number in (("--cp", requested.cp), ("--shard", shard or 1)):
+        if data_ranks % number:
+            raise UserError(
+                f"{flag} {number} must divide the {data_ranks} ranks of data parallelism "
+                f"({process.size} processes with --tp {tp} --pp {requested.pp})"
+            )
 
 
 def _dp_flags(wanted: Callable[[Strategy], bool]) -> str:
