@@ -56,7 +56,6 @@ from files.directories import (
     new_directory,
     open_weights,
     read_config,
-    read_index,
     remove_checkpoint,
     save_stored_tensors,
     seal,
@@ -257,13 +256,11 @@ class Saver:
     def _finish(self, final: Path, step: int, factors: dict, digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
         temporary = final.with_name(f".{final.name}")
-        for directory in temporary.glob("*/"):
-            files = {entry.relative_path for entry in read_index(directory).storage_data.values()}
-            if missing := files - set(os.listdir(directory)):
-                raise UserError(
-                    f"{directory} lacks {', '.join(sorted(missing))}: OUT must be on a disk that "
-                    f"all nodes share"
-                )
+        if missing := [name for name in digests if not (temporary / name).exists()]:
+            raise UserError(
+                f"{temporary} lacks {', '.join(missing)}: OUT must be on a disk that all nodes "
+                f"share"
+            )
         config = self.model.config
         if self.lora:
             save_adapter(temporary, self.lora, config, factors, str(self.flags["init"]))

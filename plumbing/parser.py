@@ -33,18 +33,16 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
+def nonnegative_int(text: str, least: int = 0) -> int:
+    """Argument type: an integer of at least 0, or of at least `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got '{text}'")
+    return int(text)
+
+
 def positive_int(text: str) -> int:
     """Argument type: an integer of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got '{text}'")
-    return int(text)
-
-
-def nonnegative_int(text: str) -> int:
-    """Argument type: an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got '{text}'")
-    return int(text)
+    return nonnegative_int(text, least=1)
 
 
 class Given(int):

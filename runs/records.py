@@ -164,13 +164,11 @@ def describe_mesh(world: World, microbatches: int = 0) -> str:
     sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
     sizes += f", of which each {cp} share sequences" * (cp > 1)
     if microbatches and (parallel := world.parallel).pp > 1:
-        given = parallel.schedule, parallel.pp, microbatches, parallel.stages_per_rank
-        spans = check_schedule(
-            make_schedule(*given), microbatches, parallel.pp * parallel.stages_per_rank
-        )
+        p, m, v = parallel.pp, microbatches, parallel.stages_per_rank
+        timeline = check_schedule(make_schedule(parallel.schedule, p, m, v), m, p * v)
         parts.append(
-            f"by {parallel.schedule} and {microbatches} microbatches its ranks wait "
-            f"{bubble(spans):.0%} of the time"
+            f"by {parallel.schedule} and {m} microbatches its ranks wait "
+            f"{bubble(timeline):.0%} of the time"
         )
     return "; ".join([f"mesh: {sizes}", *parts])
 

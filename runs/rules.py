@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 
 from costs.work import Work
-from data import find_token_files, tokenizer_of_token_files
+from data import tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy
@@ -51,10 +51,10 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
 
 def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
     """Return the name of the tokenizer: --tokenizer, or that of the data or of --init."""
-    if args.tokenizer:
-        return args.tokenizer
-    if not initial or find_token_files(args.data):
-        return tokenizer_of_token_files(args.data) or DEFAULT_TOKENIZER
+    if name := args.tokenizer or tokenizer_of_token_files(args.data):
+        return name
+    if not initial:
+        return DEFAULT_TOKENIZER
     if not initial["tokenizer"]:
         raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
     return initial["tokenizer"]

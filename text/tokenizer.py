@@ -289,19 +289,15 @@ def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
 # ------------------------------------------------------------------------------------- training
 
 
-def train_tokenizer(
-    sources: list[str], vocab_size: int, out: Path, sample_bytes: int = 8 << 20
-) -> None:
-    """Train a tokenizer on a corpus and write it as a `tokenizer.model`.
-
-    vocab_size: number of tokens, special ones included.
-    sample_bytes: about how much text to train on, taken evenly from the corpus.
-    Raise UserError if vocab_size is too small for the 256 bytes and the special tokens."""
+def train_tokenizer(sources: list[str], vocab_size: int, out: Path) -> None:
+    """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
+    a `tokenizer.model`. Raise UserError if that is too few for the 256 bytes and special tokens."""
     smallest = 256 + N_SMALL_SPECIAL
     if vocab_size < smallest:
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
-    stride = max(1, sum(path.stat().st_size for path in files) // sample_bytes)
+    # 8 MiB are enough, taken evenly from the corpus.
+    stride = max(1, sum(path.stat().st_size for path in files) // (8 << 20))
     words = Counter()
     for piece in itertools.islice(read_pieces(files), 0, None, stride):
         if piece.split == "train":
