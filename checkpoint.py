@@ -70,7 +70,7 @@ from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
 from runs.published import check_computes_llama
-from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -416,8 +416,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
         if format == "meta":
             formats.save_meta(temporary, config, stored)
         else:
-            bos, eos = (tokenizer.bos, list(tokenizer.stop)) if tokenizer else (None, None)
-            formats.save_hf(temporary, config, stored, bos, eos)
+            formats.save_hf(temporary, config, stored, tokenizer)
         read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
         if format == "meta":  # its files have no max_seq_len
             read_back = replace(read_back, max_seq_len=config.max_seq_len)
@@ -426,10 +425,8 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
                 f"--format {format} cannot hold the model in {source}: it would be read back with "
                 f"{describe_differences(read_back, config)}"
             )
-        if tokenizer and tokenizer.file:
+        if tokenizer:
             tokenizer.save(temporary)
-            if format == "hf":
-                save_tokenizer(temporary, tokenizer)
         sync(*temporary.iterdir(), temporary)
 
 

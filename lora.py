@@ -297,8 +297,7 @@ def adapter_settings(model: nn.Module) -> LoRA | None:
 
 def adapters(model: Llama) -> dict[str, nn.Parameter]:
     """Return every factor and magnitude by its name, such as layers.0.attention.wq.lora_A."""
-    ends = tuple(f".{name}" for name in LoRALinear.PARAMETERS if name.startswith("lora_"))
-    return {name: p for name, p in model.named_parameters() if name.endswith(ends)}
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
 @torch.no_grad()

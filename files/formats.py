@@ -21,6 +21,7 @@ from torch import Tensor
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
+from text.tokenizer import Tokenizer, save_tokenizer
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -259,16 +260,12 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
 
 
 def save_hf(
-    directory: Path,
-    config: LlamaConfig,
-    weights: Weights,
-    bos: int | None = None,
-    eos: list[int] | None = None,
+    directory: Path, config: LlamaConfig, weights: Weights, tokenizer: Tokenizer | None = None
 ) -> None:
     """Write a directory that from_pretrained of transformers 4 or 5 loads.
 
-    transformers stops generating at any token of `eos`, and with None never. Therefore eos_token_id
-    is always written: if it were left out, transformers would stop at token 2."""
+    transformers stops generating at any token of eos_token_id, and with None never. Therefore it is
+    always written: if it were left out, transformers would stop at token 2."""
     files, file_bytes = [{}], 0
     for name, weight in weights.items():
         if file_bytes and file_bytes + weight.nbytes > MAX_FILE_BYTES:
@@ -295,11 +292,13 @@ def save_hf(
         **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
+        "bos_token_id": tokenizer.bos if tokenizer else None,
+        "eos_token_id": list(tokenizer.stop) if tokenizer else None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(content, indent=1))
+    if tokenizer and tokenizer.file:
+        save_tokenizer(directory, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ Meta

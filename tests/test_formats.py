@@ -5,6 +5,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -93,7 +94,8 @@ def test_a_config_of_transformers_4(config, type_key, tmp_path):
 def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
     model = our_model(config)
-    formats.save_hf(tmp_path, config, stored(model), bos=7, eos=[8, 9])
+    tokenizer = SimpleNamespace(bos=7, stop=(8, 9), file=None)
+    formats.save_hf(tmp_path, config, stored(model), tokenizer)
     files = list(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) == (file_bytes == 30_000)
     largest = max(weight.nbytes for weight in stored(model).values())
