@@ -74,12 +74,11 @@ class Process:
         For work whose result is cached on disk: the first rank fills the cache, the others read
         it. They wait at the store, since a collective would give up after COLLECTIVE_TIMEOUT."""
         key = f"{name} made on node {os.environ.get('GROUP_RANK', 0)}"
-        if self.local_rank == 0:
-            made = make()
-            _store().set(key, "")
-            return made
-        _store().wait([key], timedelta(days=7))
-        return make()
+        if self.local_rank > 0:
+            _store().wait([key], timedelta(days=7))
+        made = make()
+        _store().set(key, "")
+        return made
 
     def broadcast_from_rank_zero(self, make: Callable):
         """Return rank 0's make() on every rank, where ranks might see different things."""

@@ -73,8 +73,15 @@ class Recorder:
             "memory_bytes": peak_memory(self.world.device),
         }
         if step in (self.done + 1, args.steps) or step % args.log_every == 0:
-            remaining = (now - self.started) / (step - self.done) * (args.steps - step)
-            print_rank_zero(progress_line(metrics, args.steps, remaining), file=sys.stderr)
+            left = int((now - self.started) / (step - self.done) * (args.steps - step))
+            shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
+            print_rank_zero(
+                f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
+                f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
+                f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
+                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {left // 60}:{left % 60:02d} left",
+                file=sys.stderr,
+            )
         return metrics
 
     def write(self, metrics: dict) -> None:
@@ -97,8 +104,7 @@ class Recorder:
     def _open(self, done: int) -> None:
         """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""
         out = self.args.out
-        text = json.dumps(self.config, indent=1, default=str)
-        write_atomically(out / "config.json", text)
+        write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         complete = (line for line in lines if line.endswith("\n"))
@@ -109,18 +115,6 @@ class Recorder:
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
         self.step_started = time.perf_counter()
-
-
-def progress_line(metrics: dict, steps: int, remaining: float) -> str:
-    """Return a line with the metrics of a step and the `remaining` seconds of the run."""
-    mfu = "" if metrics["mfu"] is None else f"mfu {metrics['mfu']:.1%}  "
-    gigabytes = metrics["memory_bytes"] / 1e9
-    return (
-        f"step {metrics['step']:>5}/{steps}  loss {metrics['loss']:.4f}  "
-        f"{metrics['bits_per_byte']:.3f} bits/byte  norm {metrics['grad_norm']:.2f}  "
-        f"{metrics['tokens_per_second']:,.0f} tokens/s  {mfu}{gigabytes:.2f} GB  "
-        f"{int(remaining) // 60}:{int(remaining) % 60:02d} left"
-    )
 
 
 def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
