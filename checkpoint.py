@@ -21,7 +21,6 @@ generate.py also accept a model directory of Meta or Hugging Face (files/formats
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import json
 import os
 import shutil
 import sys
@@ -46,6 +45,7 @@ from files.directories import (
     check_tokenizer,
     checkpoints,
     checksums,
+    complete,
     describe_differences,
     failure_reason,
     find_adapter,
@@ -58,7 +58,6 @@ from files.directories import (
     read_config,
     remove_checkpoint,
     save_stored_tensors,
-    seal,
     sync,
     verify,
 )
@@ -277,17 +276,6 @@ def _weights(model: Llama) -> dict[str, Tensor]:
     if model.config.tie_embeddings:
         tensors.pop("output.weight", None)  # of a pipeline's ranks, the last alone has it
     return tensors
-
-
-def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, digests: dict) -> None:
-    """Turn a directory with weights/ or an adapter into a checkpoint.
-
-    Adds the tokenizer, config.json with the metadata, and SHA256SUMS, and flushes all to disk.
-    `digests` holds the checksums of the files in weights/ and optimizer/."""
-    no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
-    metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
-    (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
-    seal(directory, digests)
 
 
 # ---------------------------------------------------------------------------------------- loading

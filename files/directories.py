@@ -13,6 +13,7 @@ after its files have been synced to disk: so it is complete, even if the process
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -167,11 +168,15 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def seal(directory: Path, digests: dict[str, str]) -> None:
-    """Write SHA256SUMS, which makes a directory a complete checkpoint, and flush all to disk.
+def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, digests: dict) -> None:
+    """Turn a directory with weights/ or an adapter into a checkpoint, and flush it to disk.
 
-    `digests` are those of the files in weights/ and optimizer/, which DCP has synced. The format is
-    that of the command sha256sum; the last line is a comment with the digest of those above it."""
+    Adds the tokenizer, config.json with the metadata and, last, SHA256SUMS in the format of the
+    command sha256sum; its last line is a comment with the digest of those above it. `digests` are
+    those of the files in weights/ and optimizer/, which DCP has synced."""
+    no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
+    metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
+    (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
     small = [path for path in directory.glob("*") if path.is_file()]
     digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))

@@ -12,7 +12,7 @@ import torch
 from conftest import succeed
 
 import checkpoint
-from files.directories import CHECKSUMS, checksums, seal
+from files.directories import CHECKSUMS, checksums, complete
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
@@ -343,7 +343,8 @@ def test_code_in_torchs_index_is_not_run(tmp_path, capsys):
     metadata.planner_data = Evil()
     index.write_bytes(pickle.dumps(metadata))
     (saved / CHECKSUMS).unlink()  # an attacker would write new checksums
-    seal(saved, checksums(saved, saved.glob("weights/__*")))
+    metadata = json.loads((saved / "config.json").read_text())
+    complete(saved, metadata, load_tokenizer("bytes"), checksums(saved, saved.glob("weights/__*")))
     with pytest.raises(UserError, match=r"holds more than an index of tensors: builtins\.print"):
         checkpoint.load_pretrained(saved)
     assert "code from" not in capsys.readouterr().out
