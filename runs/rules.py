@@ -15,15 +15,8 @@ from parallel import STRATEGIES, ParallelConfig, Strategy
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from runs.flags import MODEL_SIZES
-from techniques import (
-    async_tp,
-    context_parallel,
-    float8,
-    nf4,
-    optimizers,
-    parallel_layers,
-    pipeline,
-)
+from techniques import async_tp, context_parallel, float8, optimizers, parallel_layers, pipeline
+from techniques.nf4 import check_blocks
 from techniques.schedules import STAGES
 from text.tokenizer import DEFAULT_TOKENIZER
 
@@ -122,7 +115,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         )
     check_work(work)
     if getattr(args, "base_bits", 16) == 4:
-        nf4.check_blocks(config, args.tp)
+        check_blocks(config, args.tp)
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"

@@ -14,8 +14,7 @@ from costs.work import Work
 from data import Windows
 from model import Llama
 from parallel import World, parallelize, with_mesh
-from plumbing import processes
-from plumbing.processes import Process, init_distributed, print_rank_zero
+from plumbing.processes import Process, advise_if_out_of_memory, init_distributed, print_rank_zero
 from runs import records
 from runs.check_model import check_equal_replicas, check_model, layers_caveat, loss_caveat
 from runs.rules import requested_work
@@ -54,7 +53,7 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
     room = process.minimum(usable_memory(process.device, process.per_node))
     parallel, reason = choose_parallel(work, args.shard, process, room)
     work = replace(work, parallel=parallel)
-    processes.advise_if_out_of_memory(partial(what_would_fit, work, process))
+    advise_if_out_of_memory(partial(what_would_fit, work, process))
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(work)

@@ -10,7 +10,7 @@ import pytest
 
 from text import chat
 from text.chat import encode, encode_prompt, open_samples
-from text.corpora import find_files, hash_fraction, read_pieces
+from text.corpora import find_files, read_pieces, split_of
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -119,8 +119,8 @@ def plain_again(b):
 def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     """The functions are in a held-out module, and one of them is in a training module as well."""
     names = [f"m{i}.py" for i in range(100)]
-    held_out = next(n for n in names if hash_fraction(f"{tmp_path.name}/{n}") < 0.05)
-    other = next(n for n in reversed(names) if hash_fraction(f"{tmp_path.name}/{n}") >= 0.05)
+    held_out = next(n for n in names if split_of(f"{tmp_path.name}/{n}") == "val")
+    other = next(n for n in reversed(names) if split_of(f"{tmp_path.name}/{n}") == "train")
     (tmp_path / held_out).write_text(SOURCE)
     (tmp_path / other).write_text(SOURCE[: SOURCE.index("class A")])
     monkeypatch.setattr(chat, "standard_library", lambda: sorted(tmp_path.glob("*.py")))

@@ -94,8 +94,7 @@ def test_a_config_of_transformers_4(config, type_key, tmp_path):
 def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
     model = our_model(config)
-    tokenizer = SimpleNamespace(bos=7, stop=(8, 9), file=None)
-    formats.save_hf(tmp_path, config, stored(model), tokenizer)
+    formats.save_hf(tmp_path, config, stored(model), SimpleNamespace(bos=7, stop=[8, 9], file=""))
     files = list(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) == (file_bytes == 30_000)
     largest = max(weight.nbytes for weight in stored(model).values())

@@ -32,14 +32,7 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.corpora import (
-    check_string,
-    document_name,
-    hash_fraction,
-    read_json_lines,
-    split_of,
-    standard_library,
-)
+from text.corpora import check_string, document_name, read_json_lines, split_of, standard_library
 from text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
@@ -307,7 +300,7 @@ def open_samples(
     )
     # Shuffled by hash, since in the order of files the first samples may be much alike. First come
     # those whose answer is more than a few words, and fits in what is generated.
-    val.sort(key=lambda sample: hash_fraction(str(sample.messages)))
+    val.sort(key=lambda sample: zlib.crc32(str(sample.messages).encode()))
     val.sort(key=lambda sample: not SHORTEST <= sample.encoded[1].sum() <= ANSWER_ROOM)
     prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in val)
     short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)

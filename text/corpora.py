@@ -66,13 +66,9 @@ def standard_library() -> list[Path]:
 
 
 def split_of(document: str, val_fraction: float = VAL_FRACTION) -> str:
-    """Return "train" or "val" for the document of this name."""
-    return "val" if hash_fraction(document) < val_fraction else "train"
-
-
-def hash_fraction(name: str) -> float:
-    """Map a name to a number in [0, 1) by a hash that is the same in every run."""
-    return zlib.crc32(name.encode()) / 2**32
+    """Return "train" or "val" for the document of this name, the same in every run."""
+    fraction = zlib.crc32(document.encode()) / 2**32  # in [0, 1)
+    return "val" if fraction < val_fraction else "train"
 
 
 def document_name(path: Path) -> str:
