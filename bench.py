@@ -290,7 +290,7 @@ def step(args: argparse.Namespace, prepare: Callable = train.prepare) -> str:
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
     job = prepare(args, process)
-    world, runner, work = build(args, job, process)
+    world, runner, work = build(args, job, process, train.accumulate)
     optimizer = train.make_optimizer(job.model, args)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)

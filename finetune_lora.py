@@ -43,7 +43,7 @@ from runs.rules import check_training_flags, choose_tokenizer, requested_work
 from runs.setup import Job, build, setup
 from text.chat import ANSWER_ROOM, SHOWN, open_samples
 from text.tokenizer import Tokenizer, load_tokenizer
-from train import train
+from train import accumulate, train
 
 
 def parse_args() -> argparse.Namespace:
@@ -138,7 +138,7 @@ def main() -> None:
         work = requested_work(args, job.whole, process, packed=True)
         sent = sent_by_strategy(work, args.shard, process)
         print_rank_zero(f"per step, each rank would send: {sent}")
-    world, runner, work = build(args, job, process)
+    world, runner, work = build(args, job, process, accumulate)
 
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     finished = train(args, world, runner, work, job, newest, sample_text)

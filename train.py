@@ -359,7 +359,7 @@ def main() -> None:
     process = setup(args)
     job = prepare(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    world, runner, work = build(args, job, process)
+    world, runner, work = build(args, job, process, accumulate)
 
     def sample_text(step: int) -> str:
         prompt = [job.tokenizer.encode(args.prompt, bos=True)]

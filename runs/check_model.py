@@ -1,11 +1,15 @@
-"""Check that model.py, as it may have been changed, computes the same on every split.
+"""Check that model.py, as it may have been changed, trains what it computes, and the same on
+every split.
 
-What splits a model knows a Llama's layers, but not what a change computes between them. So before
-a run a small model with fixed weights is split as the run's model will be, by parallelize(). The
-loss and the gradient of every parameter must be those of the same small model on one process."""
+Before a run, a small model with fixed weights computes a loss and its gradients, as a step of the
+run will: through parallelize() and train.py's `accumulate`, in float64. On one process each
+gradient must be the slope of the loss. Split as the run's model will be, by --tp, --pp or --cp, the
+small model must have the loss and the gradients that it has on one process."""
 
 import math
+import traceback
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DistError
 
-from model import IGNORE, Llama, LlamaConfig
-from parallel import ParallelConfig, World, gradient_sync, parallelize
+from model import IGNORE, KVCache, Llama, LlamaConfig
+from parallel import ParallelConfig, World, parallelize
 from plumbing.processes import UserError
 from plumbing.shards import assign_shard, to_local
 from techniques.context_parallel import own_tokens, share_sequences
-from techniques.pipeline import Pipeline
 from techniques.schedules import lines_of, read_schedule
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch, kernel_widths
@@ -33,10 +36,17 @@ HINTS = {
 }
 
 
-def check_model(config: LlamaConfig, world: World) -> None:
-    """Raise UserError on all ranks if a small model has another loss or gradient when it is split
-    as the run's model is, in float64, or other logits by the kernel for documents. Only --tp, --pp
-    and --cp are looked at: with replicas and FSDP each rank computes whole layers."""
+BROKEN = TypeError, AttributeError, ValueError, RuntimeError  # what a changed model may raise
+# accumulate(runner, batch, microbatch, world) runs forward and backward, and returns the loss.
+Accumulate = Callable[[nn.Module, Batch, int, World], Tensor]
+
+
+def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> None:
+    """Raise UserError on all ranks if a small model has gradients that are not the slope of its
+    loss, another loss or gradient when it is split as the run's model is, or other logits by the
+    kernel for documents. Of splits, only --tp, --pp and --cp are looked at: with replicas and FSDP
+    each rank computes whole layers."""
+    check_gradients(small_config(config, n_layers=2), world, accumulate)
     parallel, n_layers, rows = world.parallel, 4, 1
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
     if pp > 1:
@@ -49,7 +59,7 @@ def check_model(config: LlamaConfig, world: World) -> None:
     for length, packed in cases:
         T = math.ceil(length / (2 * cp * tp)) * 2 * cp * tp
         batch = sequences(rows, T, small, packed).to(world.device)
-        if difference := difference_by_split(small, batch, world):
+        if difference := difference_by_split(small, batch, world, accumulate):
             flags = [flag for flag in HINTS if getattr(parallel, flag) > 1]
             raise UserError(
                 f"{' with '.join(f'--{flag}' for flag in flags)} {difference}, since model.py was "
@@ -58,17 +68,57 @@ def check_model(config: LlamaConfig, world: World) -> None:
     check_documents(config, world)
 
 
-def difference_by_split(config: LlamaConfig, batch: Batch, world: World) -> str:
+def alone(world: World) -> World:
+    """Return the world of one process that computes by itself, in float64."""
+    return replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
+
+
+def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -> None:
+    """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
+    forward of an autograd.Function was changed and its backward was not; or if the loss is no sum
+    over targets, of which IGNORE does not count."""
+    world, batch = alone(world), sequences(1, 8, config).to(world.device)
+    model, runner = small_model(config, world)
+    loss = accumulate(runner, batch, 1, world).item()
+    gradients = gradients_of(model)
+    without_targets = torch.full_like(batch.targets, IGNORE)
+    twice = torch.cat([batch.tokens] * 2), torch.cat([batch.targets, without_targets])
+    if not abs(runner(*twice).item() / loss - 1) < 1e-9:
+        raise UserError(
+            "another row without targets changes the loss, since model.py was changed: the loss "
+            "must be a sum over targets, of which IGNORE does not count"
+        )
+    # From the last: what comes after a fault is right.
+    for name, parameter in reversed(optimizer_parameters(model).items()):
+        step, losses = fixed_weight(f"step of {name}", parameter).to(parameter), []
+        step *= 1e-6 / step.norm()
+        for sign in (1, -1):
+            parameter.data.add_(step, alpha=sign)
+            losses.append(runner(*batch.inputs).item())  # with gradients enabled, as in training
+            parameter.data.sub_(step, alpha=sign)
+        slope, found = (losses[0] - losses[1]) / 2, (gradients[name] * step).sum().item()
+        rounding = 1e-13 * abs(loss)
+        if not abs(found - slope) <= 1e-5 * step.norm() * gradients[name].norm() + rounding:
+            raise UserError(
+                f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
+                f"if the change is in the forward of an autograd.Function, its backward needs it, "
+                f"too; plain PyTorch needs none"
+            )
+
+
+def difference_by_split(
+    config: LlamaConfig, batch: Batch, world: World, accumulate: Accumulate
+) -> str:
     """Return what a split model computes otherwise than one process does, or "".
 
     Raises UserError where --async-tp cannot compute it."""
     plain = dict(compile=False, float8="none", offload=False, offload_activations=False)
     parallel = replace(world.parallel, dtype=torch.float64, **plain)
-    alone = replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
-    expected_loss, expected = loss_and_gradients(config, batch, alone)
+    expected_loss, expected = loss_and_gradients(config, batch, alone(world), accumulate)
+    split = replace(world, parallel=parallel)
     try:
-        loss, found = loss_and_gradients(config, batch, replace(world, parallel=parallel))
-    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        loss, found = loss_and_gradients(config, batch, split, accumulate)
+    except BROKEN as error:
         if isinstance(error, torch.OutOfMemoryError | DistError) or "gloo" in str(error):
             raise  # not because of the model
         if parallel.async_tp:
@@ -77,8 +127,7 @@ def difference_by_split(config: LlamaConfig, batch: Batch, world: World) -> str:
                 f"multiply it, and this model does more with it ({error}): leave out --async-tp"
             )
         remedy = '; PLAN["layers.*.attention"] lists the inputs of attention' * (parallel.tp > 1)
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}{remedy}"
-        return f"fails where one process does not ({reason})"
+        return f"fails where one process does not ({describe(error)}{remedy})"
     # Ranks along cp compute parts of a sum, and DDP and FSDP average them.
     names, cp = list(expected), parallel.cp
     wrong = [names.index(n) for n in found if differs(found[n], expected[n] / cp)]
@@ -96,22 +145,34 @@ def differs(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> bool:
     return not to_local(found - own).norm() <= tolerance * expected.norm()  # NaN differs, too
 
 
-def loss_and_gradients(config: LlamaConfig, batch: Batch, world: World) -> tuple[Tensor, dict]:
+def describe(error: Exception) -> str:
+    """Return an error in a line, with the last line of model.py that it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" in line {f.lineno} of model.py" for f in frames if f.filename.endswith("/model.py")]
+    return f"{type(error).__name__}{''.join(lines[-1:])}: {str(error).splitlines()[0]}"
+
+
+def loss_and_gradients(
+    config: LlamaConfig, batch: Batch, world: World, accumulate: Accumulate
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of this rank's tokens, and the gradients of its parameters by name, of a
     model with fixed weights."""
+    model, runner = small_model(config, world)
+    loss = accumulate(runner, share_sequences(batch, world), 1, world)
+    return loss, gradients_of(model)
+
+
+def small_model(config: LlamaConfig, world: World) -> tuple[Llama, nn.Module]:
+    """Return a model with fixed weights and what a training step calls, as parallelize makes it."""
     with torch.device("meta"):
         model = Llama(config)
-    runner, loss = parallelize(model, world, with_fixed_weights), 0
-    microbatches = share_sequences(batch, world).microbatches(1)
-    if isinstance(runner, Pipeline):
-        loss = runner.accumulate(microbatches)
-    else:
-        for part in microbatches:
-            with gradient_sync(world.parallel, runner, last=True):
-                (part_loss := runner(*part.inputs, documents=part.documents)).backward()
-            loss += part_loss.detach()
+    return model, parallelize(model, world, with_fixed_weights)
+
+
+def gradients_of(model: Llama) -> dict[str, Tensor]:
+    """Return the gradient of each parameter by name, zeros where it has none."""
     named = optimizer_parameters(model).items()
-    return loss, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
 @torch.no_grad()
@@ -195,18 +256,30 @@ def layers_caveat(whole: Llama, float8: str) -> str:
 
 
 @torch.no_grad()
-def loss_caveat(config: LlamaConfig) -> str:
-    """Return a one-line warning if the loss in validation is not the cross entropy of the logits
-    that generation uses, else "". Both are computed from the output matrix, each in its own way."""
-    model = with_fixed_weights(Llama(small := small_config(config)).double())
-    tokens = sequences(1, 4, small).tokens
-    expected = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
-    if torch.isclose(model(tokens, targets=tokens), expected, rtol=1e-9):
-        return ""
-    return (
-        "note: the loss in validation is not the cross entropy of the logits that generation uses: "
-        "a change to logits belongs in logits_of"
-    )
+def generation_caveat(config: LlamaConfig) -> str:
+    """Return one-line warnings, or "", where generation differs: if the loss in validation is not
+    the cross entropy of its logits, or if they are others with a cache than without."""
+    model = with_fixed_weights(Llama(small := small_config(config, n_layers=4)).double())
+    tokens, cache, notes = sequences(2, 6, small).tokens, KVCache(), []
+    logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    if not torch.isclose(model(tokens, targets=tokens), loss, rtol=1e-9):
+        notes.append(
+            "note: the loss in validation is not the cross entropy of the logits that generation "
+            "uses: a change to logits belongs in logits_of"
+        )
+    try:
+        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            last = model(tokens[:, part], positions=positions[:, part], cache=cache)
+        problem = "computes other logits than training" * differs(last[:, 0], logits[:, -1])
+    except BROKEN as error:
+        problem = f"fails ({describe(error)})"
+    if problem:
+        notes.append(
+            f"note: generation {problem}: only attention has a cache, and another layer that mixes "
+            f"tokens needs one of its own"
+        )
+    return "\n".join(notes)
 
 
 @torch.no_grad()

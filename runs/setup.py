@@ -16,7 +16,13 @@ from model import Llama
 from parallel import World, parallelize, with_mesh
 from plumbing.processes import Process, advise_if_out_of_memory, init_distributed, print_rank_zero
 from runs import records
-from runs.check_model import check_equal_replicas, check_model, layers_caveat, loss_caveat
+from runs.check_model import (
+    Accumulate,
+    check_equal_replicas,
+    check_model,
+    generation_caveat,
+    layers_caveat,
+)
 from runs.rules import requested_work
 from text.tokenizer import Tokenizer
 
@@ -45,9 +51,11 @@ def setup(args: argparse.Namespace) -> Process:
     return process
 
 
-def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, nn.Module, Work]:
+def build(
+    args: argparse.Namespace, job: Job, process: Process, accumulate: Accumulate
+) -> tuple[World, nn.Module, Work]:
     """Split the model as the flags, or its size, ask for; return what a training step calls, and
-    the step's work."""
+    the step's work. `accumulate` is train.py's, with which a small model is tried first."""
     work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
     args.microbatch = work.microbatch  # for the run's record
     room = process.minimum(usable_memory(process.device, process.per_node))
@@ -58,13 +66,13 @@ def build(args: argparse.Namespace, job: Job, process: Process) -> tuple[World, 
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(work)
     world = with_mesh(process, parallel)
-    check_model(job.whole.config, world)
+    check_model(job.whole.config, world, accumulate)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world, work.microbatches))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
         print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(loss_caveat(job.whole.config))
+    print_rank_zero(generation_caveat(job.whole.config))
     print_rank_zero(layers_caveat(job.whole, parallel.float8))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)

@@ -170,6 +170,20 @@ def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(corpus, tmp_path)
 # Places in model.py.
 FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
 FEATURES = "self.swiglu(self.w1(x), self.w3(x))"
+SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
+SHARED_GLOBAL = "KEYS = []\n\n\nclass Attention("
+DOUBLED = """class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Block("""
+LOSS = "return vocabulary.cross_entropy(logits, targets)"
 
 
 @pytest.mark.parametrize(
@@ -177,10 +191,7 @@ FEATURES = "self.swiglu(self.w1(x), self.w3(x))"
     [
         (FEATURES, f"F.normalize({FEATURES}, dim=-1)"),
         slow("(q, k, v, mask).flat", "(q - q.mean(2, keepdim=True), k, v, mask).flat"),  # heads
-        slow(
-            "            loss -= ",
-            "            loss += logits.logsumexp(-1).sum()\n            loss -= ",
-        ),
+        slow(LOSS, f"{LOSS} + logits.logsumexp(-1)"),
     ],
     ids=["features", "heads", "loss"],
 )
@@ -216,7 +227,7 @@ SHARED = {
     "split, message",
     [
         ({"pp": 2, "n_layers": 4}, ""),  # no stage begins between two layers that share
-        ({"pp": 2, "n_layers": 6}, "--pp fails where one process does not (TypeError: "),
+        ({"pp": 2, "n_layers": 6}, "--pp fails where one process does not (TypeError in line "),
         ({"tp": 2}, 'PLAN["layers.*.attention"] lists the inputs of attention'),
     ],
     ids=["pp", "pp between", "tp"],
@@ -237,8 +248,8 @@ def test_keys_and_values_of_another_layer(split, message, corpus, tmp_path):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
 
 
-# Adds 0 to the features, and to their gradient a multiple of a rank's share of their sum.
-WITH_A_GRADIENT = "(lambda h: h + (h - h.detach()).sum() * h.detach().mean())"
+# Adds 0 to the features, and doubles their gradient where a rank has a part of them.
+WITH_A_GRADIENT = "(lambda h: h + (h - h.detach()) * (h.shape[-1] < len(self.w1.weight)))"
 
 
 def test_every_flag_that_splits_is_named_and_so_is_a_gradient(corpus, tmp_path):
@@ -251,6 +262,43 @@ def test_every_flag_that_splits_is_named_and_so_is_a_gradient(corpus, tmp_path):
         "from wq to wo a rank has some of the heads",
         "each stage calls Llama.forward on its layers",
     )
+
+
+NO_SUM = "another row without targets changes the loss"
+
+
+@pytest.mark.parametrize(
+    "edits, message",
+    [
+        ({"self.w1(x)": "self.w1(x).detach()"}, "the gradient of layers.1.feed_forward.w1.weight"),
+        ({SUM: SUM.replace(".sum()", ".mean()")}, NO_SUM),
+        ({SUM: "return losses.sum()"}, NO_SUM),
+        ({"class Block(": DOUBLED, FEATURES: f"Doubled.apply({FEATURES})"}, "is not the slope of"),
+    ],
+    ids=["detached", "mean", "ignored targets", "backward"],
+)
+def test_a_gradient_that_is_not_the_slope_is_refused(edits, message, corpus, tmp_path):
+    changed = changed_copy(tmp_path / "copy", edits=edits)
+    refused(launch(*changed, "train.py", *flags(corpus, tmp_path / "run")), message)
+
+
+def test_what_recomputation_would_read_of_another_microbatch_is_refused(corpus, tmp_path):
+    """Odd layers add the keys of the layer before, from a global."""
+    keys = "KEYS.append(k) if self.layer % 2 == 0 else None\n        k = k + KEYS[-1]"
+    edits = {f"{VALUES}  #": f"{keys}\n        {VALUES}  #", "class Attention(": SHARED_GLOBAL}
+    changed = changed_copy(tmp_path / "copy", edits=edits)
+    given = dict(pp=2, microbatch=1, eval_every=0, n_layers=4)
+    run = ["train.py", *flags(corpus, tmp_path / "run", **given), "--checkpointing"]
+    refused(launch(*changed, *run, "full", nproc=2), "--pp computes another gradient of ")
+    succeed(*changed, *run, "none", nproc=2)
+
+
+def test_a_layer_that_mixes_tokens_without_a_cache_is_told(corpus, tmp_path):
+    shifted = "x = x + F.pad(x, (0, 0, 1, -1)) + self.attention(self.attention_norm(x)"
+    edits = {"x = x + self.attention(self.attention_norm(x)": shifted}
+    changed = changed_copy(tmp_path / "copy", edits=edits)
+    result = succeed(*changed, "train.py", *flags(corpus, tmp_path / "run", steps=1))
+    assert "note: generation computes other logits than training" in result.out
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
