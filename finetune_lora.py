@@ -31,6 +31,7 @@ import torch
 
 import checkpoint
 from costs.search import sent_by_strategy
+from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from generate import generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
@@ -90,7 +91,12 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     with torch.device("meta"):
         model = Llama(base["model"])
         settings = args.rank, args.alpha, args.dropout, args.rslora, args.dora
-        add_adapters(model, LoRA(*settings, tuple(args.targets)), args.base_bits)
+        layers = {name.split(".")[-1] for name, _ in model.named_modules()}
+        targets = tuple(
+            target for target in args.targets if target in layers
+        )  # a change lacks some
+        add_adapters(model, LoRA(*settings, targets), args.base_bits)
+    check_names(model)
 
     def initialize(model: Llama) -> None:
         checkpoint.load_weights(args.init, model)

@@ -54,6 +54,18 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
 
 
+def check_names(model: Llama) -> None:
+    """Raise UserError for an adapter that PEFT's files have no name for, before it is trained."""
+    for name in adapters(model):
+        try:
+            peft_name(name)
+        except UserError as error:
+            target = name.split(".")[-2]
+            raise UserError(
+                f"{error}, so no file holds its adapter: leave {target} out of --targets"
+            )
+
+
 def _peft_target(target: str) -> str:
     """Return PEFT's name of a target: wq -> q_proj."""
     return next(hf for ours, hf in HF_NAMES.items() if ours.endswith(target)).split(".")[-1]

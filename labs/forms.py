@@ -381,9 +381,12 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
     terms.append(Term(L * tokens * saved * 4, text))
 
     norm = f"last norm and its gradient: {tokens} tokens x 3 x {D} x 4 bytes"
-    logits = f"logits and their softmax: {tokens} tokens x {V} x 2 x 4 bytes"
-    matrix = f"gradient of the output matrix, and its sum: {V} x {D} x 2 x 4 bytes"
-    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * 8, logits), Term(V * D * 8, matrix)]
+    # The larger: logits and log softmax in forward; or the gradients of logits and of the matrix.
+    n, of_matrix = (2, 1) if tokens >= D else (1, 2)
+    logits = f"logits{' and their log softmax' * (n > 1)}: {tokens} tokens x {V} x {n} x 4 bytes"
+    matrix = f"gradient of the output matrix: {V} x {D} x {of_matrix} x 4 bytes"
+    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * n * 4, logits)]
+    in_loss.append(Term(V * D * of_matrix * 4, matrix))
     again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
     text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
     in_block = [Term(tokens * (D + 2 * F) * 4, text)]

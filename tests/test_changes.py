@@ -133,6 +133,35 @@ def test_it_trains_and_resumes_and_generates_and_is_exported_or_refused(
         refused(export, "Llama")
 
 
+@pytest.mark.parametrize("name", ["gelu", *map(slow, (name for name in NAMES if name != "gelu"))])
+def test_adapters_of_a_changed_model_can_be_used(name, corpus, sums, tmp_path):
+    """Trained, resumed on two ranks, merged and generated from; or refused before they are."""
+    changed = changed_copy(tmp_path / "copy", name, CONSTANTS.get(name))
+    base, out = tmp_path / "base", tmp_path / "adapter"
+    succeed(*changed, "train.py", *flags(corpus, base, steps=1, **FLAGS.get(name, {})))
+    tune = [
+        "finetune_lora.py",
+        "--init",
+        base,
+        "--data",
+        sums,
+        "--out",
+        out,
+        "--batch",
+        4,
+        "--seq-len",
+        64,
+    ]
+    if name == "experts":
+        refused(launch(*changed, *tune), "so no file holds its adapter: leave w1 out of --targets")
+        tune += ["--targets", "wq", "wo"]
+    succeed(*changed, *tune, "--steps", 2, "--save-every", 1)
+    succeed(*changed, *tune, "--steps", 3, "--resume", nproc=2)
+    succeed(*changed, "generate.py", base, "--adapter", out, "--prompt", "1 and")
+    succeed(*changed, "checkpoint.py", "merge", base, out, tmp_path / "merged")
+    succeed(*changed, "generate.py", tmp_path / "merged", "--prompt", "1 and")
+
+
 @pytest.mark.slow
 def test_ranks_that_share_sequences_compute_the_same_or_refuse(name, changed, corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"

@@ -17,7 +17,7 @@ TINY = "vocab_size=2048, tie_embeddings=True"
 GEGLU = {"self.swiglu(self.w1(x), self.w3(x))": "F.gelu(self.w1(x)) * self.w3(x)"}
 PADDED = {
     "Embedding(config.vocab_size": "Embedding(config.vocab_size + 5",
-    "Linear(config.dim, config.vocab_size": "Linear(config.dim, config.vocab_size + 5",
+    "Output(config.dim, config.vocab_size": "Output(config.dim, config.vocab_size + 5",
     "return self.output(x)": "return self.output(x)[..., :-5]",
 }
 OFF = {FIELD: f"    window: int = 0\n{FIELD}"}
