@@ -62,13 +62,13 @@ from files.directories import (
     verify,
 )
 from files.optimizer_state import optimizer_state
+from files.published import check_computes_llama
 from files.safetensors import Weights
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from runs.published import check_computes_llama
 from text.tokenizer import Tokenizer, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run

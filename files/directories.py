@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from files.adapters import PEFT_FILES, is_adapter
 from files.formats import JsonFile, is_hf, is_meta, open_hf, open_meta
+from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
@@ -95,7 +96,8 @@ def read_config(directory: Path) -> dict:
     """Return the metadata of a directory from find_checkpoint, or of an adapter's checkpoint.
 
     `model` is a LlamaConfig, `tokenizer` an argument for load_tokenizer or None, and `directory`
-    the directory itself. Our checkpoints also have `tokenizer_hash`, `step` and `flags`."""
+    the directory itself. Our checkpoints also have `tokenizer_hash`, `step`, `flags`, and `logits`,
+    by which a warning says that model.py has changed since."""
     if not has_weights(directory) and not (directory / CHECKSUMS).exists():
         config, _ = open_weights(directory)
         file = find_tokenizer(directory)
@@ -106,6 +108,9 @@ def read_config(directory: Path) -> dict:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
     except (TypeError, ValueError) as error:
         raise UserError(f"{directory} was saved with another model.py: {error}")
+    if "logits" in content:
+        logits = content["logits"]
+        warn_of_other_code(directory, logits and tuple(logits))
     if metadata["tokenizer"] == "tokenizer.model":
         metadata["tokenizer"] = str(directory / "tokenizer.model")
     return metadata
@@ -176,6 +181,7 @@ def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, diges
     those of the files in weights/ and optimizer/, which DCP has synced."""
     no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
     metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
+    metadata["logits"] = small_logits()
     (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
     small = [path for path in directory.glob("*") if path.is_file()]
     digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])

@@ -8,7 +8,6 @@ small model must have the loss and the gradients that it has on one process."""
 
 import math
 import traceback
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DistError
 
+from files.published import fixed_weight, with_fixed_weights
 from model import IGNORE, KVCache, Llama, LlamaConfig
 from parallel import ParallelConfig, World, parallelize
 from plumbing.processes import UserError
@@ -216,22 +216,6 @@ def sequences(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> B
     targets = tokens.roll(-1, 1).masked_fill(index % 3 == 0, IGNORE)
     positions = torch.cat([torch.arange(n) for n in (T // 3, 1, T)])[:T].repeat(rows, 1)
     return Batch(tokens, targets, positions if packed else None, text_bytes=0)
-
-
-@torch.no_grad()
-def with_fixed_weights(model: Llama) -> Llama:
-    """Set the weights of a model, and let it evaluate: dropout would be random."""
-    for name, parameter in model.named_parameters():
-        assign_shard(parameter, fixed_weight(name, parameter))
-    return model.eval()
-
-
-def fixed_weight(name: str, like: Tensor) -> Tensor:
-    """Return weights in float64 that depend on nothing but the parameter's name and shape, and are
-    large enough for attention and activations to be far from linear."""
-    phase = zlib.crc32(name.encode()) % 1000
-    waves = (torch.arange(like.numel(), dtype=torch.float64) ** 2 + phase).sin().view(like.shape)
-    return 1 + waves / 2 if like.ndim == 1 else waves / 2
 
 
 @torch.no_grad()

@@ -322,6 +322,24 @@ def test_what_recomputation_would_read_of_another_microbatch_is_refused(corpus, 
     succeed(*changed, *run, "none", nproc=2)
 
 
+def test_other_code_than_trained_a_run_is_told(corpus, sums, tmp_path):
+    """Generating, resuming and fine-tuning; the same code, and another loss, are not."""
+    no_rope = changed_copy(tmp_path / "copy", edits={f"{KEYS}": KEYS.replace("cos, sin", "1, 0")})
+    z_loss = changed_copy(tmp_path / "z-loss", "z_loss")
+    run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, save_every=1), "--resume"]
+    succeed(*run)
+    tune = ["finetune_lora.py", "--init", tmp_path / "run", "--data", sums, "--seq-len", 64]
+    tune += ["--batch", 4, "--steps", 1, "--out"]
+    for n, (within, is_told) in enumerate((((), False), (z_loss, False), (no_rope, True))):
+        for command in (
+            ["generate.py", tmp_path / "run", "--prompt", "1 and"],
+            [*tune, tmp_path / f"adapter-{n}"],
+            [*run, "--steps", 3 + n],  # last: it saves the logits of this code
+        ):
+            told = f"the code that trained {tmp_path / 'run' / 'step-'}"
+            assert (told in succeed(*within, *command).err) == is_told, command
+
+
 def test_a_layer_that_mixes_tokens_without_a_cache_is_told(corpus, tmp_path):
     shifted = "x = x + F.pad(x, (0, 0, 1, -1)) + self.attention(self.attention_norm(x)"
     edits = {"x = x + self.attention(self.attention_norm(x)": shifted}

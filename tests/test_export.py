@@ -6,10 +6,10 @@ import transformers
 from conftest import changed_copy, hugging_face_config, launch, refused, succeed
 
 from files import formats
+from files import published as fingerprint
+from files.published import fixed_weight
 from model import Llama
 from plumbing.processes import UserError
-from runs import published as fingerprint
-from runs.check_model import fixed_weight
 
 # Strings of model.py, and places for more lines.
 FIELD = "    tie_embeddings: bool = False"

@@ -8,8 +8,9 @@ from conftest import succeed
 from workers.losses import CONFIG, LOSSES, ROWS
 
 import model
+from files.published import with_fixed_weights
 from model import IGNORE, Llama
-from runs.check_model import sequences, with_fixed_weights
+from runs.check_model import sequences
 from techniques import passes
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import model
+from files.published import with_fixed_weights
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
 from plumbing.processes import init_distributed, run
-from runs.check_model import sequences, with_fixed_weights
+from runs.check_model import sequences
 
 CONFIG = LlamaConfig(32, 1, 4, 2, 24, vocab_size=101)
 ROWS = 45, 15  # sequences, tokens of each: two chunks, and a third of the tokens have no target

@@ -11,8 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from files.published import fixed_weight
 from model import KVCache, Llama, LlamaConfig
-from runs.check_model import fixed_weight
 
 PARTS = (5, 1, 4, 1, 2)  # tokens that join the cache together
 
