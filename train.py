@@ -54,6 +54,7 @@ from text.tokenizer import load_tokenizer
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a Llama.")
+    # A new flag belongs in runs/flags.py: bench.py and finetune_lora.py take the same.
     add_pretraining_flags(parser)
     args = parser.parse_args()
     args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))

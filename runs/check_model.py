@@ -31,12 +31,14 @@ HINTS = {
     "the loss some of the vocabulary",
     "pp": "each stage calls Llama.forward on its layers, and is given x alone, so move what you "
     "added there into a block, or do it only where the embedding or the output is",
-    "cp": "let Llama.forward hand `documents` on to attend, and mix tokens nowhere else; what "
-    "attend does to scores belongs in techniques/context_parallel.py, too",
+    "cp": "let Llama.forward hand `documents` on to attend, and mix tokens nowhere else; if attend "
+    "does something to scores, let SharedBatch.documents of techniques/context_parallel.py always "
+    "make masks, with which it calls attend",
 }
 
 
-BROKEN = TypeError, AttributeError, ValueError, RuntimeError  # what a changed model may raise
+# What a changed model may raise.
+BROKEN = TypeError, AttributeError, ValueError, RuntimeError, LookupError
 # accumulate(runner, batch, microbatch, world) runs forward and backward, and returns the loss.
 Accumulate = Callable[[nn.Module, Batch, int, World], Tensor]
 
@@ -46,7 +48,12 @@ def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> No
     loss, another loss or gradient when it is split as the run's model is, or other logits by the
     kernel for documents. Of splits, only --tp, --pp and --cp are looked at: with replicas and FSDP
     each rank computes whole layers."""
-    check_gradients(small_config(config, n_layers=2), world, accumulate)
+    small = small_config(config, n_layers=2)
+    try:
+        Llama(small).init_weights()
+    except ValueError as error:  # a parameter without an initial value
+        raise UserError(str(error))
+    check_gradients(small, world, accumulate)
     parallel, n_layers, rows = world.parallel, 4, 1
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
     if pp > 1:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from model import Llama
 from plumbing.processes import UserError
-from plumbing.shards import dims_of, shard_parameters
+from plumbing.shards import dims_of, shard_parameters, to_local
 
 
 def check(work) -> None:
@@ -64,6 +64,18 @@ class VocabularyParallel(RowwiseParallel):
     weight_dim = 0
 
 
+class OfHeads(ParallelStyle):
+    """For a module whose forward returns its `weight` [H], a number for each head: on each rank it
+    then returns those of the rank's heads."""
+
+    weight_dim = 0
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        shard_parameters(module, mesh, self.weight_dim)
+        module.register_forward_hook(lambda module, inputs, weight: to_local(weight))
+        return module
+
+
 REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
 NORM = SequenceParallel(use_local_output=False)
 COLUMNS = ColumnParallel()
@@ -84,7 +96,11 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
         dims = dims_of(layer, style.weight_dim)
     for name in names:
         if name not in dims:
-            remedy = "add its layer to PLAN in parallel.py, as COLUMNS, ROWS or NORM"
+            remedy = (
+                "add its layer to PLAN in parallel.py, as COLUMNS or ROWS if it is linear, as NORM "
+                "if it acts on each token of the residual stream, as OfHeads() of "
+                "techniques/parallel_layers.py if it is a number for each head"
+            )
             if any(layer.children()):
                 remedy = "move it into a module of its own, and add that to PLAN"
             elif style:

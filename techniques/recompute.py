@@ -52,6 +52,11 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if checkpointing == "selective":
             for module in block.modules():
                 for layer in getattr(module, "saved_products", ()):
+                    if not hasattr(module, layer):
+                        raise UserError(
+                            f"{type(module).__name__} has no {layer}, which its saved_products "
+                            f"names: leave it out there, or give --checkpointing full"
+                        )
                     mark_products(getattr(module, layer))
         if checkpointing != "none":
             block.forward = recompute(block.forward, selective=checkpointing == "selective")

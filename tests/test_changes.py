@@ -199,6 +199,7 @@ def test_what_each_stage_of_a_pipeline_would_repeat_is_refused(corpus, tmp_path)
 # Places in model.py.
 FEED_FORWARD = "self.feed_forward(self.ffn_norm(x))"
 FEATURES = "self.swiglu(self.w1(x), self.w3(x))"
+W3 = "nn.Linear(config.dim, config.ffn_dim, bias=False)"
 SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 SHARED_GLOBAL = "KEYS = []\n\n\nclass Attention("
 DOUBLED = """class Doubled(torch.autograd.Function):
@@ -309,6 +310,65 @@ NO_SUM = "another row without targets changes the loss"
 def test_a_gradient_that_is_not_the_slope_is_refused(edits, message, corpus, tmp_path):
     changed = changed_copy(tmp_path / "copy", edits=edits)
     refused(launch(*changed, "train.py", *flags(corpus, tmp_path / "run")), message)
+
+
+# Places in model.py, of a change in which each head has a learned scale.
+SCALE = """class HeadScale(nn.Module):
+    def __init__(self, n_heads):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_heads))
+
+    def forward(self):
+        return self.weight
+
+
+class Attention("""
+SCALES = {
+    "class Attention(": SCALE,
+    "        self.head_dim = config.head_dim\n": "        self.head_dim = config.head_dim\n"
+    "        self.scale = HeadScale(config.n_heads)\n",
+    KEYS: f"q = q * self.scale()[:, None]\n        {KEYS}",
+}
+KNOWN = {"(RMSNorm, nn.RMSNorm)": "(RMSNorm, nn.RMSNorm, HeadScale)"}
+PLANNED = '    "layers.*.attention.wo": ROWS,'
+
+
+def test_a_number_for_each_head_has_a_place(corpus, tmp_path):
+    run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, optimizer="adamw")]
+    unknown = changed_copy(tmp_path / "unknown", edits=SCALES)
+    refused(launch(*unknown, *run), "attention.scale.weight has no initial value: give it one in")
+    changed = changed_copy(tmp_path / "copy", edits=SCALES | KNOWN)
+    refused(
+        launch(*changed, *run, "--tp", 2, nproc=2),
+        "as OfHeads() of techniques/parallel_layers.py if it is a number",
+    )
+    file = tmp_path / "copy/parallel.py"
+    for style, message in (
+        ("NORM", "--tp fails where one process does not (IndexError"),
+        ("COLUMNS", "--tp fails where one process does not (NotImplementedError"),
+        ("OfHeads()", ""),
+    ):
+        place = f'{PLANNED}\n    "layers.*.attention.scale": {style},'
+        source = (
+            (ROOT / "parallel.py").read_text().replace("    NORM,\n", "    NORM,\n    OfHeads,\n")
+        )
+        file.write_text(source.replace(PLANNED, place))
+        result = launch(*changed, *run, "--tp", 2, nproc=2)
+        if message:
+            refused(result, message)
+    assert result.code == 0, result.err
+    split = metrics(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    succeed(*changed, *run)
+    for ours, theirs in zip(split, metrics(tmp_path / "run"), strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
+
+
+def test_a_layer_that_is_no_longer_there_cannot_be_saved(corpus, tmp_path):
+    edits = {FEATURES: "F.gelu(self.w1(x))", **{f"        self.w3 = {W3}\n": ""}}
+    changed = changed_copy(tmp_path / "copy", edits=edits)
+    run = ["train.py", *flags(corpus, tmp_path / "run"), "--checkpointing", "selective"]
+    refused(launch(*changed, *run), "FeedForward has no w3, which its saved_products names")
 
 
 def test_what_recomputation_would_read_of_another_microbatch_is_refused(corpus, tmp_path):
