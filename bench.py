@@ -54,7 +54,7 @@ from runs.flags import (
     add_pretraining_flags,
 )
 from runs.rules import requested_parallel
-from runs.setup import build, setup
+from runs.setup import build, prepare_pretraining, setup
 
 # fmt: off
 
@@ -278,7 +278,7 @@ def comm(args: argparse.Namespace) -> str:
     return measure_comm(world, args.sizes, args.repeats, args.out, task)
 
 
-def step(args: argparse.Namespace, prepare: Callable = train.prepare) -> str:
+def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> str:
     """Set up a training as a script does, of which `prepare` is, and measure its step."""
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True

@@ -19,37 +19,35 @@ Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to
 from plumbing.endings import signals_collected  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
-import copy
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import checkpoint
 from costs.search import fits_unsharded
 from costs.work import Work
-from data import Windows, open_windows, read_ahead, window_of
+from data import Windows, read_ahead, window_of
 from generate import generate
 from model import IGNORE, Llama
 from parallel import World, gradient_sync, unsharded
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, print_rank_zero, run
-from plumbing.shards import assign_shard, local_squared_norm, to_local
+from plumbing.processes import UserError, print_rank_zero, run
+from plumbing.shards import local_squared_norm, to_local
 from runs import records
 from runs.flags import add_pretraining_flags
-from runs.rules import check_training_flags, choose_model_config, choose_tokenizer
-from runs.setup import Job, build, setup
+from runs.records import Totals
+from runs.setup import Job, build, prepare_pretraining, resume, setup
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.pipeline import Pipeline
-from techniques.zero1 import all_gather_updates, optimizer_parameters
+from techniques.zero1 import all_gather_updates, optimizer_parameters, with_gradients
 from text.batch import Batch
-from text.tokenizer import load_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,7 +62,7 @@ def parse_args() -> argparse.Namespace:
 # ------------------------------------------------------------------------------ optimizer step
 
 
-def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
     """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
     named = optimizer_parameters(model).items()  # names identify their state in checkpoints
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
@@ -87,29 +85,9 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * min(warmup, 1, decay)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Results of a step or of an evaluation, over all ranks."""
-
-    loss: float  # nats, summed over the target tokens
-    tokens: int  # target tokens
-    text_bytes: int  # bytes of text that the target tokens stand for
-    grad_norm: float = 0.0
-    stop: bool = False  # some rank received a signal to stop
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.tokens
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, comparable between tokenizers."""
-        return self.loss / math.log(2) / max(self.text_bytes, 1)
-
-
 def train_step(
     runner: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: Batch,
     microbatch: int,
     clip: float,
@@ -141,13 +119,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
 
 
 def update(
-    optimizer: torch.optim.Optimizer,
-    loss: Tensor,
-    batch: Batch,
-    clip: float,
-    world: World,
-    step: int,
-    stop: Sequence[int] = (),
+    optimizer: Optimizer, loss: Tensor, batch: Batch, clip: float, world: World, step: int, stop=()
 ) -> Totals:
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
@@ -157,48 +129,34 @@ def update(
     (labs/mean.py).
     `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    parameters = []
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"]):
-            if parameter.grad is None:
-                raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
-            parameters.append(parameter)
-    rows = world.all_gather_scalars(
-        [
-            loss,
-            (batch.targets != IGNORE).sum(),
-            batch.text_bytes,
-            local_squared_norm(parameters, world.size),
-            bool(stop),
-        ]
-    )
-    sums = rows.sum(0)
-    sums[:3] /= world.parallel.tp  # ranks along tp have the same loss and the same targets
-    sums[1:3] /= world.parallel.pp  # those along pp the same targets; the last stage has the loss
+    parameters = with_gradients(optimizer)
+    tokens = (batch.targets != IGNORE).sum()
+    squared_norm = local_squared_norm(parameters, world.size)
+    rows = world.all_gather_scalars([loss, tokens, batch.text_bytes, squared_norm, bool(stop)])
+    loss, tokens, text_bytes, squared_norm, stops = rows.sum(0)
+    tp, pp = world.parallel.tp, world.parallel.pp
+    loss = loss / tp  # ranks along tp have the same loss and the same targets
+    tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
     # DDP and FSDP have averaged the gradients over these ranks, and they should be summed.
-    scale = world.parallel.replicate * world.parallel.shard / sums[1]
-    norm = sums[3].sqrt() * scale
+    scale = world.parallel.replicate * world.parallel.shard / tokens
+    norm = squared_norm.sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     shards = [to_local(parameter.grad) for parameter in parameters]
     torch._foreach_mul_(shards, scale.to(shards[0]))
 
     # The only point where the host waits for the device: what is not finite must not be used.
-    loss_sum, tokens, text_bytes, _, stops, norm = torch.cat([sums, norm[None]]).tolist()
-    if not math.isfinite(loss_sum + norm):
-        bad_ranks = [str(i) for i, row in enumerate(rows.tolist()) if not math.isfinite(row[0])]
-        culprit = f"loss on rank {', '.join(bad_ranks)}" if bad_ranks else "gradient norm"
-        raise UserError(
-            f"step {step}: the {culprit} is not finite. Nothing was updated; a lower --lr may "
-            f"help, and --resume goes back to the last checkpoint, if one was saved"
-        )
+    results = torch.stack([loss, tokens, text_bytes, norm, stops])
+    loss, tokens, text_bytes, norm, stops = results.tolist()
+    if not math.isfinite(loss + norm):
+        raise UserError(records.describe_not_finite(step, rows[:, 0]))
     optimizer.step()
     zero_gradients(optimizer, world)
-    return Totals(loss_sum, round(tokens), round(text_bytes), norm, stops > 0)
+    return Totals(loss, round(tokens), round(text_bytes), norm, stops > 0)
 
 
-def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
+def zero_gradients(optimizer: Optimizer, world: World) -> None:
     """Free the gradients; but set DDP's to zero in place, since they are views of its buckets: if
     they were freed, the next backward would allocate a second copy beside the buckets."""
     in_buckets = world.size > 1 and world.parallel.strategy.grads_in_buckets
@@ -225,41 +183,12 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
         loss += model(*batch.inputs, documents=batch.documents)
         tokens += (batch.targets != IGNORE).sum()
         text_bytes += batch.text_bytes
-    total = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0) / world.parallel.tp
-    total[1:] /= world.parallel.pp  # the last stage alone has the loss
-    loss, tokens, text_bytes = total.tolist()
-    return Totals(loss, round(tokens), round(text_bytes))
+    loss, tokens, text_bytes = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0).tolist()
+    tp, pp = world.parallel.tp, world.parallel.pp  # the last stage alone has the loss
+    return Totals(loss / tp, round(tokens / (tp * pp)), round(text_bytes / (tp * pp)))
 
 
 # -------------------------------------------------------------------------------------- the run
-
-
-def prepare(args: argparse.Namespace, process: Process) -> Job:
-    """Check the flags, open the data, and describe the model."""
-    initial = None
-    if args.init:
-        find = partial(checkpoint.find_checkpoint, args.init)
-        initial = checkpoint.read_config(process.broadcast_from_rank_zero(find))
-    config = choose_model_config(args, initial)
-    check_training_flags(args, config, process)
-    if args.reshard == "adapters":
-        raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
-    load = partial(load_tokenizer, choose_tokenizer(args, initial))
-    tokenizer = process.local_rank_zero_first("tokenizer", load)
-    windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
-    train_set, val_set = process.local_rank_zero_first("data", windows)
-    # Saved with the flags, so that a resumed run notices other data.
-    args.data_checksum = process.check_same("the training data", train_set.checksum())
-    if initial:
-        checkpoint.check_tokenizer(initial, tokenizer)
-        initialize = partial(checkpoint.load_weights, initial["directory"])
-    else:
-        config = replace(config, vocab_size=tokenizer.vocab_size)
-        options = dict(seed=args.seed, assign=assign_shard, device=process.device)
-        initialize = partial(Llama.init_weights, **options)
-    with torch.device("meta"):
-        model = Llama(config)
-    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
 
 
 def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: int) -> Batch:
@@ -285,17 +214,10 @@ def train(
     signal stopped the run before its last step."""
     model, tokenizer = job.model, job.tokenizer
     optimizer = make_optimizer(model, args)
-    if world.size > 1 and type(optimizer) not in (Muon, torch.optim.AdamW, BFloat16AdamW):
-        print_rank_zero("note: the predicted traffic is AdamW's; bench.py step counts this one's")
-    done = 0
-    if newest:
-        records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
-        done = checkpoint.resume(newest, model, optimizer, tokenizer)
-        print_rank_zero(f"resumed from {newest}")
+    done = resume(args, newest, job, optimizer)
     if done >= args.steps:
-        print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
         return True
-    print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set)))
+    print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set), optimizer))
 
     gather_once = fits_unsharded(work, world)
 
@@ -349,26 +271,25 @@ def train(
 
     if profiler:
         profiler.stop()
-    print_rank_zero(f"checkpoint: {saved}")
-    if totals.stop:
-        print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
+    note = f"\nstopped at step {step}; the same command with --resume goes on" * totals.stop
+    print_rank_zero(f"checkpoint: {saved}{note}")
     return not totals.stop
+
+
+def sample_text(job: Job, prompt: str, step: int) -> str:
+    """Return a prompt and how the model continues it."""
+    options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
+    (tokens,) = generate(job.model, [job.tokenizer.encode(prompt, bos=True)], 64, **options)
+    return f"--- {prompt}{job.tokenizer.decode(tokens)}\n---"
 
 
 def main() -> None:
     args = parse_args()
     process = setup(args)
-    job = prepare(args, process)
+    job = prepare_pretraining(args, process)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner, work = build(args, job, process, accumulate)
-
-    def sample_text(step: int) -> str:
-        prompt = [job.tokenizer.encode(args.prompt, bos=True)]
-        options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
-        (tokens,) = generate(job.model, prompt, 64, **options)
-        return f"--- {args.prompt}{job.tokenizer.decode(tokens)}\n---"
-
-    train(args, world, runner, work, job, newest, sample_text)
+    train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))
     command = f"python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
     print_rank_zero(f"generate:   {command}")
 

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import math
 import os
 import resource
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from costs.machines import peak_flops
 from costs.traffic import flops_per_token
@@ -19,6 +21,7 @@ from parallel import World
 from plumbing.processes import UserError, print_rank_zero
 from techniques.float8 import has_kernel, layers_in_8_bits
 from techniques.nf4 import count
+from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.schedules import bubble, check_schedule, make_schedule
 from text.tokenizer import Tokenizer
 
@@ -117,8 +120,46 @@ class Recorder:
         self.step_started = time.perf_counter()
 
 
-def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences: int) -> str:
+@dataclass(frozen=True)
+class Totals:
+    """Results of a step or of an evaluation, over all ranks."""
+
+    loss: float  # nats, summed over the target tokens
+    tokens: int  # target tokens
+    text_bytes: int  # bytes of text that the target tokens stand for
+    grad_norm: float = 0.0
+    stop: bool = False  # some rank received a signal to stop
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits per byte of text, comparable between tokenizers."""
+        return self.loss / math.log(2) / max(self.text_bytes, 1)
+
+
+def describe_not_finite(step: int, losses: Tensor) -> str:
+    """Return what ends a run whose `losses` [ranks], or else its gradient norm, are not finite."""
+    ranks = ", ".join(str(i) for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
+    culprit = f"loss on rank {ranks}" if ranks else "gradient norm"
+    return (
+        f"step {step}: the {culprit} is not finite. Nothing was updated; a lower --lr may "
+        f"help, and --resume goes back to the last checkpoint, if one was saved"
+    )
+
+
+def describe_run(
+    args: argparse.Namespace,
+    model: Llama,
+    world: World,
+    sequences: int,
+    optimizer: torch.optim.Optimizer,
+) -> str:
     """Return a line that describes the model, the batch, the data and the processes."""
+    known = type(optimizer) in (Muon, torch.optim.AdamW, BFloat16AdamW) or world.size == 1
+    note = "\nnote: the predicted traffic is AdamW's; bench.py step counts this one's"
     parameters = sum(count(p) for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
@@ -126,7 +167,7 @@ def describe_run(args: argparse.Namespace, model: Llama, world: World, sequences
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-        f"{describe_float8(model, world)}"
+        f"{describe_float8(model, world)}{'' if known else note}"
     )
 
 

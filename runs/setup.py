@@ -1,20 +1,31 @@
 """From the flags of a run to a model that is split over ranks, and what a run says at its start."""
 
 import argparse
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import torch
 from torch import nn
 
+import checkpoint
 from costs.memory import prediction_caveat
 from costs.search import choose_parallel, usable_memory, what_would_fit
 from costs.traffic import describe_traffic, predict_traffic
 from costs.work import Work
-from data import Windows
+from data import Windows, open_windows
 from model import Llama
 from parallel import World, parallelize, with_mesh
-from plumbing.processes import Process, advise_if_out_of_memory, init_distributed, print_rank_zero
+from plumbing.processes import (
+    Process,
+    UserError,
+    advise_if_out_of_memory,
+    init_distributed,
+    print_rank_zero,
+)
+from plumbing.shards import assign_shard
 from runs import records
 from runs.check_model import (
     Accumulate,
@@ -23,8 +34,13 @@ from runs.check_model import (
     generation_caveat,
     layers_caveat,
 )
-from runs.rules import requested_work
-from text.tokenizer import Tokenizer
+from runs.rules import (
+    check_training_flags,
+    choose_model_config,
+    choose_tokenizer,
+    requested_work,
+)
+from text.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,34 @@ def setup(args: argparse.Namespace) -> Process:
     args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
     args.lr = args.lr if args.lr is not None else 0.02 if args.optimizer == "muon" else 5e-3
     return process
+
+
+def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
+    """Check the flags, open the data, and describe the model."""
+    initial = None
+    if args.init:
+        find = partial(checkpoint.find_checkpoint, args.init)
+        initial = checkpoint.read_config(process.broadcast_from_rank_zero(find))
+    config = choose_model_config(args, initial)
+    check_training_flags(args, config, process)
+    if args.reshard == "adapters":
+        raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
+    load = partial(load_tokenizer, choose_tokenizer(args, initial))
+    tokenizer = process.local_rank_zero_first("tokenizer", load)
+    windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+    train_set, val_set = process.local_rank_zero_first("data", windows)
+    # Saved with the flags, so that a resumed run notices other data.
+    args.data_checksum = process.check_same("the training data", train_set.checksum())
+    if initial:
+        checkpoint.check_tokenizer(initial, tokenizer)
+        initialize = partial(checkpoint.load_weights, initial["directory"])
+    else:
+        config = replace(config, vocab_size=tokenizer.vocab_size)
+        options = dict(seed=args.seed, assign=assign_shard, device=process.device)
+        initialize = partial(Llama.init_weights, **options)
+    with torch.device("meta"):
+        model = Llama(config)
+    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
 
 
 def build(
@@ -77,3 +121,17 @@ def build(
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner, work
+
+
+def resume(
+    args: argparse.Namespace, newest: Path | None, job: Job, optimizer: torch.optim.Optimizer
+) -> int:
+    """Load the `newest` checkpoint of a run, if there is one; return the steps it has done."""
+    if not newest:
+        return 0
+    records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
+    done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
+    print_rank_zero(f"resumed from {newest}")
+    if done >= args.steps:
+        print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
+    return done

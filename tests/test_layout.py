@@ -11,8 +11,9 @@ from conftest import ROOT, succeed
 ORDER = """
 bench
 perf
-train finetune_lora generate checkpoint
+train finetune_lora generate
 runs
+checkpoint
 costs
 files
 parallel
