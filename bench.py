@@ -11,6 +11,9 @@ torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
 torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetune_lora.py]
                             the same for fine-tuning
+torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
+                            whether a step is the same as on one process, and if not, where it
+                            first differs
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 python bench.py gpu --out gpu.json
@@ -40,6 +43,7 @@ from model import PRESETS
 from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
+from perf.equal import measure_equality
 from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
@@ -305,6 +309,12 @@ def step_lora(args: argparse.Namespace) -> str:
     return step(finetune_lora.complete(args), lambda *given: prepare(*given)[0])
 
 
+def equal(args: argparse.Namespace) -> str:
+    args.out, args.resume = args.out or Path("out"), True  # nothing is written
+    process = setup(args)
+    return measure_equality(args, prepare_pretraining(args, process), process)
+
+
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
     if args.measured:
@@ -335,6 +345,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "comm": (add_comm_flags, comm),
     "step": (partial(add_step_flags, add_pretraining_flags), step),
     "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
+    "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
     "gpu": (
         add_gpu_flags,

@@ -1,0 +1,192 @@
+"""Compare one training step on this mesh with the same step on one process, in float64.
+
+    torchrun --nproc-per-node 2 bench.py equal --tp 2        model.py as it stands, other flags too
+
+Every rank also takes the whole step by itself, so choose a small --model. Compared are, in the
+order in which a step computes them: the output of every module (forward), its gradient (backward),
+the gradient of every parameter after it was summed over ranks (reduction), and the weights after
+the optimizer's step (update). If they differ, the first difference is where to look: all that comes
+later only follows from it.
+
+A rank has some rows of the batch, along cp some tokens of a row, and along tp some tokens or some
+features; it compares these with its part of what one process computes.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from costs.search import choose_parallel, usable_memory
+from data import window_of
+from model import Llama
+from parallel import ParallelConfig, World, parallelize, with_mesh
+from plumbing.processes import Process
+from plumbing.shards import chunk_of
+from runs.rules import requested_work
+from runs.setup import Job
+from techniques.context_parallel import own_tokens
+from techniques.zero1 import optimizer_parameters
+from text.batch import Batch
+from train import accumulate, local_batch, make_optimizer, update
+
+# DTensor warns of gathering a matrix that is sharded twice: here that need not be fast.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+TOLERANCE = 1e-9  # of the relative difference; rounding in float64 makes some 1e-14
+CAUSES = {
+    "forward": "a mean, a norm or a mask that takes a rank's heads, features, tokens or entries of "
+    "the vocabulary for all of them; heads in another order; a wrong place in PLAN",
+    "backward": "a collective without its backward: a gradient that ranks have parts of has to be "
+    "summed over them; .detach() around a collective",
+    "reduction": "a parameter whose gradient is not summed over tp or data ranks (its place in "
+    "PLAN), or is scaled by a number of ranks; a microbatch that counts twice or not at all",
+    "update": "an optimizer that takes a shard for the whole matrix, or weights that other ranks "
+    "have updated and that were not gathered",
+}
+
+
+@dataclass
+class Step:
+    """What was computed in a step: of each phase, tensors by name in the order of computation."""
+
+    forward: dict[str, list[Tensor]] = field(default_factory=dict)  # of each microbatch
+    backward: dict[str, list[Tensor]] = field(default_factory=dict)
+    reduction: dict[str, Tensor] = field(default_factory=dict)
+    update: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    grad_norm: float = 0.0
+
+
+def measure_equality(args: argparse.Namespace, job: Job, process: Process) -> str:
+    """Take one step on one process and on the mesh that the flags ask for; return a report."""
+    args.dtype, args.compile, args.float8 = "float64", False, "none"
+    args.offload = args.offload_activations = False
+    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    parallel, _ = choose_parallel(work, args.shard, process, room)
+    world = with_mesh(process, parallel)
+    alone, _ = dist.new_subgroups(1)
+    single = replace(
+        world, size=1, group=alone, cp_mesh=None, parallel=ParallelConfig(dtype=torch.float64)
+    )
+    with torch.device("meta"):
+        whole = Llama(job.whole.config)
+    rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
+    expected = take_step(whole, job.initialize, job.train_set.batch(rows), args, work, single)
+    batch = local_batch(args, world, job.train_set, step=1)
+    found = take_step(job.model, job.initialize, batch, args, work, world)
+    return report(expected, found, world, args.batch)
+
+
+def take_step(
+    model: Llama, initialize: Callable, batch: Batch, args: argparse.Namespace, work, world: World
+) -> Step:
+    """Initialize a model on meta, split as `world` says, and train it for a step on `batch`."""
+    runner, step, parallel = parallelize(model, world, initialize), Step(), world.parallel
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(partial(record, step, name))
+    optimizer = make_optimizer(model, args)
+    loss = accumulate(runner, batch.to(world.device), work.microbatch, world)
+    averaged_over = parallel.replicate * parallel.shard
+    for name, parameter in reversed(optimizer_parameters(model).items()):
+        if parameter.grad is not None:  # or `update` refuses it
+            step.reduction[name] = whole_tensor(parameter.grad) * averaged_over
+    totals = update(optimizer, loss, batch, args.clip, world, 1)
+    step.loss, step.grad_norm = totals.loss, totals.grad_norm
+    for name, parameter in model.named_parameters():
+        step.update[name] = whole_tensor(parameter)
+    return step
+
+
+def record(step: Step, name: str, module: nn.Module, inputs: tuple, output: object) -> None:
+    """Keep the output of a module, and its gradient as soon as backward has it."""
+    in_backward = torch._C._current_graph_task_id() != -1  # where checkpointing computes it again
+    if isinstance(output, Tensor) and not in_backward:
+        step.forward.setdefault(name, []).append(output.detach().clone())
+        if output.requires_grad:
+            gradients = step.backward.setdefault(name, [])
+            output.register_hook(lambda grad: gradients.append(grad.detach().clone()))
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, gathered if ranks have parts of it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+# --------------------------------------------------------------------------------------- comparing
+
+
+def own_part(expected: Tensor, found: Tensor, world: World, batch: int) -> Tensor:
+    """Return this rank's part of a tensor [B, T, ...] that one process has computed: `found` is
+    gathered over tp, or has this rank's features."""
+    rows = batch // world.data_size
+    part = expected[world.data_rank * rows : (world.data_rank + 1) * rows]
+    if world.cp_mesh is not None:
+        part = own_tokens(part, world.cp_mesh.get_local_rank(), world.parallel.cp)
+    if part.shape != found.shape:
+        part = chunk_of(part, world.mesh["tp"], 0, part.ndim - 1)
+    return part
+
+
+def differences(expected: Step, found: Step, world: World, batch: int) -> dict[str, list]:
+    """Return of each phase (name, relative difference, factor) of each tensor of one process, in
+    its order. The difference is that of the rank with the largest; factor c is that which brings
+    c times the expected nearest to the found."""
+    results = {}
+    for phase in CAUSES:
+        theirs, ours = getattr(expected, phase), getattr(found, phase)
+        if phase == "backward":  # its hooks were set in the order of forward
+            theirs = dict(reversed(theirs.items()))
+        rows = torch.zeros(len(theirs), 3, dtype=torch.float64)  # squares of a - b, of b; a b
+        for row, (name, b) in zip(rows, theirs.items()):
+            if name not in ours:
+                continue  # another stage of the pipeline has it
+            a = ours[name]
+            if phase in ("forward", "backward"):
+                a, b = torch.cat([whole_tensor(part) for part in a]), torch.cat(b)
+                b = own_part(b, a, world, batch)
+            if a.shape != b.shape:
+                row[:] = torch.tensor([torch.inf, 1.0, 0.0])
+            elif b.numel():
+                row[:] = torch.stack([(a - b).norm() ** 2, b.norm() ** 2, (a * b).sum()])
+        of_ranks = [torch.zeros_like(rows) for _ in range(world.size)]
+        dist.all_gather_object(of_ranks, rows)
+        error, norm, product = torch.stack(of_ranks).unbind(-1)  # [ranks, tensors]
+        relative = (error / norm.clamp(min=1e-300)).sqrt().where(norm > 0, error.sqrt())
+        worst, rank = relative.max(0)
+        factor = (product / norm).gather(0, rank[None])[0]
+        results[phase] = list(zip(theirs, worst.tolist(), factor.tolist()))
+    return results
+
+
+def report(expected: Step, found: Step, world: World, batch: int) -> str:
+    """Return in words whether two steps are equal, and if not, where they first differ."""
+    ranks, lines, largest = f"{world.size} processes", [], 0.0
+    for name in ("loss", "grad_norm"):
+        a, b = getattr(found, name), getattr(expected, name)
+        name = name.replace("grad_norm", "gradient norm")
+        lines.append(f"{name:14}{b:.15g} on one process, {a:.15g} on {ranks}")
+    for phase, tensors in differences(expected, found, world, batch).items():
+        for name, error, factor in tensors:
+            largest = max(largest, error)
+            if not error <= TOLERANCE:
+                is_scaled = abs(factor - 1) > 1e-3 and abs(abs(factor - 1) / error - 1) < 1e-6
+                scaled = f", {factor:.4g} times what it should be" * is_scaled
+                what = {"forward": "the output of ", "backward": "the gradient of the output of "}
+                return "\n".join([
+                    *lines,
+                    f"different    first in {phase}: {what.get(phase, '')}{name}{scaled}, relative "
+                    f"difference {error:.2g}",
+                    f"usual causes {CAUSES[phase]}",
+                ])  # fmt: skip
+        lines.append(f"{phase:14}equal: {len(tensors)} tensors")
+    return "\n".join([*lines, f"equal         the largest relative difference is {largest:.1e}"])

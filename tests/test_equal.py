@@ -1,0 +1,75 @@
+"""bench.py equal: no false alarm, and the first module that a fault reaches is named."""
+
+import pytest
+from conftest import launch, slow, succeed, with_fault
+
+SIZES = "--dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --ffn-dim 48 --seq-len 32 --batch 4"
+
+
+def flags(corpus, more: str) -> list[str]:
+    return ["equal", "--data", corpus, *SIZES.split(), "--microbatch", "1", *more.split()]
+
+
+@pytest.mark.parametrize(
+    "nproc, more",
+    [
+        (2, "--tp 2"),
+        slow(1, ""),
+        slow(2, "--dp fsdp --optimizer adamw"),
+        slow(2, "--dp zero1"),
+        slow(2, "--pp 2 --checkpointing full"),
+        slow(2, "--cp 2 --document-mask"),
+        slow(2, "--tp 2 --async-tp --checkpointing selective"),
+        slow(4, "--tp 2 --pp 2 --schedule zero-bubble"),
+        slow(4, "--dp hsdp --shard 2 --cp 2"),
+    ],
+)
+def test_a_step_of_the_project_is_equal_on_every_mesh(nproc, more, corpus):
+    out = succeed("bench.py", *flags(corpus, more), nproc=nproc).out
+    assert "equal         the largest relative difference is " in out
+    assert out.count("equal: ") == 4  # forward, backward, reduction, update
+
+
+# Where: a file, what stands there and what replaces it, the flags, what is named.
+FAULTS = {
+    "a gradient that is not summed over tp": (
+        "parallel", "hidden.to_local(grad_placements=[Partial()])", "hidden.to_local()",
+        "--tp 2", "first in backward: the gradient of the output of norm,",
+    ),
+    "a wrong scale": (
+        "zero1", "gradient / self.mesh.size()", "gradient", "--dp zero1",
+        "norm.weight, 2 times what it should be",
+    ),
+    "no sum over data ranks": (
+        "train", "last=i == len(microbatches) - 1", "last=False", "--dp ddp",
+        "first in reduction: ",
+    ),
+    "chunks in another order": (
+        "context_parallel", "*second.flip(0).unbind(0)", "*second.unbind(0)", "--cp 2",
+        "first in forward: the output of layers.0.attention.wo,",
+    ),
+    "a mask that ignores other ranks": (
+        "context_parallel", "k[:, :end], v[:, :end]",
+        "k[:, end - queries.shape[1] : end], v[:, end - queries.shape[1] : end]", "--cp 2",
+        "first in forward: the output of layers.0.attention.wo,",
+    ),
+    "an update that is not gathered": (
+        "zero1", "parameter.whole.data.copy_(parameter.detach().full_tensor())", "pass",
+        "--dp zero1", "first in update: ",
+    ),
+    "heads in another order": (
+        "model", "attend(q, k, v, mask).flatten(2)",
+        "attend(q, k, v, mask).flip(2 if q.shape[2] < 4 else 0).flatten(2)", "--tp 2",
+        "first in forward: the output of layers.0.attention.wo,",
+    ),
+}  # fmt: skip
+FAST = ("a gradient that is not summed over tp",)
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in FAULTS])
+def test_a_fault_is_named_in_its_module(name, corpus, tmp_path):
+    file, old, new, more, named = FAULTS[name]
+    within = with_fault(tmp_path / "copy", file, old, new)
+    result = launch(*within, "bench.py", *flags(corpus, more), nproc=2)
+    assert result.code == 0, result.err
+    assert named in result.out and "usual causes" in result.out
