@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import launch, refused, slow, succeed
 from test_roofline import measurement
 
 from costs.machines import assumed_machine
@@ -269,3 +269,20 @@ def test_packed_documents_are_faster(tmp_path):
     extra = config.n_layers * 8192 * 4 * (8192 + 2 * (config.dim - 1024))
     assert peaks[1] - peaks[0] == pytest.approx(extra)
     refused(launch("bench.py", "plan", "--document-length", 9000), "exceeds --seq-len 8192")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--pp 2 --schedule interleaved",
+        *map(slow, ("--pp 2 --schedule 1f1b", "--pp 4 --schedule 1f1b", "--dp ddp", "--dp zero1")),
+        *map(slow, ("--pp 2 --schedule zero-bubble", "--dp hsdp", "--dp fsdp", "--tp 2", "--cp 2")),
+    ],
+)
+def test_the_best_plan_starts(asked, corpus, tmp_path):
+    sizes = "--model tiny --gpus 4 --per-node 4 --seq-len 32 --batch 8 --dtype float32 --no-compile"
+    lines = run(*sizes.split(), *asked.split()).splitlines()
+    _, _, nproc, _, *command = next(line for line in lines if line.startswith("torch")).split()
+    assert nproc == "4" and " ".join(asked.split()[:2]) in " ".join(command)
+    given = ["--data", corpus, "--steps", 1, "--eval-every", 0, "--out", tmp_path / "run"]
+    assert "step     1/1" in succeed("train.py", *command, *given, nproc=4).err
