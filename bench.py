@@ -34,10 +34,10 @@ import torch
 import finetune_lora
 import train
 from costs.machines import GPUS, LINKS, assumed_machine
-from costs.search import FILTERS
+from costs.search import FILTERS, choose_parallel, usable_memory
 from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
-from data import read_ahead
+from data import read_ahead, window_of
 from lora import LoRA
 from model import PRESETS
 from parallel import with_mesh
@@ -57,7 +57,7 @@ from runs.flags import (
     add_parallel_flags,
     add_pretraining_flags,
 )
-from runs.rules import requested_parallel
+from runs.rules import requested_parallel, requested_work
 from runs.setup import build, prepare_pretraining, setup
 
 # fmt: off
@@ -311,8 +311,17 @@ def step_lora(args: argparse.Namespace) -> str:
 
 def equal(args: argparse.Namespace) -> str:
     args.out, args.resume = args.out or Path("out"), True  # nothing is written
+    args.dtype, args.compile, args.float8 = "float64", False, "none"
+    args.offload = args.offload_activations = False
     process = setup(args)
-    return measure_equality(args, prepare_pretraining(args, process), process)
+    job = prepare_pretraining(args, process)
+    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    world = with_mesh(process, choose_parallel(work, args.shard, process, room)[0])
+    rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
+    batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
+    optimizer_of = partial(train.make_optimizer, args=args)
+    return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
 
 
 def plan(args: argparse.Namespace) -> str:

@@ -12,7 +12,6 @@ A rank has some rows of the batch, along cp some tokens of a row, and along tp s
 features; it compares these with its part of what one process computes.
 """
 
-import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,18 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from costs.search import choose_parallel, usable_memory
-from data import window_of
 from model import Llama
-from parallel import ParallelConfig, World, parallelize, with_mesh
-from plumbing.processes import Process
+from parallel import ParallelConfig, World, parallelize
 from plumbing.shards import chunk_of
-from runs.rules import requested_work
 from runs.setup import Job
 from techniques.context_parallel import own_tokens
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
-from train import accumulate, local_batch, make_optimizer, update
+from train import accumulate, update
 
 # DTensor warns of gathering a matrix that is sharded twice: here that need not be fast.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -64,42 +59,46 @@ class Step:
     grad_norm: float = 0.0
 
 
-def measure_equality(args: argparse.Namespace, job: Job, process: Process) -> str:
-    """Take one step on one process and on the mesh that the flags ask for; return a report."""
-    args.dtype, args.compile, args.float8 = "float64", False, "none"
-    args.offload = args.offload_activations = False
-    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
-    room = process.minimum(usable_memory(process.device, process.per_node))
-    parallel, _ = choose_parallel(work, args.shard, process, room)
-    world = with_mesh(process, parallel)
-    alone, _ = dist.new_subgroups(1)
-    single = replace(
-        world, size=1, group=alone, cp_mesh=None, parallel=ParallelConfig(dtype=torch.float64)
-    )
+def measure_equality(
+    job: Job,
+    world: World,
+    whole_batch: Batch,
+    batch: Batch,
+    microbatch: int,
+    optimizer_of: Callable,
+) -> str:
+    """Take one step of `whole_batch` on one process, and of this rank's `batch` of it on the mesh;
+    return a report. optimizer_of(model) makes an optimizer."""
+    group, _ = dist.new_subgroups(1)
+    parallel = ParallelConfig(dtype=torch.float64)
+    alone = replace(world, size=1, group=group, cp_mesh=None, parallel=parallel)
     with torch.device("meta"):
-        whole = Llama(job.whole.config)
-    rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
-    expected = take_step(whole, job.initialize, job.train_set.batch(rows), args, work, single)
-    batch = local_batch(args, world, job.train_set, step=1)
-    found = take_step(job.model, job.initialize, batch, args, work, world)
-    return report(expected, found, world, args.batch)
+        model = Llama(job.whole.config)
+    expected = take_step(model, job.initialize, whole_batch, microbatch, optimizer_of, alone)
+    found = take_step(job.model, job.initialize, batch, microbatch, optimizer_of, world)
+    return report(expected, found, world, len(whole_batch.tokens))
 
 
 def take_step(
-    model: Llama, initialize: Callable, batch: Batch, args: argparse.Namespace, work, world: World
+    model: Llama,
+    initialize: Callable,
+    batch: Batch,
+    microbatch: int,
+    optimizer_of: Callable,
+    world: World,
 ) -> Step:
     """Initialize a model on meta, split as `world` says, and train it for a step on `batch`."""
     runner, step, parallel = parallelize(model, world, initialize), Step(), world.parallel
     for name, module in model.named_modules():
         if name:
             module.register_forward_hook(partial(record, step, name))
-    optimizer = make_optimizer(model, args)
-    loss = accumulate(runner, batch.to(world.device), work.microbatch, world)
+    optimizer = optimizer_of(model)
+    loss = accumulate(runner, batch.to(world.device), microbatch, world)
     averaged_over = parallel.replicate * parallel.shard
     for name, parameter in reversed(optimizer_parameters(model).items()):
         if parameter.grad is not None:  # or `update` refuses it
             step.reduction[name] = whole_tensor(parameter.grad) * averaged_over
-    totals = update(optimizer, loss, batch, args.clip, world, 1)
+    totals = update(optimizer, loss, batch, 1.0, world, 1)
     step.loss, step.grad_norm = totals.loss, totals.grad_norm
     for name, parameter in model.named_parameters():
         step.update[name] = whole_tensor(parameter)
