@@ -79,8 +79,8 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of step 1..args.steps: linear warmup to args.lr, then constant, and
-    linear decay over the last third of the steps, which reaches 0 one step after the last."""
+    """Return the learning rate of step 1..args.steps (warmup-stable-decay): linear warmup to
+    args.lr, then constant, and linear decay over the last third, to 0 one step after the last."""
     warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 3)
     return args.lr * min(warmup, 1, decay)
 
@@ -138,7 +138,7 @@ def update(
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
-    # DDP and FSDP have averaged the gradients over these ranks, and they should be summed.
+    # DDP and FSDP have divided the gradients by the number of data ranks; here we want the sum.
     scale = world.parallel.replicate * world.parallel.shard / tokens
     norm = squared_norm.sqrt() * scale
     if clip:

@@ -1,7 +1,7 @@
 """Context parallelism: several ranks share each sequence, where sequences are too long for one.
 
-A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r. Where each
-row is one document, all ranks then attend to equally many tokens:
+A sequence is cut into 2 n chunks for n ranks, and rank r has chunks r and 2 n - 1 - r (a zigzag
+split). Where each row is one document, all ranks then attend to equally many tokens:
 
     chunk   0  1  2  3  4  5  6  7        n = 4. The queries of chunk c attend to c + 1 chunks:
     rank    0  1  2  3  3  2  1  0        those of rank 0 to 1 and 8, those of rank 3 to 4 and 5
@@ -12,7 +12,7 @@ keys up to the chunk's end. Grouped-query attention makes this cheap: keys and v
 backward each rank has a part of their gradients, and a reduce-scatter sums them. (Llama 3 was
 trained like this: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.)
 
-All of it hangs on the batch: `share_sequences` leaves a rank its own tokens, and hands attention
+Only the batch and attention know about it: `share_sequences` leaves a rank its own tokens, and hands attention
 what it needs to know of the others. To everything else, ranks along cp are data ranks, which have
 different tokens: FSDP shards over them, DDP averages over them, and losses and targets add up. They
 are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension for them: on 4 ranks
@@ -131,8 +131,8 @@ class SharedBatch(Batch):
         return SharedSequences(self.mesh, ends, [make(end, size) for end in ends])
 
     def mask_until(self, end: int, queries: int) -> Tensor:
-        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. Truth values
-        would become such numbers in each block, which saves them."""
+        """Return a mask for a chunk: 0 where its queries may attend, else -infinity. A boolean mask
+        would be converted in every block, and every block would save its copy."""
         visible = document_mask(self.all_positions[:, :end], queries)  # [B, 1, queries, end]
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
 

@@ -163,9 +163,9 @@ def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
 class Pipeline(nn.Module):
     """One rank of a pipeline, which computes the steps of training by a schedule.
 
-    All ranks go through the ticks of a schedule in one order, and after each post what they send
-    and receive. A rank waits only for what it has posted already, so no two wait for each other,
-    with gloo, which matches sends and receives in pairs, and with NCCL, which runs them in order.
+    All ranks post the sends and receives of a tick in the same order before anyone waits, so that
+    no two wait for each other: with gloo, which matches sends and receives in pairs, and with NCCL,
+    which runs them in order.
     torch.distributed.pipelining has the same schedules. But in torch 2.13, with FSDP, zero-bubble
     loses gradients without an error, and 1F1B refuses fewer microbatches than stages.
     """
@@ -231,7 +231,7 @@ class Pipeline(nn.Module):
             wait(works)
             result = action and self.compute(action, received)
             posted.append(self.exchange(tick, result))
-            if len(posted) > self.p:  # sent by now: waiting lets go of the tensors
+            if len(posted) > self.p:  # sent long ago: waiting only frees the tensors
                 wait(posted.pop(0))
         for works in posted:
             wait(works)
