@@ -12,11 +12,11 @@ keys up to the chunk's end. Grouped-query attention makes this cheap: keys and v
 backward each rank has a part of their gradients, and a reduce-scatter sums them. (Llama 3 was
 trained like this: Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2.)
 
-Only the batch and attention know about it: `share_sequences` leaves a rank its own tokens, and hands attention
-what it needs to know of the others. To everything else, ranks along cp are data ranks, which have
-different tokens: FSDP shards over them, DDP averages over them, and losses and targets add up. They
-are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension for them: on 4 ranks
-with --tp 2 --cp 2, ranks 0 and 2 share sequences, and ranks 1 and 3.
+Only the batch and attention know about it: `share_sequences` leaves a rank its own tokens, and
+hands attention what it needs to know of the others. To everything else, ranks along cp are data
+ranks, which have different tokens: FSDP shards over them, DDP averages over them, and losses and
+targets add up. They are `cp` consecutive ranks of replicate x shard, so the mesh has no dimension
+for them: on 4 ranks with --tp 2 --cp 2, ranks 0 and 2 share sequences, and ranks 1 and 3.
 
 Letters as in parallel.py; T tokens of a whole sequence, of which a rank has T/n, while in model.py
 T are the tokens of a rank. Communication over cp, a block and microbatch, with
