@@ -123,7 +123,7 @@ WRONG = [
         says="1f1b is what you are to write",
         change={
             "    lines = []\n": """\
-    from techniques.pipeline import SCHEDULES
+    from techniques.schedules import SCHEDULES
 
     order = SCHEDULES["zero-bubble" if split else "1f1b"]
     return [" ".join(order(rank, ranks, microbatches)) for rank in range(ranks)]

@@ -111,9 +111,9 @@ from torch.utils import checkpoint
         says="recompute is what you are to write",
         change={
             "return Recompute.apply": """\
-import parallel
+from techniques.recompute import recompute
 
-    return parallel.recompute(forward, selective=False)"""
+    return recompute(forward, selective=False)"""
         },
     ),
 ]

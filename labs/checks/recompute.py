@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training import Run
 
-import parallel
 from model import Llama
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.instruments import Counted, Live
 from plumbing.processes import Process
 from plumbing.shards import assign_shard
+from techniques import recompute
 
 FUNCTION = "recompute"
 LEADS_TO = "techniques/recompute.py", "recompute"
@@ -168,4 +168,4 @@ RUN = Run(flags="--checkpointing full")
 
 
 def install(student: Callable) -> None:
-    parallel.recompute = lambda forward, selective: student(forward)
+    recompute.recompute = lambda forward, selective: student(forward)
