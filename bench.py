@@ -34,7 +34,7 @@ import torch
 import finetune_lora
 import train
 from costs.machines import GPUS, LINKS, assumed_machine
-from costs.search import FILTERS, choose_parallel, usable_memory
+from costs.search import FILTERS
 from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
 from data import read_ahead, window_of
@@ -57,8 +57,8 @@ from runs.flags import (
     add_parallel_flags,
     add_pretraining_flags,
 )
-from runs.rules import requested_parallel, requested_work
-from runs.setup import build, prepare_pretraining, setup
+from runs.rules import requested_parallel
+from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
 
@@ -315,9 +315,8 @@ def equal(args: argparse.Namespace) -> str:
     args.offload = args.offload_activations = False
     process = setup(args)
     job = prepare_pretraining(args, process)
-    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
-    room = process.minimum(usable_memory(process.device, process.per_node))
-    world = with_mesh(process, choose_parallel(work, args.shard, process, room)[0])
+    work, _ = choose_work(args, job, process)
+    world = with_mesh(process, work.parallel)
     rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
     optimizer_of = partial(train.make_optimizer, args=args)

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from model import Llama
-from parallel import ParallelConfig, World, parallelize
+from parallel import World, parallelize
 from plumbing.shards import chunk_of
+from runs.check_model import alone
 from runs.setup import Job
 from techniques.context_parallel import own_tokens
 from techniques.zero1 import optimizer_parameters
@@ -70,11 +71,10 @@ def measure_equality(
     """Take one step of `whole_batch` on one process, and of this rank's `batch` of it on the mesh;
     return a report. optimizer_of(model) makes an optimizer."""
     group, _ = dist.new_subgroups(1)
-    parallel = ParallelConfig(dtype=torch.float64)
-    alone = replace(world, size=1, group=group, cp_mesh=None, parallel=parallel)
     with torch.device("meta"):
         model = Llama(job.whole.config)
-    expected = take_step(model, job.initialize, whole_batch, microbatch, optimizer_of, alone)
+    one_process = replace(alone(world), group=group)
+    expected = take_step(model, job.initialize, whole_batch, microbatch, optimizer_of, one_process)
     found = take_step(job.model, job.initialize, batch, microbatch, optimizer_of, world)
     return report(expected, found, world, len(whole_batch.tokens))
 
@@ -98,7 +98,7 @@ def take_step(
     for name, parameter in reversed(optimizer_parameters(model).items()):
         if parameter.grad is not None:  # or `update` refuses it
             step.reduction[name] = whole_tensor(parameter.grad) * averaged_over
-    totals = update(optimizer, loss, batch, 1.0, world, 1)
+    totals = update(optimizer, loss, batch, clip=1.0, world=world, step=1)
     step.loss, step.grad_norm = totals.loss, totals.grad_norm
     for name, parameter in model.named_parameters():
         step.update[name] = whole_tensor(parameter)

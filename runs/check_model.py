@@ -77,7 +77,7 @@ def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> No
 
 def alone(world: World) -> World:
     """Return the world of one process that computes by itself, in float64."""
-    return replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
+    return replace(world, size=1, cp_mesh=None, parallel=ParallelConfig(dtype=torch.float64))
 
 
 def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -> None:

@@ -95,16 +95,21 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
 
 
+def choose_work(args: argparse.Namespace, job: Job, process: Process) -> tuple[Work, str]:
+    """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
+    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
+    room = process.minimum(usable_memory(process.device, process.per_node))
+    parallel, reason = choose_parallel(work, args.shard, process, room)
+    return replace(work, parallel=parallel), reason
+
+
 def build(
     args: argparse.Namespace, job: Job, process: Process, accumulate: Accumulate
 ) -> tuple[World, nn.Module, Work]:
-    """Split the model as the flags, or its size, ask for; return what a training step calls, and
-    the step's work. `accumulate` is train.py's, with which a small model is tried first."""
-    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
-    args.microbatch = work.microbatch  # for the run's record
-    room = process.minimum(usable_memory(process.device, process.per_node))
-    parallel, reason = choose_parallel(work, args.shard, process, room)
-    work = replace(work, parallel=parallel)
+    """Split the model; return what a training step calls, and the step's work. `accumulate` is
+    train.py's, with which a small model is tried first."""
+    work, reason = choose_work(args, job, process)
+    args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
     advise_if_out_of_memory(partial(what_would_fit, work, process))
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")

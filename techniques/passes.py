@@ -13,9 +13,8 @@ parallelize() puts these functions in for training, each only if a small model c
 with it as without it: model.py may have been changed.
 """
 
-import functools
 import sys
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ def put_in(model: nn.Module, name: str) -> None:
             vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
 
-@functools.cache
+@cache
 def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
     """Return whether a small model has the same loss and gradients with the function below as with
     that of model.py; if not, say so once."""
