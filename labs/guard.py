@@ -26,7 +26,8 @@ STARTS = "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.
 STARTS = {*STARTS.split(), "os.killpg", "ctypes.dlopen", "ctypes.dlsym"}
 CHANGES = {f"os.{name}" for name in "remove rename rmdir mkdir link symlink chmod chown".split()}
 CHANGES.add("shutil.rmtree")  # which then names its files by open directories
-READABLE = [Path(sys.prefix), Path(sys.base_prefix), LABS.parent, Path("/dev"), Path("/proc/self")]
+READABLE = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), LABS.parent]
+READABLE += [Path("/dev"), Path("/proc/self")]
 
 
 class NotAllowed(Exception):

@@ -73,6 +73,12 @@ def check(work) -> None:
             f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
             f"must be at most {layers // parallel.stages_per_rank}"
         )
+    # FSDP in bfloat16 would meet gradients of both dtypes, since none has accumulated in float32.
+    if has_w(parallel.schedule) and work.microbatches == 1:
+        raise UserError(
+            f"--schedule {parallel.schedule} fills the time of one microbatch with work of others, "
+            f"and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
+        )
     make_schedule(parallel.schedule, parallel.pp, work.microbatches, parallel.stages_per_rank)
 
 

@@ -1,4 +1,4 @@
-"""DoRA, and a base in 4 bits: every way to split them trains as one process does."""
+"""DoRA, and a base in 4 bits, in runs: saved, resumed, merged; and what cannot be done."""
 
 import shutil
 from pathlib import Path
@@ -7,8 +7,6 @@ import pytest
 import torch
 from conftest import launch, refused, slow, succeed
 from test_finetune import factors, flags, same_run
-from test_parallel import ODD, TIED, case, holds, train
-from test_pipeline import selected
 from workers.train_cases import build, initialize
 
 from checkpoint import load_pretrained, read_config, write_checkpoint
@@ -25,109 +23,7 @@ from text.tokenizer import load_tokenizer
 BYTES = load_tokenizer("bytes")
 # Blocks of 64 weights: also where two or four ranks share the rows of wo and w2.
 BLOCKS = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
-DORA, FOUR_BITS = dict(rank=3, alpha=5, dora=True), dict(rank=3, alpha=5, base_bits=4)
 BOTH = dict(rank=4, alpha=8, rslora=True, dora=True, base_bits=4)
-
-
-def beside(targets: str, **lora) -> dict:
-    """On these matrices only: the others may be in 4 bits, without an adapter."""
-    return dict(rank=2, alpha=64, targets=targets.split(), **lora)
-
-
-ONE = {
-    "dora": case(ODD | TIED, 2, packed=True, lora=DORA, checkpointing="selective"),
-    "4 bits": case(BLOCKS, 2, lora=FOUR_BITS),
-    "both": case(BLOCKS | TIED, 4, packed=True, lora=BOTH, checkpointing="selective"),
-    "both full": case(BLOCKS, 2, lora=BOTH, checkpointing="full"),
-    "4 bits wq": case(BLOCKS, 2, lora=beside("wq", base_bits=4)),
-    "4 bits w2 selective": case(
-        BLOCKS, 2, lora=beside("w2", base_bits=4), checkpointing="selective"
-    ),
-    "both compiled": case(BLOCKS, 2, lora=BOTH, compile=True),
-    "both compiled selective": case(BLOCKS, 2, lora=BOTH, compile=True, checkpointing="selective"),
-    "offloaded": case(BLOCKS, 2, lora=BOTH, offload_activations=True),
-}
-TWO = {
-    "dora ddp": case(ODD, 1, lora=DORA, dp="ddp", replicate=2),
-    "dora zero1": case(ODD, 1, lora=DORA, dp="zero1", replicate=2),
-    "dora fsdp": case(ODD | TIED, 1, lora=DORA, dp="fsdp", shard=2),
-    "dora fsdp adapters": case(ODD, 1, lora=DORA, dp="fsdp", shard=2, reshard="adapters"),
-    "dora tp": case(BLOCKS, 2, packed=True, lora=DORA, tp=2),
-    "dora tp full": case(BLOCKS, 2, lora=DORA, tp=2, checkpointing="full"),
-    "4 bits ddp": case(BLOCKS, 1, lora=FOUR_BITS, dp="ddp", replicate=2),
-    "4 bits fsdp": case(BLOCKS, 1, lora=FOUR_BITS, dp="fsdp", shard=2),
-    "4 bits fsdp adapters": case(BLOCKS, 1, lora=FOUR_BITS, dp="fsdp", shard=2, reshard="adapters"),
-    "4 bits tp": case(BLOCKS, 2, lora=FOUR_BITS, tp=2),
-    "4 bits tp w1": case(
-        BLOCKS, 2, lora=beside("w1", base_bits=4), tp=2, checkpointing="selective"
-    ),
-    "both fsdp": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, checkpointing="full"),
-    "both fsdp all": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, reshard="all"),
-    "both fsdp offload": case(BLOCKS, 1, lora=BOTH, dp="fsdp", shard=2, offload=True),
-    "both tp": case(BLOCKS | TIED, 2, packed=True, lora=BOTH, tp=2, checkpointing="selective"),
-    "both async tp": case(BLOCKS, 2, lora=BOTH, tp=2, async_tp=True),
-    "both async tp selective": case(
-        BLOCKS, 2, lora=BOTH, tp=2, async_tp=True, checkpointing="selective"
-    ),
-    "both cp": case(BLOCKS, 2, packed=True, lora=BOTH, dp="fsdp", shard=2, cp=2) | {"seq": 16},
-    "both pp": case(BLOCKS, 2, lora=BOTH, pp=2),
-    "both compiled fsdp": case(BLOCKS, lora=BOTH, dp="fsdp", shard=2, compile=True),
-    "both compiled tp": case(BLOCKS, lora=BOTH, tp=2, compile=True),
-    "both compiled tp selective": case(
-        BLOCKS, lora=BOTH, tp=2, compile=True, checkpointing="selective"
-    ),
-}
-FOURFOLD = {
-    "both hsdp": case(BLOCKS, 1, lora=BOTH, dp="hsdp", replicate=2, shard=2),
-    "both fsdp tp": case(BLOCKS, 1, packed=True, lora=BOTH, dp="fsdp", shard=2, tp=2),
-    "both fsdp tp adapters": case(
-        BLOCKS, 2, lora=BOTH, dp="fsdp", shard=2, tp=2, reshard="adapters"
-    ),
-    "both pp fsdp": case(BLOCKS, 2, lora=BOTH, pp=2, dp="fsdp", shard=2),
-    "both pp tp": case(BLOCKS, 2, lora=BOTH, pp=2, tp=2),
-    "both tp 4": case(
-        BLOCKS | dict(dim=256, n_kv_heads=4),
-        2,
-        lora=BOTH,
-        dp="fsdp",
-        tp=4,
-    ),
-}
-QUICK = "dora", "both", "dora fsdp", "4 bits fsdp", "both tp", "dora tp"
-
-
-def some(cases: dict) -> list:
-    return [name if name in QUICK else slow(name) for name in cases]
-
-
-@pytest.fixture(scope="module")
-def one(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("one"), 0, selected(request, ONE), timeout=600)
-
-
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("two"), 2, selected(request, TWO), timeout=600)
-
-
-@pytest.fixture(scope="module")
-def four(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("four"), 4, selected(request, FOURFOLD), timeout=600)
-
-
-@pytest.mark.parametrize("name", some(ONE))
-def test_one_process(one, name):
-    holds(one[name], ONE[name], 1)
-
-
-@pytest.mark.parametrize("name", some(TWO))
-def test_two_ranks_equal_one(two, name):
-    holds(two[name], TWO[name], 2)
-
-
-@pytest.mark.parametrize("name", some(FOURFOLD))
-def test_four_ranks_equal_one(four, name):
-    holds(four[name], FOURFOLD[name], 4)
 
 
 # ------------------------------------------------------------------------------- finetune_lora.py
@@ -266,7 +162,7 @@ def test_widths_that_blocks_do_not_divide_are_refused(tp, part):
 
 def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
-    model = build(BLOCKS, FOUR_BITS)
+    model = build(BLOCKS, dict(rank=3, base_bits=4))
     with pytest.raises(UserError, match=r"torch 2\.11\.0 cannot shard a base in 4 bits"):
         parallel = ParallelConfig(dp="fsdp", shard=2)
         fsdp(model, type("World", (), dict(parallel=parallel)))

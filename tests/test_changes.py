@@ -24,8 +24,8 @@ from conftest import (
     slow,
     succeed,
 )
+from exact import GROUPED, case, computes_once, same_training, sends_as_predicted, train
 from test_model import to_hugging_face
-from test_parallel import GROUPED, case, computes_once, same_training, sends_as_predicted, train
 from test_train import flags
 from torch.func import functional_call
 from workers.lion_reference import plain_lion

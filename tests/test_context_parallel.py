@@ -1,13 +1,11 @@
-"""techniques/context_parallel.py: ranks that share sequences compute what one process does."""
+"""techniques/context_parallel.py: what a rank attends to, and how long a sequence may be."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import launch, metrics, refused, slow, succeed, with_fault
+from conftest import launch, metrics, refused, succeed
 from test_documents import one_by_one, random_positions
-from test_parallel import FOUR, GROUPED, ODD, SEVEN, TIED, beside, case, equals_plain, holds, train
-from test_pipeline import piped, selected
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -112,157 +110,6 @@ def test_targets_and_text_are_counted_once():
     tokens = torch.cat([batch.tokens for batch in batches], 1)
     assert torch.equal(tokens.sort(1).values, torch.arange(72).view(3, 24))
     assert all(torch.equal(batch.targets, batch.tokens + 1) for batch in batches)
-
-
-# ---------------------------------------------------------------------------------- training
-
-
-def sharing(config: dict, microbatch: int = 0, packed: bool = True, **options) -> dict:
-    """A case in which ranks share sequences of 24 tokens."""
-    return case(config, microbatch, packed, **options) | {"seq": 24}
-
-
-def staged(config: dict, schedule: str, **options) -> dict:
-    return piped(config, 2, 2, schedule, packed=True, dp="fsdp", shard=2, cp=2, **options) | {
-        "seq": 24
-    }
-
-
-TWO = {
-    "ddp": sharing(ODD, packed=False, dp="ddp", replicate=2, cp=2),
-    "ddp accumulating": sharing(GROUPED, 2, dp="ddp", replicate=2, cp=2),
-    "zero1": sharing(GROUPED, packed=False, dp="zero1", replicate=2, cp=2),
-    "fsdp full": sharing(GROUPED | TIED, 4, dp="fsdp", shard=2, cp=2, checkpointing="full"),
-    "fsdp selective": sharing(GROUPED, 4, dp="fsdp", shard=2, cp=2, checkpointing="selective"),
-    "lora": sharing(GROUPED, 4, lora=SEVEN, dp="fsdp", shard=2, cp=2),
-    "lora w2": sharing(GROUPED, 4, lora=beside("w2"), dp="ddp", replicate=2, cp=2),
-    "offloaded": sharing(
-        GROUPED, 4, dp="fsdp", shard=2, cp=2, offload_activations=True, checkpointing="full"
-    ),
-    "all offloaded": sharing(
-        GROUPED, 4, dp="fsdp", shard=2, cp=2, offload_activations=True, offload=True
-    ),
-    "compiled": sharing(GROUPED, 4, dp="fsdp", shard=2, cp=2, compile=True),
-    "compiled full": sharing(
-        GROUPED, 4, packed=False, dp="ddp", replicate=2, cp=2, compile=True, checkpointing="full"
-    ),
-    "compiled selective": sharing(
-        GROUPED, 4, dp="ddp", replicate=2, cp=2, compile=True, checkpointing="selective"
-    ),
-}
-FOURFOLD = {
-    "ddp": sharing(ODD, 4, dp="ddp", replicate=4, cp=4),
-    "fsdp": sharing(GROUPED | TIED | dict(rope_scaling=8.0), 2, dp="fsdp", shard=4, cp=2),
-    "fsdp none": sharing(GROUPED | TIED, 2, dp="fsdp", shard=4, cp=4, reshard="none"),
-    "fsdp all": sharing(GROUPED, 2, dp="fsdp", shard=4, cp=2, reshard="all"),
-    "hsdp": sharing(GROUPED | TIED, 2, dp="hsdp", replicate=2, shard=2, cp=2),
-    "hsdp across replicas": sharing(GROUPED, 2, dp="hsdp", replicate=2, shard=2, cp=4),
-    "tp": sharing(GROUPED | TIED, 4, dp="fsdp", shard=2, tp=2, cp=2),
-    "tp full": sharing(GROUPED, 4, dp="ddp", replicate=2, tp=2, cp=2, checkpointing="full"),
-    "lora tp": sharing(GROUPED, 4, lora=SEVEN, dp="fsdp", shard=2, tp=2, cp=2),
-    "pp": staged(GROUPED | TIED, "1f1b", checkpointing="selective"),
-    "pp zero-bubble": staged(GROUPED, "zero-bubble"),
-    "pp interleaved": staged(GROUPED, "interleaved", checkpointing="full"),
-    "compiled tp": sharing(GROUPED, 4, dp="fsdp", shard=2, tp=2, cp=2, compile=True),
-}
-EIGHT = {
-    "fsdp tp": sharing(GROUPED | TIED, 2, dp="fsdp", shard=4, tp=2, cp=4),
-    "fsdp tp 4": sharing(FOUR, 4, dp="fsdp", shard=2, tp=4, cp=2),  # 12 tokens a rank, 3 with tp
-    "hsdp": sharing(ODD | TIED, 1, dp="hsdp", replicate=2, shard=4, cp=2),
-    "pp tp": piped(GROUPED | TIED, 2, 2, "1f1b", packed=True, dp="ddp", replicate=2, tp=2, cp=2)
-    | {"seq": 24},
-}
-QUICK = ("ddp accumulating", "fsdp selective", "lora w2", "hsdp", "tp", "pp")
-for cases, name in ((TWO, "ddp"), (FOURFOLD, "tp"), (FOURFOLD, "pp")):
-    cases[name]["generate"] = True
-
-
-def quick(cases: dict) -> list:
-    """A choice of cases; the others are slow."""
-    return [name if name in QUICK else slow(name) for name in cases]
-
-
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("two"), 2, selected(request, TWO))
-
-
-@pytest.mark.parametrize("name", quick(TWO))
-def test_two_ranks_equal_one_process(two, name):
-    holds(two[name], TWO[name], 2)
-
-
-@pytest.fixture(scope="module")
-def four(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("four"), 4, selected(request, FOURFOLD))
-
-
-@pytest.mark.parametrize("name", quick(FOURFOLD))
-def test_four_ranks_equal_one_process(four, name):
-    holds(four[name], FOURFOLD[name], 4)
-
-
-@pytest.mark.slow
-def test_eight_ranks_equal_one_process(tmp_path):
-    for name, result in train(tmp_path, 8, EIGHT, timeout=600).items():
-        holds(result, EIGHT[name], 8)
-
-
-# Every combination of a mesh with checkpointing and accumulation; those above are a choice.
-DATA = {
-    "ddp": dict(dp="ddp", replicate=2),
-    "fsdp": dict(dp="fsdp", shard=2),
-    "hsdp": dict(dp="hsdp", replicate=2, shard=2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("of_copy", ["alone", "tp", "pp"])
-@pytest.mark.parametrize("data", DATA)
-def test_every_combination_equals_one_process(tmp_path, data, of_copy, cp):
-    mesh = DATA[data]
-    if cp > 2 and data != "hsdp":
-        mesh = {name: 4 if name != "dp" else value for name, value in mesh.items()}
-    nproc = ParallelConfig(**mesh).size * (1 if of_copy == "alone" else 2)
-    cases = {}
-    for mode in ("none", "selective", "full"):
-        for microbatch in (2, 4):
-            options = mesh | dict(cp=cp, checkpointing=mode)
-            if of_copy == "pp":
-                given = piped(GROUPED | TIED, microbatch, 2, "1f1b", packed=True, **options)
-            else:
-                tp = 2 if of_copy == "tp" else 1
-                given = case(GROUPED | TIED, microbatch, packed=microbatch == 2, tp=tp, **options)
-            cases[f"{mode} {microbatch}"] = given | {"seq": 24}
-    for name, result in train(tmp_path, nproc, cases, timeout=600).items():
-        holds(result, cases[name], nproc)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, old, new",
-    [
-        ("context_parallel", "own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
-        ("context_parallel", "*second.flip(0).unbind(0)", "*second.unbind(0)"),
-        ("context_parallel", "return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
-        ("context_parallel", "grad_placements=[Partial()]", "grad_placements=None"),
-        ("context_parallel", "        own_positions,", "        own_positions * 0 + 1,"),
-        (
-            "train",
-            "world.parallel.replicate * world.parallel.shard / sums",
-            "world.data_size / sums",
-        ),
-    ],
-)
-def test_planted_faults_are_found(tmp_path, file, old, new):
-    """Keys in place of values, the order of chunks lost, chunks that are not those of the order,
-    gradients of keys that are not summed, positions lost, tokens that count twice."""
-    within = with_fault(tmp_path / "copy", file, old, new)
-    faulty = sharing(ODD | TIED, 4, dp="fsdp", shard=2, cp=2)
-    (result,) = train(tmp_path, 2, {"faulty": faulty}, within=within).values()
-    with pytest.raises(AssertionError):
-        equals_plain(result, faulty)
 
 
 @pytest.mark.slow

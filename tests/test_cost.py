@@ -138,8 +138,7 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     assert expected["peak"] == pytest.approx(held["peak"], rel=within)
 
 
-# As above, with the ranks along pp to emulate. Tensor parallelism can be emulated for one: torch
-# keeps groups of the first. The layers do not divide by the stages.
+# As above, with the ranks along pp to emulate. The layers do not divide by the stages.
 PIPELINES = {
     "1f1b": (replace(TIED, n_layers=9), dict(pp=4, dp="fsdp", shard=2), 8, 1, range(4)),
     "gpipe full": (
@@ -158,7 +157,9 @@ PIPELINES = {
         dict(pp=4, dp="hsdp", replicate=2, schedule="zero-bubble", checkpointing="full"), 8, 1,
         range(4),
     ),
-    "tp": (replace(CHUNKY, n_layers=6), dict(pp=3, tp=2, checkpointing="selective"), 6, 1, [1]),
+    "tp": (
+        replace(CHUNKY, n_layers=6), dict(pp=3, tp=2, checkpointing="selective"), 6, 1, range(3),
+    ),
     "cp": (replace(TIED, n_layers=5), dict(pp=2, dp="fsdp", shard=2, cp=2), 4, 1, range(2)),
     "short": (replace(WIDE, n_layers=5), dict(pp=2, dp="fsdp", shard=2), 1, 1, range(2)),
 }  # fmt: skip

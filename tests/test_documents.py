@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_parallel import batch_of
+from workers.train_cases import batch_of
 
 import text.batch as batch_py
 from model import Llama, LlamaConfig, document_mask

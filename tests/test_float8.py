@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import slow, succeed
-from test_parallel import GROUPED, case, same_training, train
-from test_pipeline import selected
+from conftest import succeed
+from exact import GROUPED
 from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,6 +29,7 @@ from techniques.float8 import (
     use_float8,
 )
 
+WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
 FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
 
 
@@ -171,6 +171,7 @@ def test_matrices_of_blocks_are_replaced_where_their_widths_allow():
     replaced = {name for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     attention = [f"layers.{i}.attention.{w}" for i in range(2) for w in ("wq", "wk", "wv", "wo")]
     assert replaced == set(attention)  # 48 is no multiple of 32
+    assert model.layers["0"].attention.wq.recipe == "mxfp8"
     assert {name for name, _ in model.named_parameters()} == names
     model = Llama(config)
     use_float8(model, "rowwise", tp=2)  # 48 / 2 is no multiple of 16
@@ -209,66 +210,3 @@ def test_a_run_says_which_layers_and_its_weights_load_anywhere(corpus, tmp_path)
     assert "warning: --float8 was tensorwise, is now none" in resumed.err
     assert "float8" not in resumed.out
     succeed("generate.py", out, "--prompt", "a", "--max-new-tokens", 2)
-
-
-# ---------------------------------------------------------------------- in every configuration
-
-WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
-
-
-def in_8_bits(recipe: str, microbatch: int = 2, packed: bool = False, **options) -> dict:
-    """A case of sequences of 16 tokens, so that 32 are a multiple of all that recipes need."""
-    return case(WIDE, microbatch, packed, float8=recipe, **options) | {"seq": 16}
-
-
-ONE = {recipe: in_8_bits(recipe) for recipe in RECIPES}
-TWO = {
-    f"{recipe} {name}": in_8_bits(recipe, **options)
-    for recipe in RECIPES
-    for name, options in {
-        "ddp": dict(dp="ddp", replicate=2),
-        "fsdp full": dict(dp="fsdp", shard=2, checkpointing="full"),
-        "tp": dict(dp="ddp", tp=2),
-        "tp selective": dict(dp="fsdp", tp=2, checkpointing="selective"),
-        "pp": dict(pp=2),
-    }.items()
-}
-
-
-QUICK = ("tensorwise ddp", "tensorwise tp", "rowwise tp", "mxfp8 fsdp full")
-FOURFOLD = {
-    f"{recipe} {name}": in_8_bits(recipe, **options)
-    for recipe in RECIPES
-    for name, options in {
-        "hsdp": dict(dp="hsdp", replicate=2, shard=2),
-        "fsdp tp": dict(dp="fsdp", shard=2, tp=2),
-        "fsdp tp compiled": dict(dp="fsdp", shard=2, tp=2, compile=True),
-        "pp fsdp": dict(dp="fsdp", shard=2, pp=2, checkpointing="full"),
-    }.items()
-}
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("one"), 0, ONE)
-
-
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    return train(tmp_path_factory.mktemp("two"), 2, selected(request, TWO))
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TWO])
-def test_two_ranks_round_as_one_process_does(one, two, name):
-    """In float64, where sums in another order do not make another code."""
-    same_training(two[name], one[name.split()[0]])
-
-
-@pytest.mark.slow
-def test_four_ranks_round_as_one_process_does(one, tmp_path):
-    for name, result in train(tmp_path, 4, FOURFOLD, timeout=900).items():
-        same_training(result, one[name.split()[0]])
-
-
-def test_recipes_differ(one):
-    assert len({result["rows"][0] for result in one.values()}) == len(RECIPES)

@@ -165,8 +165,7 @@ def install(average: Callable) -> None:
         optimizer.step()
         optimizer.zero_grad()
         sums = world.all_gather_scalars([targets, batch.text_bytes, bool(stop)]).sum(0).tolist()
-        return train.Totals(
-            float(mean_loss) * sums[0], int(sums[0]), int(sums[1]), float(norm), sums[2]
-        )
+        tokens, text_bytes, stops = map(round, sums)
+        return train.Totals(float(mean_loss) * tokens, tokens, text_bytes, float(norm), stops > 0)
 
     train.update = update

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+import costs.traffic as traffic
+import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
-from costs.traffic import predict_traffic
 from costs.work import Work
 from files.adapters import gather_adapters
 from generate import generate
@@ -38,7 +39,9 @@ from train import make_optimizer, train_step
 
 STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
+CLIP = 0.03  # below all norms, so that clipping is seen to work
 offload.MIN_BYTES = 0  # the tensors here are small
+traffic.LOSS_CHUNK = chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
 
 
 def batch_of(packed: bool, seq: int = SEQ) -> Batch:
@@ -117,7 +120,9 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = predict_traffic(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
+    predicted = traffic.predict_traffic(
+        Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0
+    )
     runner = parallelize(model, world, initialize)
     first = {name: whole(p) for name, p in model.named_parameters()}
     lr = 1e-3 if "lora" in case else 1e-2
@@ -143,15 +148,16 @@ def train(process, case: dict) -> dict:
     for step in range(1, steps + 1):
         hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
         with measure if step == steps else nullcontext():
-            totals = train_step(runner, optimizer, mine, microbatch, 0.1, world, step)
+            totals = train_step(runner, optimizer, mine, microbatch, CLIP, world, step)
         if hook:
             hook.remove()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
     tokens, sampling = None, Counted(world)
     if "generate" in case:
-        tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
-        with sampling, unsharded(model, world.parallel):
-            assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
+        with torch.compiler.set_stance("force_eager"):  # as train.py does
+            tokens = generate(model, [[1, 2, 3]], 4, temperature=0)
+            with sampling, unsharded(model, world.parallel):
+                assert tokens == generate(model, [[1, 2, 3]], 4, temperature=0)
     with Counted(world) as saving:
         gathered = gather_adapters(model)
     return {

@@ -1,0 +1,274 @@
+"""One process in plain PyTorch, and what training on any mesh must have in common with it."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import succeed
+from workers.train_cases import BATCH, CLIP, STEPS, batch_of, build, initialize
+
+from costs.work import Work
+from generate import generate
+from model import IGNORE, Llama, LlamaConfig
+from parallel import ParallelConfig
+from perf.instruments import build_on_meta
+from plumbing.processes import UserError
+from runs.rules import check_parallel, check_work
+from techniques.nf4 import check_blocks, dequantized
+
+# Widths that 2 and 4 do not divide where that is possible; a vocabulary of 101 never divides.
+ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
+GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
+FOUR = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
+TIED = dict(tie_embeddings=True)
+SEVEN = dict(rank=3, alpha=5)
+RSLORA = dict(rank=4, alpha=8, rslora=True)
+
+
+def case(
+    config: dict, microbatch: int = 0, packed: bool = False, lora: dict | None = None, **parallel
+) -> dict:
+    options = {"microbatch": microbatch} if microbatch else {}
+    options |= {"lora": lora} if lora else {}
+    return dict(config=config, packed=packed, parallel=parallel, **options)
+
+
+def beside(targets: str) -> dict:
+    """LoRA on these matrices only: backward ends at the first of them."""
+    return dict(rank=2, alpha=64, targets=targets.split())
+
+
+def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within=()) -> dict:
+    """What the cases come to on so many processes: one launch for all of them.
+
+    `within` is what changed_copy returns, to train a changed model."""
+    given, results = directory / "cases.json", directory / "results.pt"
+    given.write_text(json.dumps(list(cases.values())))
+    script = (*within, "tests/workers/train_cases.py")
+    succeed(*script, given, results, nproc=nproc, timeout=timeout)
+    return dict(zip(cases, torch.load(results, weights_only=False), strict=True))
+
+
+def selected(request, cases: dict) -> dict:
+    """The cases that this run of pytest has selected: one launch trains them all."""
+    names = {item.callspec.params.get("name") for item in request.session.items
+             if hasattr(item, "callspec")}  # fmt: skip
+    return {name: case for name, case in cases.items() if name in names}
+
+
+# ---------------------------------------------------------------------- cases that are drawn
+
+
+def split(ranks: int, has_adapters: bool, dp: str, tp: int, cp: int, pp: int, **options):
+    """Return the ParallelConfig of so many ranks. Raises UserError for options that mean nothing
+    or that the project refuses."""
+    data, rest = divmod(ranks, tp * pp)
+    if rest or data % cp:
+        raise UserError("ranks cannot be split so")
+    if pp == 1 and options["schedule"] != "1f1b":
+        raise UserError("without a pipeline, a schedule means nothing")
+    if options["reshard"] == "adapters" and not has_adapters:
+        raise UserError("without adapters, nothing is frozen")
+    replicate = {"hsdp": 1 if data % 2 else 2, "fsdp": 1}.get(dp, data)
+    options |= dict(replicate=replicate, shard=data // replicate)
+    options |= dict(stages_per_rank=2 if options["schedule"] == "interleaved" else 1)
+    return ParallelConfig(dp=dp, tp=tp, cp=cp, pp=pp, **options)
+
+
+@functools.cache
+def shapes(config: LlamaConfig, learns: bool) -> Llama:
+    """A model on meta: for adapters, one that does not learn."""
+    return build_on_meta(config).requires_grad_(learns)
+
+
+def check(work: Work, base_bits: int) -> None:
+    """Raise UserError for a step that train.py or finetune_lora.py refuses."""
+    check_parallel(work, None, SimpleNamespace(size=work.parallel.size))
+    check_work(work)
+    if base_bits == 4:
+        check_blocks(work.model.config, work.parallel.tp)
+
+
+def accepts(made: Callable, ranks: int) -> Callable[[dict], bool]:
+    """Return whether a case can be made of what is drawn."""
+
+    def possible(drawn: dict) -> bool:
+        try:
+            return bool(made(ranks, drawn))
+        except UserError:
+            return False
+
+    return possible
+
+
+# ------------------------------------------------------------------------------- the reference
+
+
+@functools.cache
+def plain(key: str) -> dict:
+    """Steps on the whole batch in one process, in plain PyTorch: none of parallel.py runs.
+
+    `key` is JSON of a case's config, packed, lora, steps, optimizer, and seq if it has one.
+    Adapters are added to the weights of a model without adapters."""
+    config, packed, lora, steps, optimizer, *seq = json.loads(key)
+    model = build(config, lora).double()
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    initialize(model)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    step = {"adamw": plain_adamw, "muon": plain_muon}[optimizer](trainable, 1e-3 if lora else 1e-2)
+    batch, rows, gradients = batch_of(packed, *seq), [], {}
+    bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
+    for _ in range(steps):
+        weights = effective(model, lora)
+        given = {"tokens": batch.tokens, "positions": batch.positions}
+        logits = torch.func.functional_call(bare, weights, (), given)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable.values(), CLIP)
+        gradients = gradients or {n: p.grad.clone() for n, p in trainable.items()}
+        step()
+        model.zero_grad()
+        rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm.item()))
+    assert all(norm > CLIP for *_, norm in rows)
+    return {"rows": rows, "gradients": gradients, "first": first,
+            "last": dict(model.named_parameters())}  # fmt: skip
+
+
+def effective(model: Llama, lora: dict | None) -> dict:
+    """The weights that a model computes with, under the names of one without adapters: those that
+    codes stand for, W + scale B A, and rows of DoRA's lengths."""
+    named = dict(model.named_parameters())
+    weights = {name: p for name, p in named.items() if name.endswith(".weight")}
+    weights["output.weight"] = model.output.weight  # not listed where it is tied
+    for name, weight in weights.items():
+        if (row_scale := named.get(name.replace("weight", "row_scale"))) is not None:
+            weight = weights[name] = dequantized(weight, row_scale, torch.float64)
+        if (A := named.get(name.replace("weight", "lora_A"))) is not None:
+            B, r = named[name.replace("weight", "lora_B")], lora["rank"]
+            scale = lora.get("alpha", 16) / (r**0.5 if lora.get("rslora") else r)
+            weights[name] = weight + scale * B @ A
+        if (magnitude := named.get(name.replace("weight", "lora_magnitude"))) is not None:
+            norms = weights[name].detach().norm(dim=1)
+            weights[name] = (magnitude / norms)[:, None] * weights[name]
+    return weights
+
+
+def plain_adamw(named: dict[str, torch.Tensor], lr: float):
+    """The step of torch's AdamW."""
+    groups = [
+        {"params": [p for p in named.values() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=False, foreach=False).step
+
+
+def plain_muon(named: dict[str, torch.Tensor], lr: float):
+    """The step of Muon for whole matrices of blocks, and of AdamW for all other parameters, written
+    independently of techniques/optimizers.py."""
+    matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim == 2}
+    adamw = plain_adamw({n: p for n, p in named.items() if n not in matrices}, lr)
+    momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
+
+    @torch.no_grad()
+    def step() -> None:
+        adamw()
+        for name, p in matrices.items():
+            momenta[name] = 0.95 * momenta[name] + p.grad
+            direction = orthogonalized(p.grad + 0.95 * momenta[name])
+            p.copy_(p - lr * (0.1 * p + 0.1 * max(p.shape) ** 0.5 * direction))
+
+    return step
+
+
+def orthogonalized(x: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz maps each singular value s of a matrix to a polynomial of s and leaves the
+    singular vectors as they are. So the reference takes the singular value decomposition."""
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ s.diag() @ v
+
+
+# ------------------------------------------------------------------------------- the comparison
+
+
+def equals_plain(result: dict, case: dict) -> None:
+    optimizer = case["parallel"].get("optimizer", "adamw")
+    key = case["config"], case["packed"], case.get("lora"), case.get("steps", STEPS), optimizer
+    key += (case["seq"],) if "seq" in case else ()
+    # Singular values taken apart, and Newton-Schulz without that, agree to fewer digits.
+    same_training(result, plain(json.dumps(key)), 1e-10 if optimizer == "muon" else 1e-12)
+
+
+def same_training(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
+    for ours, theirs in zip(result["rows"], expected["rows"], strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    for what in ("gradients", "last"):
+        assert result[what].keys() == expected[what].keys()
+        for name, value in expected[what].items():
+            value = value.double()  # codes of 4 bits, too
+            error = (result[what][name] - value).norm() / value.norm()
+            assert error < tolerance, (what, name, error)
+    for name, value in expected["first"].items():
+        is_norm = name.endswith("lora_magnitude")  # ranks add up squares in another order
+        tolerances = dict(rtol=1e-14 if is_norm else 0, atol=0)
+        assert torch.allclose(result["first"][name], value, **tolerances), name
+
+
+def generates_alike(result: dict, case: dict) -> None:
+    """A model that is split goes on with the tokens of one that has the same weights."""
+    if "generate" not in case:
+        return
+    model = Llama(LlamaConfig(**case["config"])).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(result["last"][name])
+    assert result["tokens"] == generate(model, [[1, 2, 3]], 4, temperature=0)
+
+
+def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
+    parallel = ParallelConfig(**case["parallel"])
+    sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
+    expected = dict(result["predicted"])
+    if nproc > 1:  # and a step's all_gather_scalars, 40 bytes a rank over all ranks
+        dim = next((dim for dim, size in sizes.items() if size == nproc), "world")
+        calls, nbytes = expected.get((dim, "all-gather"), (0, 0))
+        expected[dim, "all-gather"] = calls + 1, nbytes + nproc * 40
+    assert result["sent"] == expected
+
+
+def computes_once(result: dict, case: dict) -> None:
+    """Attention runs forward once for each layer and microbatch, and chunk where ranks share
+    sequences; twice, where all is recomputed."""
+    parallel = ParallelConfig(**case["parallel"])
+    parts = parallel.replicate * parallel.shard // parallel.cp
+    microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
+    times = 2 if parallel.checkpointing == "full" else 1
+    times *= 2 if parallel.cp > 1 else 1  # for each chunk
+    assert result["attentions"] == times * microbatches * result["layers"]
+
+
+def compiles_once(result: dict, case: dict) -> None:
+    """One graph for all blocks; above a frozen embedding the first has one of its own, since what
+    comes in has no gradient."""
+    graphs = 2 if "lora" in case else 1
+    assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
+
+
+def holds(result: dict, case: dict, nproc: int) -> None:
+    equals_plain(result, case)
+    generates_alike(result, case)
+    computes_once(result, case)
+    if case["parallel"].get("compile"):
+        compiles_once(result, case)
+    else:
+        sends_as_predicted(result, case, nproc)

@@ -1,0 +1,96 @@
+"""What the tests of exactness are worth: faults of one line that they have to find.
+
+Each is planted in a copy, with which test_exact.py's fast cases train until one differs."""
+
+import pytest
+from conftest import with_fault
+from test_exact import QUICK, holds, train_all, train_references
+
+STEP = 3
+FAULTS = {
+    "parallel": [
+        ("world.mesh[dims],", 'world.mesh[("shard",)],'),  # HSDP without its all-reduce
+        ("set_requires_gradient_sync(last or", "set_requires_gradient_sync(not last or"),
+        ("set_requires_all_reduce(last)", "set_requires_all_reduce(not last)"),
+        ("with runner.no_sync() if waits else", "with runner.no_sync() if last else"),
+        ('    "layers.*.attention_norm": NORM,', '    "layers.*.attention_norm": COLUMNS,'),
+        ('    "layers.*.attention.wo": ROWS,', '    "layers.*.attention.wo": COLUMNS,'),
+        ("    model.tie_weights()  # embedding", "    # embedding"),
+        ("mesh.size()) * mesh.get_local_rank()", "mesh.size()) * (mesh.get_local_rank() + 1)"),
+        ("to_local(grad_placements=[Partial()]), weight", "to_local(), weight"),
+        ("hidden.redistribute(placements=[Replicate()])", "hidden"),
+    ],
+    "parallel_layers": [
+        ("Replicate(), Shard(1)  # placements", "Replicate(), Shard(2)  # placements"),
+    ],
+    "context_parallel": [
+        ("own = torch.stack([k, v])[None]", "own = torch.stack([v, k])[None]"),
+        ("*second.flip(0).unbind(0)", "*second.unbind(0)"),
+        ("return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
+        ("full_tensor(grad_placements=[Partial()])", "full_tensor()"),
+        ("        own_positions,", "        own_positions * 0 + 1,"),
+        ("torch.logaddexp(*log_sums)", "torch.maximum(*log_sums)"),
+    ],
+    "zero1": [
+        ("gradient / self.mesh.size()", "gradient"),
+        ("parameter.whole.data.copy_(", "parameter.whole.data.clone().copy_("),
+    ],
+    "pipeline": [
+        ("ticks = self.ticks(", "microbatches = microbatches[1:]; ticks = self.ticks("),
+        ("own += other", "pass"),
+        ("embedding.weight.copies = 2", "pass"),
+        ("else weight.grad.add_(new)", "else new"),
+        ("microbatch.positions, documents", "None, documents"),
+        ("first = stage * each + min(stage, more)", "first = stage * each"),
+    ],
+    "async_tp": [
+        ("products[(ring.rank - step) %", "products[(ring.rank + step + 1) %"),
+        ("ring.rank - 1 - step", "ring.rank - step"),
+        ("return ctx.ring.send(grad, -1), None", "return ctx.ring.send(grad, 1) * 0, None"),
+        ("total = own + arrived", "total = own"),
+        ("[Partial()] if replicated else None", "None"),
+    ],
+    "optimizers": [
+        ("math.sqrt(max(whole.shape))", "math.sqrt(max(to_local(update).shape))"),
+        ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
+    ],
+    "chunked_loss": [
+        ("weight_grad += of_weight", "weight_grad = of_weight"),
+        ("hidden_grad[chunk], of_weight =", "hidden_grad[:1], of_weight ="),
+    ],
+    "passes": [
+        ("log_p.exp_() if ctx.is_whole", "log_p.exp_() if True"),
+        ("r = r.square_().div_(x.shape[-1])", "r = r.square_().div_(1 + x.shape[-1])"),
+    ],
+    "lora": [
+        ("B_grad = (xA.T @ grad).T * ctx.scale", "B_grad = (xA.T @ grad).T"),
+        ("other if place.is_shard(1) else place", "place"),
+    ],
+    "train": [
+        ("world.parallel.replicate * world.parallel.shard / tokens", "world.data_size / tokens"),
+        ("norm = squared_norm.sqrt() * scale", "norm = rows[world.rank, 3].sqrt() * scale"),
+        ("loss = loss / tp  #", "loss = loss * 1  #"),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return train_references(tmp_path_factory.mktemp("references"), QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file, old, new", [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
+)
+def test_faults_are_found(references, tmp_path, file, old, new):
+    within = with_fault(tmp_path / "copy", file, old, new)
+    for first in range(STEP):  # some of each number of ranks at a time: most faults show at once
+        names = QUICK[first::STEP]
+        try:
+            results = train_all(tmp_path, names, within)
+            for name in names:
+                holds(name, results[name], references)
+        except (AssertionError, pytest.fail.Exception):
+            return
+    pytest.fail("no case differs")

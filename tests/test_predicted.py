@@ -1,0 +1,89 @@
+"""What a step holds and sends is predicted to the byte, whatever options meet."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import step_of
+from exact import accepts, check, shapes, split
+from pairs import cover, name_of, params
+from test_cost import CHUNKY, TIED, WIDE
+
+from costs.memory import predict_memory
+from costs.traffic import predict_traffic
+from costs.work import Work
+from lora import LoRA
+from perf.instruments import build_on_meta, emulate
+from plumbing.processes import UserError
+
+ADAPTERS = {
+    "none": None,
+    "rank 4": dict(rank=4),
+    "wq wv": dict(rank=4, targets=("wq", "wv")),
+    "dropout": dict(rank=4, dropout=0.1),
+    "dora": dict(rank=4, dora=True),
+}
+OPTIONS = dict(
+    config=("CHUNKY", "WIDE", "TIED"),
+    dp=("ddp", "zero1", "fsdp", "hsdp"),
+    tp=(1, 2, 4),
+    cp=(1, 2, 4),
+    pp=(1, 2, 3, 4),
+    stage=("first", "last"),
+    schedule=("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    reshard=("weights", "none", "all", "adapters"),
+    checkpointing=("none", "selective", "full"),
+    offload_activations=(False, True),
+    async_tp=(False, True),
+    float8=("none", "tensorwise", "rowwise", "mxfp8"),
+    optimizer=("adamw", "muon"),
+    moments=("float32", "bfloat16"),
+    dtype=("float32", "bfloat16"),
+    adapters=tuple(ADAPTERS),
+    base_bits=(16, 4),
+    microbatch=(1, 2, 4),
+    microbatches=(1, 2, 4),
+)
+STRIDE = 6
+
+
+def made(ranks: int, drawn: dict) -> tuple[Work, dict]:
+    """Return a step without adapters, and what was drawn beside its ParallelConfig. Raises
+    UserError where the project refuses it, and for options that mean nothing."""
+    names = "config", "adapters", "base_bits", "microbatch", "microbatches", "stage"
+    more = {name: drawn[name] for name in names}
+    options = {name: value for name, value in drawn.items() if name not in more}
+    lora, pp = ADAPTERS[more["adapters"]], options["pp"]
+    parallel = split(ranks, bool(lora), **options | {"dtype": getattr(torch, options["dtype"])})
+    if (more["base_bits"] == 4 and not lora) or (pp == 1 and more["stage"] == "last"):
+        raise UserError("without adapters or a pipeline, an option of them means nothing")
+    config = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED)[more["config"]]
+    config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
+    model = shapes(config, learns=not lora)
+    work = step_of(model, parallel, more["microbatch"], more["microbatches"], 256)
+    check(work, more["base_bits"])
+    return work, more
+
+
+STEPS = {
+    f"{ranks} ranks: {name_of(drawn, OPTIONS)}": made(ranks, drawn)
+    for ranks in (1, 3, 8)
+    for drawn in cover(OPTIONS, accepts(made, ranks), seed=ranks)
+}
+
+
+@pytest.mark.parametrize("name", params(STEPS, list(STEPS)[::STRIDE]))
+def test_a_step_holds_and_sends_what_is_predicted(name):
+    """State and traffic, to the byte. test_cost.py compares peaks, of cases that are listed."""
+    work, drawn = STEPS[name]
+    if lora := ADAPTERS[drawn["adapters"]]:
+        adapted = build_on_meta(work.model.config, LoRA(**lora), drawn["base_bits"])
+        work = replace(work, model=adapted)
+    stage = work.parallel.pp - 1 if drawn["stage"] == "last" else 0
+    expected, traffic = predict_memory(work, stage), predict_traffic(work, stage)
+    sent, held = emulate(work, stage)
+    assert sent == traffic
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert held[kind] == expected[kind], kind
+    peaks = [predict_memory(work, rank)["peak"] for rank in range(work.parallel.pp)]
+    assert predict_memory(work)["peak"] == max(peaks)
