@@ -2,8 +2,8 @@
 sends what costs/traffic.py predicts.
 
 Cases are made, not listed: in some case every two values of two OPTIONS meet, unless the project
-refuses them together. The fast tests take each STRIDE-th of those that are not compiled, `-m slow`
-the others, and some that it draws anew each day."""
+refuses them together. The fast tests take those with most pairs, FAST for each number of ranks, `-m
+slow` the others, compiled ones among them, and some that it draws anew each day."""
 
 import itertools
 import os
@@ -37,7 +37,10 @@ from workers.train_cases import BATCH, SEQ
 
 from costs.work import Work
 from model import LlamaConfig
+from parallel import STRATEGIES
 from plumbing.processes import UserError
+from techniques.float8 import RECIPES
+from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
     "none": None,
@@ -70,7 +73,7 @@ OPTIONS = dict(
     rope_scaling=(1.0, 8.0),
     generate=(False, True),
 )
-STRIDE = 4
+FAST = 12
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
@@ -127,13 +130,12 @@ CASES = {
     for ranks in cases
     for drawn in cases[ranks]
 }
-EAGER = [
-    f"{ranks} ranks: {name_of(drawn, OPTIONS)}"
-    for ranks in CHOSEN
-    for drawn in CHOSEN[ranks]
-    if not drawn["compile"]
-]
-QUICK = EAGER[::STRIDE]
+EAGER = {
+    ranks: [f"{ranks} ranks: {name_of(d, OPTIONS)}" for d in drawn if not d["compile"]]
+    for ranks, drawn in CHOSEN.items()
+}
+QUICK = [name for names in EAGER.values() for name in names[:FAST]]  # those with most new pairs
+SLOWER = [name for names in EAGER.values() for name in names[FAST:]]
 
 
 def train_all(directory: Path, names: Iterable[str], within=()) -> dict:
@@ -175,6 +177,11 @@ def holds(name: str, result: dict, references: dict) -> None:
         compiles_once(result, given)
     else:
         sends_as_predicted(result, given, ranks)
+
+
+def test_every_strategy_schedule_and_recipe_is_drawn():
+    assert set(OPTIONS["dp"]) == STRATEGIES.keys() and set(OPTIONS["schedule"]) == SCHEDULES.keys()
+    assert set(OPTIONS["float8"]) == {"none", *RECIPES}
 
 
 @pytest.fixture(scope="module")

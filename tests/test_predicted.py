@@ -82,6 +82,7 @@ def test_a_step_holds_and_sends_what_is_predicted(name):
     stage = work.parallel.pp - 1 if drawn["stage"] == "last" else 0
     expected, traffic = predict_memory(work, stage), predict_traffic(work, stage)
     sent, held = emulate(work, stage)
+    print(f"peak: {expected['peak'] / held['peak']:.3f} of the emulated")
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
