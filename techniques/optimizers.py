@@ -47,8 +47,9 @@ def check_combination(parallel) -> None:
 
 def check(work) -> None:
     """Raise UserError for a Work (costs/work.py) that has no matrices to orthogonalize."""
-    learning = (parameter for parameter in work.model.parameters() if parameter.requires_grad)
-    if work.parallel.optimizer == "muon" and not any(True for _ in learning):
+    if work.parallel.optimizer != "muon":
+        return
+    if not any(parameter.requires_grad for parameter in work.model.parameters()):
         raise UserError("--optimizer muon is for whole matrices, not for adapters: leave it out")
 
 

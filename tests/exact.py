@@ -54,13 +54,6 @@ def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within
     return dict(zip(cases, torch.load(results, weights_only=False), strict=True))
 
 
-def selected(request, cases: dict) -> dict:
-    """The cases that this run of pytest has selected: one launch trains them all."""
-    names = {item.callspec.params.get("name") for item in request.session.items
-             if hasattr(item, "callspec")}  # fmt: skip
-    return {name: case for name, case in cases.items() if name in names}
-
-
 # ---------------------------------------------------------------------- cases that are drawn
 
 

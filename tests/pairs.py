@@ -29,7 +29,8 @@ def cover(
 ) -> list[dict]:
     """Return cases of a walk that have every pair of values that a case of it has, the one with
     most new pairs first."""
-    bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items_of(options), 2))}
+    items = [(name, value) for name, values in options.items() for value in values]
+    bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
     walked = itertools.islice(walk(options, possible, seed), steps)
     cases = {tuple(case.values()): case for case in walked}.values()
     # Items are in the order of options, and so are those of a pair.
@@ -40,10 +41,6 @@ def cover(
         kept.append(case)
         left &= ~has
     return kept
-
-
-def items_of(options: dict[str, tuple]) -> list[tuple]:
-    return [(name, value) for name, values in options.items() for value in values]
 
 
 def name_of(case: dict, options: dict[str, tuple]) -> str:

@@ -94,10 +94,10 @@ def made(ranks: int, drawn: dict) -> dict:
         raise UserError("without adapters, 4 bits mean nothing")
     if more["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
-    if ((float8 or options["moments"] == "bfloat16") and cp > 1) or (
-        float8 and options["async_tp"]
-    ):
-        raise UserError("other tokens or chunks are rounded together than on one process")
+    if cp > 1 and (float8 or options["moments"] == "bfloat16"):
+        raise UserError("other tokens are rounded together than on one process")
+    if float8 and options["async_tp"]:
+        raise UserError("other chunks are rounded together than on one process")
     config = {1: ODD, 2: GROUPED, 4: FOUR}[tp]
     if bits == 4 or float8:  # which need blocks of widths
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)

@@ -4,7 +4,7 @@ Each is planted in a copy, with which test_exact.py's cases train, the fast ones
 differs. A fault in techniques/passes.py is none where use_fewer_passes notices it."""
 
 import pytest
-from conftest import with_fault
+from conftest import changed_copy, with_fault
 from test_exact import QUICK, SLOWER, holds, train_all, train_references
 
 STEP = 3
@@ -77,6 +77,14 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     return train_references(tmp_path_factory.mktemp("references"), QUICK + SLOWER)
+
+
+@pytest.mark.slow
+def test_a_copy_without_a_fault_holds(references, tmp_path):
+    names = QUICK[::STEP]
+    results = train_all(tmp_path, names, changed_copy(tmp_path / "copy"))
+    for name in names:
+        holds(name, results[name], references)
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
 """Pipelines: schedules are proved, and wrong ones are told."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from conftest import launch, refused
+from conftest import launch, refused, step_of
 
+from model import LlamaConfig
+from parallel import ParallelConfig
+from perf.instruments import build_on_meta
 from plumbing.processes import UserError
-from techniques.pipeline import layers_of
+from techniques.pipeline import check, layers_of
 from techniques.schedules import (
     SCHEDULES,
     bubble,
@@ -127,3 +131,11 @@ def test_a_picture_is_well_formed():
     rectangles = root.findall("{http://www.w3.org/2000/svg}rect")
     assert len(rectangles) == 4 * 8 * 3
     assert all(0 <= float(r.get("x")) <= 900 for r in rectangles)
+
+
+def test_a_backward_in_two_parts_needs_two_microbatches():
+    model = build_on_meta(LlamaConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48))
+    work = step_of(model, ParallelConfig(pp=2, schedule="zero-bubble"), 1, 2, 16)
+    check(work)
+    with pytest.raises(UserError, match="one alone: choose a smaller --microbatch"):
+        check(replace(work, microbatch=2))
