@@ -40,8 +40,6 @@ from train import make_optimizer, train_step
 STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
 CLIP = 0.03  # below all norms, so that clipping is seen to work
-offload.MIN_BYTES = 0  # the tensors here are small
-traffic.LOSS_CHUNK = chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
 
 
 def batch_of(packed: bool, seq: int = SEQ) -> Batch:
@@ -182,6 +180,8 @@ def train(process, case: dict) -> dict:
 
 def main():
     process = init_distributed()
+    offload.MIN_BYTES = 0  # the tensors here are small
+    traffic.LOSS_CHUNK = chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = []
     for case in cases:
