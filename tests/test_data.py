@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import succeed
 
 import data
 from data import TokenFileWriter, Windows, open_token_file, open_windows, window_of
@@ -201,28 +201,6 @@ def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
     assert [piece.text for piece in read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
-
-
-def test_missing_data_and_existing_out(tmp_path, text):
-    result = launch("data.py", "tokenize", tmp_path / "no", "--out", tmp_path / "x")
-    refused(result, "no data at")
-    result = launch("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path)
-    refused(result, f"{tmp_path} exists: remove it")
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (("--val-fraction", 1), "--val-fraction 1.0 leaves no text: give less than 1"),
-        (("--val-fraction", -0.1), "--val-fraction: expected a number of at least 0, got '-0.1'"),
-        (("--shard-tokens", 0), "--shard-tokens: expected an integer of at least 1, got '0'"),
-        (("--shard-tokens", 2**31), "--shard-tokens 2147483648 is too many: give less than 2^31"),
-    ],
-)
-def test_impossible_flags_are_refused(tmp_path, text, flags, message):
-    command = ("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "out")
-    refused(launch(*command, *flags), message)
-    assert not (tmp_path / "out").exists()
 
 
 def test_default_corpus_is_python_source():

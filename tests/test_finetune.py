@@ -267,34 +267,6 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
 # ------------------------------------------------------------------------------------ wrong input
 
 
-@pytest.mark.parametrize(
-    "options, parts",
-    [
-        (dict(init="/no/model"), ["no checkpoint in '/no/model'"]),
-        (dict(data="/no/such.jsonl"), ["/no/such.jsonl does not exist"]),
-        (dict(dropout=1), ["--dropout 1", "below 1"]),
-        (dict(rank=0), ["--rank", "at least 1"]),
-        (dict(rank=33), ["--rank 33", "at most 32"]),
-        (dict(alpha=0), ["--alpha 0", "above 0"]),
-        (dict(targets="w4"), ["w4", "wq"]),
-        (dict(targets="output"), ["--targets", "'output'", "wq"]),
-        (dict(dp="ddp", reshard="adapters"), ["--reshard adapters", "fsdp"]),
-        (dict(dp="fsdp", reshard="adapters", offload=True), ["--offload", "--reshard adapters"]),
-        (dict(seq_len=500), ["--seq-len 500", "maximum: --seq-len 256"]),
-        (dict(seq_len=8), ["--seq-len 8", "longest"]),
-        (dict(tokenizer="python-300"), ["another tokenizer"]),
-        (dict(float8="rowwise"), ["--float8 is for train.py"]),
-        (dict(optimizer="muon"), ["--optimizer muon is for whole matrices", "leave it out"]),
-    ],
-)
-def test_wrong_flags_are_refused(base, sums, tmp_path, options, parts):
-    refused(launch("finetune_lora.py", *flags(base, sums, tmp_path / "run", **options)), *parts)
-
-
-def test_a_base_model_is_required():
-    refused(launch("finetune_lora.py"), "--init")
-
-
 def test_malformed_data_is_reported_once_by_two_ranks(base, sums, tmp_path):
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text(sums.read_text() + '\n{"prompt": "no answer"}\n')

@@ -1,0 +1,110 @@
+"""A wrong command ends with exit code 2 on every rank, and with one line that says what to type.
+
+A row is how many ranks run, a command, and parts of its line, with " ... " between them. Rows are
+short by FIRST, which a command begins with, and by files that the tests have made: {text},
+{corpus}, {sums}, {base} (a checkpoint), {here} (an empty directory) and {out}, which stays unmade.
+"""
+
+import shlex
+
+import pytest
+from conftest import launch, refused
+
+from checkpoint import write_checkpoint
+from files.safetensors import StoredTensor
+from model import Llama, LlamaConfig
+from text.tokenizer import load_tokenizer
+
+SIZES = "--dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --ffn-dim 48"
+SHORT = "--out {out} --steps 5 --batch 8 --warmup 2 --eval-every 0 --save-every 0 --dtype float64"
+FIRST = {
+    "train": f"train.py {SIZES} {SHORT} --data {{corpus}} --seq-len 24",
+    "finetune": f"finetune_lora.py {SHORT} --data {{sums}} --init {{base}} --seq-len 96",
+    "tokenize": "data.py tokenize {text} --tokenizer bytes --out {out}",
+}
+REFUSALS = """
+# ----------------------------------------------------------------------------------- train.py
+1 | train --model gpt5 | no model 'gpt5' ... llama3.1-8b
+1 | train --tokenizer nonsense | no tokenizer 'nonsense' ... bytes
+1 | train --data /no/such/place | no data at '/no/such/place'
+1 | train --microbatch 3 | --batch 8 ... --microbatch 3
+1 | train --lr -1 | --lr ... at least 0
+1 | train --keep -1 | --keep ... at least 0
+1 | train --clip nan | --clip ... at least 0
+1 | train --n-heads 3 | dim 32 over n_heads 3
+1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
+1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
+1 | train --steps 0 | --steps ... at least 1
+1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
+1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
+1 | train --batch many | --batch ... 'many'
+1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
+1 | train --float8 mxfp8 --batch 1 | 24 tokens of a microbatch ... multiple of 32
+1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
+1 | train --out /proc/run | cannot write to --out /proc/run: No such file
+2 | train --dtype int3 | --dtype ... int3
+2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
+2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
+2 | train --dp zero1 --pp 2 | --dp zero1 does not combine with --pp ... --dp fsdp
+2 | train --cp 3 | --cp 3 must divide the 2 ranks
+2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
+2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
+2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
+2 | train --pp 2 --schedule interleaved --n-layers 4 | multiple of 2 microbatches, not 1
+2 | train --pp 2 --schedule best | no schedule 'best': choose from gpipe, 1f1b
+2 | train --pp 2 --dp fsdp --offload | --pp does not combine with offloading
+2 | train --pp 2 --schedule zero-bubble --compile | --no-compile
+2 | train --pp 2 --schedule zero-bubble --reshard all | --reshard all does not combine
+2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
+2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
+# --------------------------------------------------------------------------- finetune_lora.py
+1 | finetune_lora.py | --init
+1 | finetune --init /no/model | no checkpoint in '/no/model'
+1 | finetune --data /no/such.jsonl | /no/such.jsonl does not exist
+1 | finetune --dropout 1 | --dropout 1 ... below 1
+1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
+1 | finetune --base-bits 8 | --base-bits ... 16 ... 4
+1 | finetune --rank 0 | --rank ... at least 1
+1 | finetune --rank 33 | --rank 33 ... at most 32
+1 | finetune --alpha 0 | --alpha 0 ... above 0
+1 | finetune --targets w4 | w4 ... wq
+1 | finetune --targets output | --targets ... 'output' ... wq
+1 | finetune --dp ddp --reshard adapters | --reshard adapters ... fsdp
+1 | finetune --dp fsdp --reshard adapters --offload | --offload ... --reshard adapters
+1 | finetune --seq-len 500 | --seq-len 500 ... maximum: --seq-len 256
+1 | finetune --seq-len 8 | longest
+1 | finetune --tokenizer python-300 | another tokenizer
+1 | finetune --float8 rowwise | --float8 is for train.py
+1 | finetune --optimizer muon | --optimizer muon is for whole matrices ... leave it out
+# ------------------------------------------------------------------------------------ data.py
+1 | data.py | train-tokenizer|tokenize ... --help
+1 | data.py tokenize {here}/no --out {out} | no data at
+1 | tokenize --out {here} | exists: remove it
+1 | tokenize --val-fraction 1 | --val-fraction 1.0 leaves no text: give less than 1
+1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
+1 | tokenize --shard-tokens 0 | --shard-tokens: expected an integer of at least 1, got '0'
+1 | tokenize --shard-tokens 2147483648 | 2147483648 is too many: give less than 2^31
+# ----------------------------------------------------------------------------------- bench.py
+1 | bench.py step --micro-batch 1 | did you mean --microbatch?
+"""
+ROWS = [row.split(" | ") for row in REFUSALS.splitlines() if row and row[0] != "#"]
+
+
+@pytest.fixture(scope="module")
+def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
+    """What a command may name, and a model in float32 that uses the tokenizer of bytes."""
+    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
+    model, base = Llama(config), tmp_path_factory.mktemp("base") / "base"
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
+    write_checkpoint(base, config, stored, load_tokenizer("bytes"))
+    return dict(text=text, corpus=corpus, sums=sums, base=base)
+
+
+@pytest.mark.parametrize("ranks, command, line", ROWS, ids=[command for _, command, _ in ROWS])
+def test_a_wrong_command_is_refused_in_one_line(ranks, command, line, places, tmp_path):
+    first, *rest = command.split(" ", 1)
+    places = places | dict(here=tmp_path, out=tmp_path / "out")
+    words = " ".join([FIRST.get(first, first), *rest]).format(**places)
+    nproc = 0 if ranks == "1" else int(ranks)
+    refused(launch(*shlex.split(words), nproc=nproc), *line.split(" ... "))
+    assert not places["out"].exists()
