@@ -31,7 +31,7 @@ def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     `parameters`, `gradients` and `optimizer` are exact. `gathered` are
     unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
-    four moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
+    five moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
     are in CPU memory, but count here. labs/memory.py asks for a formula of DDP and FSDP."""
     model, parallel = work.model, work.parallel
@@ -98,16 +98,15 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         p, v = parallel.pp, parallel.stages_per_rank
         order, stages = make_schedule(parallel.schedule, p, microbatches, v)[pp_rank], p * v
         ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
-        deferred, wait_for_w = (
-            splits_backward([order]) * n * tokens * w for n in deferred_elements(config, tp)
-        )
+        splits = splits_backward([order]) and lora is None  # adapters leave nothing for W
+        deferred, wait_for_w = (splits * n * tokens * w for n in deferred_elements(config, tp))
         kept, later = {}, {}
         for stage in range(pp_rank, stages, p):
             blocks = len(layers_of(stage, stages, config.n_layers))
             kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
             later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
         loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1, sums)
-        loss += last_norm + logits - ends
+        loss += (last_norm + logits - ends) * (pp_rank == p - 1)
         last_block_backward += block_backward + wait_for_w
 
     # Gradients, from the output to the embedding. FSDP shards those of a block when it has gone
@@ -118,7 +117,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
     norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
 
-    # The memory beside parameters and optimizer, at four moments. With several microbatches or in
+    # The memory beside parameters and optimizer, at five moments. With several microbatches or in
     # DDP's buckets, `sums` has room for all gradients; else count those computed so far.
     # 1. The loss: sums, weights to compute with, what all blocks have saved, logits.
     in_loss = sums + weights + loss
@@ -133,8 +132,11 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         in_block_0 += max(0, saved - block_0 * g // shards)
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
-    in_embedding = max(sums, gradients) + root_weights + root_gradients + root_gradients * g // w
-    peak = max(in_loss, in_last_block, in_block_0, in_embedding)
+    in_embedding = max(sums, gradients) + root_weights + root_gradients
+    in_embedding += root_gradients * (g // w if parallel.strategy.uses_fsdp else 1)
+    # 5. Muon orthogonalizes a matrix.
+    in_muon = gradients + (_muon_bytes(model, parallel) if parallel.optimizer == "muon" else 0)
+    peak = max(in_loss, in_last_block, in_block_0, in_embedding, in_muon)
     peak += (
         tokens * work.mask_width * (w if parallel.cp > 1 else 1)
     )  # the mask, numbers or truth values
@@ -205,6 +207,17 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
     }
 
 
+def _muon_bytes(model: Llama, parallel: ParallelConfig) -> int:
+    """Return what a step of Muon holds beside gradients: of a matrix [m, n] its update, that of the
+    matrix before it, the gathered matrix, two powers of it, and two products [min(m, n)]²."""
+    shards, most = _shards(parallel, "optimizer"), 0
+    for (m, n), own in matrices_of(model, parallel):
+        copies = 2 + (shards * parallel.tp > 1)
+        shard = math.prod(own) // shards
+        most = max(most, copies * m * n + 2 * min(m, n) ** 2 + 2 * shard)
+    return most * parallel.grad_bytes
+
+
 def _unsharded(
     parallel: ParallelConfig, units: Callable, L: int, microbatches: int
 ) -> tuple[int, ...]:
@@ -212,12 +225,15 @@ def _unsharded(
     of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
     root, and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
+    not_all_saved = parallel.checkpointing != "none" or parallel.offload_activations
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
     (frozen_root, trainable_root), (frozen_block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
     if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
         copies = trainable * w if w < g else 0  # that autocast makes
+        if copies and parallel.float8 != "none" and not_all_saved:  # each product makes its own
+            copies = (trainable_root + trainable_block) * w
         sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
         sharded = replicated and not in_buckets  # ZeRO-1
         return copies, 0, sums, trainable_root * g * sharded, trainable_block * g * sharded

@@ -273,7 +273,7 @@ def silenced(runner: nn.Module, world: World, dims: list[str]) -> Iterator[None]
 
 
 def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
-    """Run three training steps of one rank of a cluster, in this process alone, and count the last.
+    """Run training steps of one rank of a cluster, in this process alone, and count the last.
     It is the first rank of those that are `pp_rank` along pp; blocks are not compiled.
 
     Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
@@ -287,13 +287,13 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     process = Process(rank=rank, size=size, local_rank=0, per_node=size, device=cpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        return _three_steps(work, with_mesh(process, parallel))
+        return _few_steps(work, with_mesh(process, parallel))
     finally:
         _clear_sharding_prop_cache()  # DTensor would go on with the groups of an equal mesh
         dist.destroy_process_group()
 
 
-def _three_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
+def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     model, parallel = copy.deepcopy(work.model), world.parallel
     tokens = torch.zeros(work.sequences, work.seq_len, dtype=torch.int64)
     batch = share_sequences(Batch(tokens, tokens, None, text_bytes=1), world)
@@ -312,7 +312,8 @@ def _three_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
     flags = dict(optimizer=parallel.optimizer, moments=parallel.moments)
     with mode:
         optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
-        for _ in range(3):  # step 1 makes AdamW's moments, and step 2 DDP's final buckets
+        # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
+        for _ in range(3 if needs_real_tensors(parallel) else 2):
             kinds = state_tensors(model, optimizer)
             with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
                 accumulate(runner, batch, work.microbatch, world)

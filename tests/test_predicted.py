@@ -13,8 +13,9 @@ from costs.memory import predict_memory
 from costs.traffic import predict_traffic
 from costs.work import Work
 from lora import LoRA
-from perf.instruments import build_on_meta, emulate
+from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from plumbing.processes import UserError
+from techniques import float8, offload
 
 ADAPTERS = {
     "none": None,
@@ -44,7 +45,7 @@ OPTIONS = dict(
     microbatch=(1, 2, 4),
     microbatches=(1, 2, 4),
 )
-STRIDE = 6
+STRIDE = 10
 
 
 def made(ranks: int, drawn: dict) -> tuple[Work, dict]:
@@ -57,6 +58,8 @@ def made(ranks: int, drawn: dict) -> tuple[Work, dict]:
     parallel = split(ranks, bool(lora), **options | {"dtype": getattr(torch, options["dtype"])})
     if (more["base_bits"] == 4 and not lora) or (pp == 1 and more["stage"] == "last"):
         raise UserError("without adapters or a pipeline, an option of them means nothing")
+    if parallel.offload_activations and needs_real_tensors(parallel):
+        raise UserError("what a CPU offloads to its own memory would count twice")
     config = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED)[more["config"]]
     config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
     model = shapes(config, learns=not lora)
@@ -73,18 +76,26 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", params(STEPS, list(STEPS)[::STRIDE]))
-def test_a_step_holds_and_sends_what_is_predicted(name):
-    """State and traffic, to the byte. test_cost.py compares peaks, of cases that are listed."""
+def test_a_step_holds_and_sends_what_is_predicted(name, monkeypatch):
+    """State and traffic to the byte. The peak within 5 %; within 15 % where adapters are trained or
+    a backward has two parts, and 20 % in 8 bits: temporary matrices then decide, and are many."""
     work, drawn = STEPS[name]
+    is_fake = not needs_real_tensors(work.parallel)
+    monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # a GPU's, not its stand-in
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
     if lora := ADAPTERS[drawn["adapters"]]:
         adapted = build_on_meta(work.model.config, LoRA(**lora), drawn["base_bits"])
         work = replace(work, model=adapted)
-    stage = work.parallel.pp - 1 if drawn["stage"] == "last" else 0
+    parallel = work.parallel
+    stage = parallel.pp - 1 if drawn["stage"] == "last" else 0
     expected, traffic = predict_memory(work, stage), predict_traffic(work, stage)
     sent, held = emulate(work, stage)
-    print(f"peak: {expected['peak'] / held['peak']:.3f} of the emulated")
     assert sent == traffic
     for kind in ("parameters", "gradients", "optimizer"):
         assert held[kind] == expected[kind], kind
-    peaks = [predict_memory(work, rank)["peak"] for rank in range(work.parallel.pp)]
+    within = 0.15 if lora or parallel.schedule == "zero-bubble" else 0.05
+    within = 0.2 if parallel.float8 != "none" else within
+    print(f"peak: {expected['peak'] / held['peak']:.3f} of the emulated")
+    assert expected["peak"] == pytest.approx(held["peak"], rel=within)
+    peaks = [predict_memory(work, rank)["peak"] for rank in range(parallel.pp)]
     assert predict_memory(work)["peak"] == max(peaks)
