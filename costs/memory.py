@@ -137,9 +137,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     # 5. Muon orthogonalizes a matrix.
     in_muon = gradients + (_muon_bytes(model, parallel) if parallel.optimizer == "muon" else 0)
     peak = max(in_loss, in_last_block, in_block_0, in_embedding, in_muon)
-    peak += (
-        tokens * work.mask_width * (w if parallel.cp > 1 else 1)
-    )  # the mask, numbers or truth values
+    peak += tokens * work.mask_width * (w if parallel.cp > 1 else 1)  # numbers or truth values
     return state | {
         "gathered": int(weights + max(0, sums - gradients)),
         "activations": int(max(loss, last_block_backward)),
@@ -244,13 +242,8 @@ def _unsharded(
     if parallel.reshard == "none" or parallel.shard == 1:
         weights = root + L * block
     sums = trainable * g // (parallel.shard if parallel.reshard == "all" else 1)
-    return (
-        weights,
-        root,
-        sums if microbatches > 1 else 0,
-        trainable_root * w,
-        trainable_block * w,
-    )
+    sums = sums if microbatches > 1 else 0
+    return weights, root, sums, trainable_root * w, trainable_block * w
 
 
 def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
@@ -261,10 +254,7 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
 
 
 def saved_elements(
-    config: LlamaConfig,
-    parallel: ParallelConfig,
-    masked: int = 0,
-    frozen: bool = False,
+    config: LlamaConfig, parallel: ParallelConfig, masked: int = 0, frozen: bool = False
 ) -> tuple[float, float]:
     """Return the elements a token that a block saves for backward, and that backward recomputes.
     `frozen`: embedding and norms are not trained, as with adapters.
@@ -388,11 +378,8 @@ def _counted_saved_elements(config: LlamaConfig, T: int) -> float:
         with torch.device("meta"):
             model = Llama(replace(config, n_layers=n_layers))
         use_fewer_passes(model)
-        with (
-            torch.device("cpu"),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            hooks,
-        ):  # shapes without memory
+        fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without memory
+        with torch.device("cpu"), fake, hooks:
             model.to_empty(device="cpu").tie_weights()
             tokens = torch.zeros(1, T, dtype=torch.int64)
             loss = model(tokens, targets=tokens)

@@ -130,6 +130,9 @@ CASES = {
     for ranks in cases
     for drawn in cases[ranks]
 }
+COMPILED = [given for _, given in CASES.values() if given["parallel"]["compile"]]
+for i, given in enumerate(COMPILED):  # all are traced and differentiated; a third get kernels
+    given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
 EAGER = {
     ranks: [f"{ranks} ranks: {name_of(d, OPTIONS)}" for d in drawn if not d["compile"]]
     for ranks, drawn in CHOSEN.items()

@@ -9,6 +9,7 @@ gradients, first and last weights, counted and predicted traffic, and attention 
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -184,7 +185,9 @@ def main():
     traffic.LOSS_CHUNK = chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = []
+    compile = torch.compile
     for case in cases:
+        torch.compile = partial(compile, backend=case.get("backend", "inductor"))
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         results.append(train(process, case))
