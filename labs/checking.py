@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab import Property, plural
-from ranks import LONGEST, Call, Ended, run_ranks
+from ranks import Call, Ended, run_ranks
 from training import check_module
 
 
@@ -120,19 +120,30 @@ def swapped_tensors(calls: list[Call], line: int | None) -> str:
 
 
 def explain_hang(ended: Ended) -> list[str]:
-    """Return where each rank waits, and the first call in which the ranks differ."""
+    """Return where each rank is, and what keeps the ranks from going on."""
     lines = ["  stopped: ranks wait for each other, or compute without end"]
-    silent = f"has called nothing; ranks that compute are ended after {LONGEST:.0f} seconds"
     for rank, (calls, returned) in enumerate(zip(ended.calls, ended.returned)):
+        after = plural(len(calls), "call")
         if returned:
-            lines.append(f"  rank {rank}  has returned, after {plural(len(calls), 'call')}")
+            lines.append(f"  rank {rank}  has returned, after {after}")
+        elif is_elsewhere(ended, rank):
+            lines.append(f"  rank {rank}  is in line {ended.lines[rank]}, after {after}")
         elif calls:
             shape = "" if calls[-1].shape is None else f" {calls[-1].shape}"
             place = f"line {calls[-1].line}" if calls[-1].line else "not in your file"
             lines.append(f"  rank {rank}  call {len(calls)}: {calls[-1].name}{shape}, {place}")
         else:
-            lines.append(f"  rank {rank}  {silent}")
+            lines.append(f"  rank {rank}  has called nothing, and is not in your file")
     return [*lines, *wrapped(where_they_parted(ended))]
+
+
+def is_elsewhere(ended: Ended, rank: int) -> bool:
+    """Return whether a rank was in a line of the student's file that is not that of its last call
+    of torch.distributed, and so did not wait in that call."""
+    line, calls = ended.lines[rank], ended.calls[rank]
+    return (
+        not ended.returned[rank] and line is not None and line not in (c.line for c in calls[-1:])
+    )
 
 
 def not_waited_for(unfinished: list[Call]) -> str:
@@ -181,6 +192,9 @@ def different_groups(calls: list[list[Call]]) -> str:
 
 def where_they_parted(ended: Ended) -> str:
     """Return why ranks wait for ever, as far as their calls show it (labs/hang.py finds who)."""
+    if elsewhere := [rank for rank in range(len(ended.calls)) if is_elsewhere(ended, rank)]:
+        rank = elsewhere[0]
+        return f"Rank {rank} does not come out of line {ended.lines[rank]}."
     if not any(ended.calls):
         return "No rank has called torch.distributed: does a loop not end?"
     waiting = {calls[-1].name for calls, returned in zip(ended.calls, ended.returned)

@@ -21,6 +21,7 @@ import runpy
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -66,10 +67,8 @@ def grade(args: argparse.Namespace, labs: list[str]) -> Iterator[str]:
     submissions = list(find_submissions(Path(args.lab), labs))
     if args.gradescope and len({student for student, *_ in submissions}) > 1:
         raise UserError("--gradescope is for one student's directory, with LAB.py files in it")
-    grades = []
-    for student, lab, file in with_progress(submissions, "submissions"):
-        seed = args.seed if key is None else seed_of(key, student, lab)
-        grades.append(grade_file(student, lab, file, seed))
+    seeds = [seed_of(key, *names) if key else args.seed for *names, _ in submissions]
+    grades = grade_all(submissions, seeds)
     yield from summarize(grades) if args.summary else table(grades)
     yield from without_submissions(Path(args.lab), submissions)
     if not args.key and key:
@@ -116,16 +115,27 @@ def without_submissions(directory: Path, submissions: list[tuple[str, str, Path]
                 yield f"{path.name}: no LAB.py found"
 
 
-def grade_file(student: str, lab: str, file: Path, seed: int) -> Grade:
-    """Check a file in a directory where nothing else is."""
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name).resolve() / file.name
-        shutil.copyfile(file, copy)
-        result = run_guarded(lab, copy, seed)
-    text = result["text"].replace(str(copy), file.name)
-    mistake = "" if result["passed"] else name_of(lab, result["mistake"])
-    of = points_of_solution(lab)
-    return Grade(student, lab, seed, result["passed"], min(result["points"], of), of, mistake, text)
+def grade_all(submissions: list[tuple[str, str, Path]], seeds: list[int]) -> list[Grade]:
+    """Check each file in a directory where nothing else is."""
+    grades, jobs = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, ((_, lab, file), seed) in enumerate(zip(submissions, seeds)):
+            copy = Path(folder, str(i)).resolve() / file.name
+            copy.parent.mkdir()
+            shutil.copyfile(file, copy)
+            jobs.append((lab, copy, seed))
+        try:
+            for i, result in with_progress(run_guarded(jobs), "submissions", total=len(jobs)):
+                (student, lab, file), (_, copy, seed) = submissions[i], jobs[i]
+                text = result["text"].replace(str(copy), file.name)
+                mistake = "" if result["passed"] else name_of(lab, result["mistake"])
+                of = points_of_solution(lab)
+                points = min(result["points"], of)
+                grades[i] = Grade(student, lab, seed, result["passed"], points, of, mistake, text)
+        except KeyboardInterrupt:  # what is graded is not lost
+            left = len(jobs) - len(grades)
+            print(f"warning: interrupted, {left} are not graded", file=sys.stderr, flush=True)
+    return [grades[i] for i in sorted(grades)]
 
 
 @cache
@@ -137,7 +147,7 @@ def points_of_solution(lab: str) -> int:
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name).resolve() / f"{lab}.py"
         copy.write_text(source.read_text().split("\nWRONG = [")[0])
-        result = run_guarded(lab, copy, seed=0)
+        ((_, result),) = run_guarded([(lab, copy, 0)])
     if not result["passed"]:
         raise UserError(f"the solution of {lab} fails on this machine: {result['text']}")
     return result["points"]

@@ -6,13 +6,16 @@ limits are made with audit hooks of Python: they stop accidents and simple attem
 who wants to break out, grade in a container without a network.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +24,7 @@ from training import check_module
 
 LABS = Path(__file__).resolve().parent
 LONGEST = 60.0  # seconds for a submission
+AT_ONCE = max(1, (os.cpu_count() or 1) // 2)  # submissions: a check runs on two ranks and more
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS = "subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty os.kill"
 STARTS = {*STARTS.split(), "os.killpg", "ctypes.dlopen", "ctypes.dlsym"}
@@ -70,7 +74,7 @@ def may_use(path: Path, home: Path, writes: bool) -> bool:
 
 def is_called_by(student: Path, frame: FrameType | None) -> bool:
     """Return whether the innermost of these frames that is the student's or a check's is the
-    student's."""
+    student's. A thread without either was started by a student."""
     while frame:
         name = frame.f_code.co_filename
         if name == str(student):
@@ -78,32 +82,57 @@ def is_called_by(student: Path, frame: FrameType | None) -> bool:
         if name.startswith(str(LABS)) and name != __file__:
             return False
         frame = frame.f_back
-    return False
+    return threading.current_thread() is not threading.main_thread()  # one that the student started
 
 
-def run_guarded(lab: str, file: Path, seed: int, longest: float = LONGEST) -> dict:
-    """Return whether a file passed, its points, the mistake and the report: from a fork, which has
-    made all imports already. It ends after `longest` seconds, with its ranks."""
-    result = tempfile.TemporaryFile("w+")  # elsewhere than the student's files
-    if (process := os.fork()) == 0:
-        os.setsid()  # so that it can be ended together with its ranks
-        json.dump(in_fork(lab, file, seed), result)
-        result.flush()
-        os._exit(0)
-    started = time.monotonic()
-    while not os.waitpid(process, os.WNOHANG)[0]:
-        if time.monotonic() - started > longest:
-            os.killpg(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            break
-        time.sleep(0.02)
-    with result:
-        result.seek(0)
-        found = result.read()
-    if not found:
+def run_guarded(jobs: list[tuple], longest: float = LONGEST) -> Iterator[tuple[int, dict]]:
+    """Check files, jobs of (lab, file, seed), several at a time. Yields (index of a job, whether it
+    passed, its points, the mistake and the report) as they end: each in a fork, which has made all
+    imports already. A fork ends after `longest` seconds, with its ranks."""
+    waiting, running = list(enumerate(jobs)), {}
+    with tempfile.TemporaryDirectory() as folder:  # elsewhere than the students' files
+        try:
+            while waiting or running:
+                while waiting and len(running) < AT_ONCE:
+                    index, job = waiting.pop(0)
+                    result = Path(folder, str(index))
+                    running[start(*job, result)] = index, result, time.monotonic() + longest
+                for process, (index, result, deadline) in list(running.items()):
+                    if not os.waitpid(process, os.WNOHANG)[0]:
+                        if time.monotonic() < deadline:
+                            continue
+                        kill(process)
+                    del running[process]
+                    yield index, read_result(result, longest)
+                time.sleep(0.02)
+        finally:  # Ctrl-C leaves no process behind
+            for process in running:
+                kill(process)
+
+
+def start(lab: str, file: Path, seed: int, result: Path) -> int:
+    """Start a check in a fork, which writes its result when all is over: until then no file is open
+    that the student's code could write to."""
+    if process := os.fork():
+        return process
+    os.setsid()  # so that it can be ended together with its ranks
+    found = in_fork(lab, file, seed)
+    result.write_text(json.dumps(found))
+    os._exit(0)
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, or has no group yet
+        os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def read_result(path: Path, longest: float) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # it was not written, or not whole
         text = f"it took more than {longest:g} seconds, or ended itself"
         return dict(passed=False, points=0, mistake=text, text=text)
-    return json.loads(found)
 
 
 def in_fork(lab: str, file: Path, seed: int) -> dict:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,9 +26,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plumbing.processes import register_gloo
+from plumbing.processes import UserError, register_gloo
 
 PATIENCE = 5.0  # seconds, after which ranks that do nothing are ended
+ROOM = 1 << 24  # bytes that results and notes of a check may take
 LONGEST = 30.0  # seconds that they may compute without a call of torch.distributed
 CALLS = """
 all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
@@ -48,6 +50,7 @@ class Ended:
     hangs: bool = False
     returned: list[bool] = field(default_factory=list)  # whether each rank's function did
     calls: list[list["Call"]] = field(default_factory=list)  # of each rank
+    lines: list[int | None] = field(default_factory=list)  # of the student's file: where ranks were
     unfinished: list["Call"] = field(default_factory=list)  # asynchronous, and never waited for
 
 
@@ -86,8 +89,10 @@ class NotedWork:
 def run_ranks(function: Callable[[int], object], size: int, student: Path) -> Ended:
     """Return what function(rank) returned on each of `size` ranks, or how it failed. `student` is
     the file whose lines are reported."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         directory = Path(name)
+        if shutil.disk_usage(directory).free < ROOM:
+            raise UserError(f"{directory.parent} is full: make room, or set TMPDIR to another one")
         processes = set()
         for rank in range(size):
             if (process := os.fork()) == 0:
@@ -98,14 +103,15 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         _show_output(directory)
         if hung:  # ranks that are killed make others fail
             returned = [(directory / f"result-{rank}").exists() for rank in range(size)]
-            return Ended(hangs=True, returned=returned, calls=calls)
+            lines = [_read_line(directory / f"line-{rank}") for rank in range(size)]
+            return Ended(hangs=True, returned=returned, calls=calls, lines=lines)
         if errors := sorted(directory.glob("error-*")):
             return Ended(error=RankError(**json.loads(errors[0].read_text())), calls=calls)
         paths = [directory / f"result-{rank}" for rank in range(size)]
         for rank, path in enumerate(paths):
             if not path.exists():
                 return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
-        results = [torch.load(path, weights_only=False) for path in paths]
+        results = [torch.load(path, weights_only=True) for path in paths]
         unfinished = [_read_calls(directory / f"unfinished-{rank}") for rank in range(size)]
         return Ended(
             results, calls=calls, unfinished=[c for of_rank in unfinished for c in of_rank]
@@ -119,7 +125,9 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
     rank stays until all have their results, or until it is killed."""
     output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
-    threading.Thread(target=_watch, args=(os.getppid(), directory, rank), daemon=True).start()
+    notes = os.getppid(), directory, rank, student
+    threading.Thread(target=_watch, args=notes, daemon=True).start()
+    sys.breakpointhook = _no_breakpoint
     try:
         torch.set_num_threads(1)
         # The functions that 2.13 calls deprecated are those that 2.11 has, too.
@@ -131,7 +139,7 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
             with noted_calls(notes, student) as unfinished:
                 result = function(rank)
         (directory / f"unfinished-{rank}").write_text("".join(unfinished.values()))
-        torch.save(result, directory / f"result-{rank}")
+        torch.save(plain(result), directory / f"result-{rank}")
         while len(list(directory.glob("result-*"))) < size:
             time.sleep(0.05)
     except BaseException as error:
@@ -157,14 +165,41 @@ def _show_output(directory: Path) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def _watch(parent: int, directory: Path, rank: int) -> None:
-    """Note now and then how long this rank has computed. End it when the process that started it
-    has ended, even if it waits in a call."""
+def plain(value: object) -> object:
+    """Return a result without anything that runs code when it is loaded: a tensor of the student's
+    class becomes a tensor of torch's."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor)
+    if isinstance(value, dict):
+        return {plain(key): plain(of_key) for key, of_key in value.items()}
+    if isinstance(value, list | tuple):
+        return (
+            type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]
+        )
+    return value
+
+
+def _no_breakpoint(*_) -> None:
+    raise RuntimeError("breakpoint() cannot ask several ranks at once: use print")
+
+
+def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
+    """Note now and then how long this rank has computed, and in which line of the student's file
+    its main thread is. End it when the process that started it has ended, even if it waits."""
+    main = threading.main_thread().ident
     while os.getppid() == parent:
+        frame = sys._current_frames().get(main)
+        while frame and frame.f_code.co_filename != str(student):
+            frame = frame.f_back
         with contextlib.suppress(OSError):  # the directory is gone when all is over
             (directory / f"seconds-{rank}").write_text(f"{time.process_time():9.2f}")
+            (directory / f"line-{rank}").write_text(str(frame.f_lineno) if frame else "")
         time.sleep(0.1)
     os._exit(1)
+
+
+def _read_line(path: Path) -> int | None:
+    return int(text) if path.exists() and (text := path.read_text()) else None
 
 
 def _wait(processes: set[int], directory: Path) -> bool:

@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -227,14 +227,18 @@ def print_rank_zero(text: str, **where) -> None:
         print(text, flush=True, **where)
 
 
-def with_progress(items: Collection, what: str, every: float = 5.0) -> Iterator:
-    """Yield the items; every so many seconds rank 0 prints how many are done, and the time left."""
+def with_progress(
+    items: Iterable, what: str, every: float = 5.0, total: int | None = None
+) -> Iterator:
+    """Yield the items, of which there are len(items) or `total`; every so many seconds rank 0
+    prints how many are done, and the time left."""
     started = printed = time.monotonic()
+    total = len(items) if total is None else total
     for done, item in enumerate(items):
         if done and is_rank_zero() and time.monotonic() - printed > every:
             printed = time.monotonic()
-            left = round((printed - started) / done * (len(items) - done))
-            line = f"{what}: {done} of {len(items)}  {left // 60}:{left % 60:02d} left"
+            left = round((printed - started) / done * (total - done))
+            line = f"{what}: {done} of {total}  {left // 60}:{left % 60:02d} left"
             print(line, file=sys.stderr, flush=True)
         yield item
 

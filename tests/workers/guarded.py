@@ -10,4 +10,5 @@ sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
 from guard import run_guarded  # noqa: E402
 
 lab, file, longest = sys.argv[1:]
-print(json.dumps(run_guarded(lab, Path(file).resolve(), seed=5, longest=float(longest))))
+((_, result),) = run_guarded([(lab, Path(file).resolve(), 5)], float(longest))
+print(json.dumps(result))
