@@ -56,7 +56,6 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
     "header, message",
     [
         (b"[]", "not a JSON object"),
-        (b" {}", "not a JSON object"),
         (b"{" * 100_000, "not JSON"),
         (b'{"a": 1' + b"0" * 5000 + b"}", "not JSON"),
         (b"\xff{}", "not JSON"),
@@ -64,7 +63,6 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
         ({"a": 3}, "'a' needs exactly"),
         ({"a": entry() | {"more": 1}}, "'a' needs exactly"),
         ({"a": entry(dtype="F7")}, "the unknown dtype F7"),
-        ({"a": entry(dtype=["F32"])}, "unknown dtype"),
         ({"a": entry(end=12)}, "does not fill"),
         ({"a": entry(begin=8, end=0)}, "does not fill"),
         ({"a": entry(shape=(-2, -1))}, "cannot have shape"),
