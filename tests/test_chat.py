@@ -3,13 +3,12 @@
 import itertools
 import json
 import random
-import time
 
 import pytest
 import tiktoken
 import torch
 import transformers
-from conftest import shared
+from conftest import shared, slow
 
 import finetune_lora
 from model import IGNORE, Llama, LlamaConfig
@@ -128,13 +127,9 @@ def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_las
         (b'{"prompt": "a", "completion": "b"', "is not a JSON object: give {"),
         (b"[" * 100_000, "is not a JSON object"),
         (b"[1, 2]", "is not a JSON object"),
-        (b'"text"', "is not a JSON object"),
         ({"text": "a", "output": 3}, "an object with 'text', 'output': give {"),
         ({}, "an object with nothing"),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, "an object with 'conversations'"),
-        ({"instruction": "a", "output": 3}, '"output" is 3: give it as a string'),
         ({"instruction": "a", "input": ["b"], "output": "c"}, "\"input\" is ['b']: give it"),
-        ({"prompt": [user("a")], "completion": "b"}, '"prompt" is [{'),
         ({"prompt": "a", "completion": " \n"}, "message 2 is an empty answer"),
         ({"messages": {"role": "user"}}, '"messages" is not a list: give {"messages": [{"role"'),
         ({"messages": []}, "no message has the role assistant: give an answer"),
@@ -142,16 +137,9 @@ def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_las
         ({"messages": ["a"]}, "message 1 is 'a': give {\"role\""),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: give one of'),
         ({"messages": [user("a"), {"role": ["user"], "content": "b"}]}, 'message 2 has the "role"'),
+        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "system, user, assistant"),
         ({"messages": [user(["a"]), assistant("b")]}, "message 1 has the \"content\" ['a']: give"),
         ({"messages": [user("a"), {"role": "assistant"}]}, 'message 2 has the "content" None'),
-        (
-            {"messages": [user("a"), assistant(""), user("b")]},
-            "message 2 is an empty answer: write",
-        ),
-        (
-            {"messages": [user("a"), assistant("b"), {"role": "tool", "content": "c"}]},
-            "message 3 has the \"role\" 'tool': give one of system, user, assistant",
-        ),
     ],
     ids=str,
 )
@@ -164,20 +152,6 @@ def test_malformed_lines_are_refused(line, message, tmp_path):
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
-def test_files_without_conversations_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    (tmp_path / "none").mkdir()
-    for path, message in [
-        (tmp_path / "no.jsonl", "does not exist: give a file with lines like {"),
-        (tmp_path, "is a directory: give a file"),
-        (tmp_path / "empty.jsonl", "holds no conversation: give lines like {"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            list(read_conversations(path))
-    with pytest.raises(UserError, match=r"none holds no \.jsonl file: give one with lines like {"):
-        open_samples([str(tmp_path / "none")], BYTES, 64)
 
 
 # -------------------------------------------------------------------------------------- targets
@@ -196,7 +170,7 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("llama3", [False, True], ids=["trained", "llama3"])
+@pytest.mark.parametrize("llama3", [False, slow(True)])
 def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path):
     """The messages hold no names of special tokens: transformers would encode them as such."""
     path = tmp_path / "tokenizer.model"
@@ -220,26 +194,26 @@ def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path
     assert encode_prompt(talk, tokenizer) == prompt["input_ids"]
 
 
-def test_targets_in_llama_3s_format():
-    ids, is_target = encode(TALK, BYTES)
-    head, foot = "{start_header_id}", "{end_header_id}\n\n"
-    assert marked(ids, BYTES) == (
-        f"{{begin_of_text}}{head}system{foot}Be brief.{{eot_id}}"
-        f"{head}user{foot}What is 2 + 2? <|eot_id|>{{eot_id}}"
-        f"{head}assistant{foot}4, naïvely 🙂{{eot_id}}{head}user{foot}And\n\n2 * 3?{{eot_id}}"
-        f"{head}assistant{foot}6 <|eot_id|>!{{eot_id}}"
-    )
-    assert target_text(ids, is_target) == "4, naïvely 🙂{eot_id}6 <|eot_id|>!{eot_id}"
+LLAMA_3 = (
+    "{begin_of_text}{start}system{end}Be brief.{eot_id}{start}user{end}What is 2 + 2? <|eot_id|>"
+    "{eot_id}{start}assistant{end}4, naïvely 🙂{eot_id}{start}user{end}And\n\n2 * 3?{eot_id}"
+    "{start}assistant{end}6 <|eot_id|>!{eot_id}"
+)
+LLAMA_3 = LLAMA_3.replace("{start}", "{start_header_id}").replace("{end}", "{end_header_id}\n\n")
+HEADINGS = (
+    "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
+    "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
+    "### Assistant:\n6 <|eot_id|>!{endoftext}"
+)
 
 
-def test_targets_in_the_plain_format():
-    ids, is_target = encode(TALK, PLAIN)
-    assert marked(ids, PLAIN) == (
-        "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
-        "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
-        "### Assistant:\n6 <|eot_id|>!{endoftext}"
-    )
-    assert target_text(ids, is_target, PLAIN) == "4, naïvely 🙂{endoftext}6 <|eot_id|>!{endoftext}"
+@pytest.mark.parametrize(
+    "tokenizer, written, end", [(BYTES, LLAMA_3, "{eot_id}"), (PLAIN, HEADINGS, "{endoftext}")]
+)
+def test_targets_are_the_answers_and_their_ends(tokenizer, written, end):
+    ids, is_target = encode(TALK, tokenizer)
+    assert marked(ids, tokenizer) == written
+    assert target_text(ids, is_target, tokenizer) == f"4, naïvely 🙂{end}6 <|eot_id|>!{end}"
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, PLAIN], ids=["chat", "plain"])
@@ -282,6 +256,9 @@ def test_packing_puts_every_sample_in_one_row():
         assert all(0 < sum(lengths[sample] for sample in row) <= seq_len for row in rows)
         assert len(rows) <= first_fit(lengths, seq_len)
         assert rows == pack(lengths, seq_len)
+    # Of many samples it fills rows well, in moments.
+    lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
+    assert len(pack(lengths, 2048)) < 1.005 * sum(lengths) / 2048
 
 
 def test_packing_finds_what_fits():
@@ -292,15 +269,6 @@ def test_packing_finds_what_fits():
     assert pack([7, 6, 3, 2, 2], 10) == [[0, 2], [1, 3, 4]]  # the 3 beside the 7, not the 6
     with pytest.raises(UserError, match="a sample of 9 tokens fits in no row"):
         pack([3, 9], 8)
-
-
-def test_a_hundred_thousand_samples_are_packed_in_moments():
-    choice = random.Random(0)
-    lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
-    started = time.process_time()
-    rows = pack(lengths, 2048)
-    assert time.process_time() - started < 2
-    assert len(rows) < 1.005 * sum(lengths) / 2048
 
 
 def test_batch_holds_samples_padding_and_bytes():
@@ -319,16 +287,6 @@ def test_batch_holds_samples_padding_and_bytes():
     assert Packed([long], 5, PLAIN).batch([0]).tokens.tolist() == [[65, 66, 67, 0, 0]]
 
 
-def test_bytes_are_those_of_the_answers():
-    answers = [f"naïve {i} 🙂" for i in range(20)]
-    samples = [encode([user("?"), assistant(answer)], BYTES) for answer in answers]
-    packed = Packed(samples, 100, BYTES)
-    assert 1 < len(packed) < 20
-    batch = packed.batch([*range(len(packed)), None])
-    assert batch.text_bytes == sum(len(answer.encode()) for answer in answers)
-    assert (batch.targets != IGNORE).sum() == batch.text_bytes + 20
-
-
 def summed_gradients(batches) -> tuple[float, list[torch.Tensor]]:
     """Return the loss and gradients of a small Llama in float64, summed over batches of (tokens,
     targets, positions)."""
@@ -342,14 +300,13 @@ def summed_gradients(batches) -> tuple[float, list[torch.Tensor]]:
     return sum(losses).item(), [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_packed_rows_have_the_gradients_of_each_sample_alone(train_on_prompt):
+def test_packed_rows_have_the_gradients_of_each_sample_alone():
     choice = random.Random(0)
     talks = [TALK]
     for i in range(11):
         turns = [user("q" * choice.randint(1, 40)), assistant(f"{i}" * choice.randint(1, 20))]
         talks.append(turns * choice.choice([1, 1, 2]))
-    samples = [encode(talk, BYTES, train_on_prompt) for talk in talks]
+    samples = [encode(talk, BYTES) for talk in talks]
     alone = []
     for ids, is_target in samples:
         targets = [i if counts else IGNORE for i, counts in zip(ids, is_target)]
@@ -389,23 +346,23 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
     assert answers_of(by_file[0]) == answers_of(train) and by_file[3].startswith("3")
 
 
-def test_of_a_few_lines_the_last_is_held_out(tmp_path):
+def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     path = write(tmp_path / "few.jsonl", *answering(3))
     train, val, prompts, summary = open_samples([str(path)], BYTES, 128)
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
     assert prompts == [(BYTES.encode_chat([user("say 2")]), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
     assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
-    write(path, *answering(1))
-    with pytest.raises(UserError, match="holds one sample: give two or more"):
-        open_samples([str(path)], BYTES, 128)
-
-
-def test_nothing_but_held_out_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "split_of", lambda name: "val")
-    path = write(tmp_path / "few.jsonl", *answering(3))
+    monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be
     train, val, _, _ = open_samples([str(path)], BYTES, 128)
     assert (len(train.samples), len(val.samples)) == (2, 1)
+    for samples, message in [
+        (1, "one sample: give two"),
+        (0, "no conversation: give lines like {"),
+    ]:
+        write(path, *answering(samples))
+        with pytest.raises(UserError, match=f"holds {message}"):
+            open_samples([str(path)], BYTES, 128)
 
 
 def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
@@ -472,16 +429,10 @@ def test_answers_are_scored(monkeypatch):
 
 
 def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path / "a.jsonl", *answering(1500))
+    path = write(tmp_path / "a.jsonl", *answering(15))
     open_samples([str(path)], BYTES, 128)
     assert capsys.readouterr().err == ""
     seconds = itertools.count()
     monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
     open_samples([str(path)], BYTES, 128)
-    shown = capsys.readouterr().err.splitlines()
-    assert shown[0].startswith("encoding samples: 6 of 1500  ")
-    assert all(line.endswith(" left") for line in shown)
-    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes.dist, "get_rank", lambda: 1)
-    open_samples([str(path)], BYTES, 128)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("encoding samples: 6 of 15  ")

@@ -74,6 +74,8 @@ REFUSALS = """
 1 | finetune_lora.py | --init
 1 | finetune --init /no/model | no checkpoint in '/no/model'
 1 | finetune --data /no/such.jsonl | /no/such.jsonl does not exist
+1 | finetune --data {here} | holds no .jsonl file: give one with lines like {
+1 | finetune --data /dev/null | /dev/null does not exist: give a file with lines like {
 1 | finetune --dropout 1 | --dropout 1 ... below 1
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 1 | finetune --base-bits 8 | --base-bits ... 16 ... 4
