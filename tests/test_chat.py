@@ -1,6 +1,5 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
-import itertools
 import json
 import random
 
@@ -11,8 +10,7 @@ import transformers
 from conftest import shared, slow
 
 import finetune_lora
-from model import IGNORE, Llama, LlamaConfig
-from plumbing import processes
+from model import IGNORE
 from plumbing.processes import UserError
 from text import chat
 from text.chat import (
@@ -194,26 +192,17 @@ def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path
     assert encode_prompt(talk, tokenizer) == prompt["input_ids"]
 
 
-LLAMA_3 = (
-    "{begin_of_text}{start}system{end}Be brief.{eot_id}{start}user{end}What is 2 + 2? <|eot_id|>"
-    "{eot_id}{start}assistant{end}4, naïvely 🙂{eot_id}{start}user{end}And\n\n2 * 3?{eot_id}"
-    "{start}assistant{end}6 <|eot_id|>!{eot_id}"
-)
-LLAMA_3 = LLAMA_3.replace("{start}", "{start_header_id}").replace("{end}", "{end_header_id}\n\n")
-HEADINGS = (
-    "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
-    "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
-    "### Assistant:\n6 <|eot_id|>!{endoftext}"
-)
-
-
-@pytest.mark.parametrize(
-    "tokenizer, written, end", [(BYTES, LLAMA_3, "{eot_id}"), (PLAIN, HEADINGS, "{endoftext}")]
-)
-def test_targets_are_the_answers_and_their_ends(tokenizer, written, end):
-    ids, is_target = encode(TALK, tokenizer)
-    assert marked(ids, tokenizer) == written
-    assert target_text(ids, is_target, tokenizer) == f"4, naïvely 🙂{end}6 <|eot_id|>!{end}"
+def test_targets_are_the_answers_and_their_ends():
+    for tokenizer, end in ((BYTES, "{eot_id}"), (PLAIN, "{endoftext}")):
+        answers = f"4, naïvely 🙂{end}6 <|eot_id|>!{end}"
+        assert target_text(*encode(TALK, tokenizer), tokenizer) == answers
+    assert marked(encode(TALK, PLAIN)[0], PLAIN) == (
+        "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
+        "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
+        "### Assistant:\n6 <|eot_id|>!{endoftext}"
+    )
+    # What somebody types ends no message.
+    assert encode(TALK, BYTES)[0].count(BYTES.special["<|eot_id|>"]) == len(TALK)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, PLAIN], ids=["chat", "plain"])
@@ -285,43 +274,6 @@ def test_batch_holds_samples_padding_and_bytes():
     assert batch.text_bytes == 5  # the end token stands for no text
     assert all(t.dtype == torch.int64 for t in batch.inputs)
     assert Packed([long], 5, PLAIN).batch([0]).tokens.tolist() == [[65, 66, 67, 0, 0]]
-
-
-def summed_gradients(batches) -> tuple[float, list[torch.Tensor]]:
-    """Return the loss and gradients of a small Llama in float64, summed over batches of (tokens,
-    targets, positions)."""
-    model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=267)).double()
-    model.init_weights(seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim == 2 else 1)  # attention depends on positions
-    losses = [model(*batch) for batch in batches]
-    sum(losses).backward()
-    return sum(losses).item(), [parameter.grad for parameter in model.parameters()]
-
-
-def test_packed_rows_have_the_gradients_of_each_sample_alone():
-    choice = random.Random(0)
-    talks = [TALK]
-    for i in range(11):
-        turns = [user("q" * choice.randint(1, 40)), assistant(f"{i}" * choice.randint(1, 20))]
-        talks.append(turns * choice.choice([1, 1, 2]))
-    samples = [encode(talk, BYTES) for talk in talks]
-    alone = []
-    for ids, is_target in samples:
-        targets = [i if counts else IGNORE for i, counts in zip(ids, is_target)]
-        alone.append((torch.tensor([ids[:-1]]), torch.tensor([targets[1:]])))
-    packed = Packed(samples, 250, BYTES)
-    assert len(packed) < 8 and any(len(row) > 2 for row in packed.rows)
-    together = packed.batch([*range(len(packed)), None])
-    assert (together.tokens[:-1] == packed.pad).any()
-
-    loss, expected = summed_gradients(alone)
-    packed_loss, gradients = summed_gradients([together.inputs])
-    assert packed_loss == pytest.approx(loss, rel=1e-12)
-    for a, b in zip(gradients, expected, strict=True):
-        assert b.abs().max() > 0
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
 
 
 # ---------------------------------------------------------------------------- from data to rows
@@ -400,39 +352,12 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     assert open_samples([str(path)], BYTES, prompt + 63)[2] == []
 
 
-def test_answers_that_tell_something_are_shown_first(tmp_path):
-    """Not those of a few tokens, nor those that do not fit in what is generated."""
-    kinds = {"say": "x", "tell": "y" * 80, "explain": "z" * 20}
-    records = [
-        {"prompt": f"{verb} {i}", "completion": text} for verb, text in kinds.items()
-        for i in range(300)
-    ]  # fmt: skip
-    path = write(tmp_path / "a.jsonl", *records)
-    _, _, prompts, _ = open_samples([str(path)], BYTES, 256)
-    assert {answer for _, answer in prompts} == {"z" * 20}
-
-
 def test_answers_are_scored(monkeypatch):
     """Shares that end and are in common with the true answers, counted by hand."""
     stop = next(iter(BYTES.stop))
     said = [[*b"abcd", stop], [*b"aaaaaa"]]
     monkeypatch.setattr(finetune_lora, "generate", lambda *_, **__: said)
     examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    lines = finetune_lora.sample_answers(None, examples, BYTES, 0).splitlines()
-    assert lines[:2] == ["1?--- base model: abcd" + BYTES.decode([stop]), "--- true answer: abxy"]
+    text = finetune_lora.sample_answers(None, examples, BYTES, 0)
     overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
-    score = f"50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common"
-    assert lines[-2:] == [f"--- base model: of 2 answers {score}", "---"]
-    assert "--- after 7 steps: of 2 answers" in finetune_lora.sample_answers(
-        None, examples, BYTES, 7
-    )
-
-
-def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path / "a.jsonl", *answering(15))
-    open_samples([str(path)], BYTES, 128)
-    assert capsys.readouterr().err == ""
-    seconds = itertools.count()
-    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
-    open_samples([str(path)], BYTES, 128)
-    assert capsys.readouterr().err.startswith("encoding samples: 6 of 15  ")
+    assert f"of 2 answers 50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common" in text

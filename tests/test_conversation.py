@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, succeed
+from test_chat import BYTES, assistant, user
 
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
@@ -23,20 +24,10 @@ from files.safetensors import StoredTensor
 from generate import generate, stream
 from model import Llama, LlamaConfig
 from text.chat import encode_prompt
-from text.tokenizer import load_tokenizer
 
-BYTES = load_tokenizer("bytes")
 EOT = BYTES.special["<|eot_id|>"]
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module", params=[256], ids="max_seq_len={}".format)

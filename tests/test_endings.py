@@ -242,19 +242,6 @@ def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(corpus, tmp_path, lines, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp"), dict(tp=2)])
-def test_a_rank_that_dies_is_named_and_ends_all(corpus, tmp_path, parallel):
-    out = tmp_path / "run"
-    torchrun = start("train.py", *flags(corpus, out, steps=10**6, **parallel), nproc=2)
-    wait_for_lines(out / "metrics.jsonl", 5)
-    os.kill(ranks(tmp_path)[1], signal.SIGKILL)
-    result = finish(torchrun, timeout=30)
-    (line,) = error_lines(result)
-    assert line.startswith("error: rank 1 on ") and result.code != 0
-    assert "--resume" not in line  # nothing was saved
-
-
-@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
     out, whole = tmp_path / "run", tmp_path / "whole"
     options = dict(steps=300, dtype="float32")
