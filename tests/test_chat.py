@@ -88,34 +88,31 @@ def answering(n: int, length: int = 0) -> list[dict]:
 # --------------------------------------------------------------------------- conversation files
 
 
-def test_three_kinds_of_lines(tmp_path):
-    path = write(
-        tmp_path / "a.jsonl",
-        {"messages": [{**user("Hi"), "name": "Ann"}, assistant("Hello")], "source": "x"},
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Laugh.", "input": "", "output": "Ha"},
-        {"instruction": "Cry.", "output": "Oh", "text": "both"},
-        {"instruction": "Sigh.", "input": None, "output": "Ah"},
-        {"prompt": "1 + 1 =", "completion": " 2"},
-    )
-    assert list(read_conversations(path)) == [
-        (1, [user("Hi"), assistant("Hello")]),
-        (2, [user("Add.\n\n1 2"), assistant("3")]),
-        (3, [user("Laugh."), assistant("Ha")]),
-        (4, [user("Cry."), assistant("Oh")]),
-        (5, [user("Sigh."), assistant("Ah")]),
-        (6, [user("1 + 1 ="), assistant(" 2")]),
-    ]
+ALPACA = {"instruction": "Add.", "output": "3"}
 
 
-def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_last_answer(tmp_path):
+@pytest.mark.parametrize(
+    "record, prompt, answer",
+    [
+        ({"messages": [{**user("Hi"), "name": "Ann"}, assistant("Ho")], "source": "x"}, "Hi", "Ho"),
+        (ALPACA | {"input": "1 2"}, "Add.\n\n1 2", "3"),
+        (ALPACA | {"input": ""}, "Add.", "3"),
+        (ALPACA | {"text": "both"}, "Add.", "3"),
+        (ALPACA | {"input": None}, "Add.", "3"),
+        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
+        ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
+    ],
+)
+def test_kinds_of_lines(record, prompt, answer, tmp_path):
+    path = write(tmp_path / "a.jsonl", record)
+    assert list(read_conversations(path)) == [(1, [user(prompt), assistant(answer)])]
+
+
+def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_path):
     path = tmp_path / "a.jsonl"
-    first = '{"prompt": "a\\ud83db", "completion": "\\ud83d\\ude42"}'
-    path.write_text(f"\ufeff{first}\n\n \t\r\n{json.dumps({'messages': [*TALK, user('Bye')]})}")
-    assert list(read_conversations(path)) == [
-        (1, [user("a\ufffdb"), assistant("🙂")]),
-        (4, TALK),
-    ]
+    line = json.dumps({"messages": [*TALK, user("Bye")]})
+    path.write_text(f"\ufeff{line}\n\n \t\r\n{line}")
+    assert list(read_conversations(path)) == [(1, TALK), (4, TALK)]
 
 
 @pytest.mark.parametrize(
@@ -124,14 +121,12 @@ def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_las
         (b'{"prompt": "caf\xe9", "completion": "x"}', "byte 0xe9 is not UTF-8: convert"),
         (b'{"prompt": "a", "completion": "b"', "is not a JSON object: give {"),
         (b"[" * 100_000, "is not a JSON object"),
-        (b"[1, 2]", "is not a JSON object"),
         ({"text": "a", "output": 3}, "an object with 'text', 'output': give {"),
         ({}, "an object with nothing"),
         ({"instruction": "a", "input": ["b"], "output": "c"}, "\"input\" is ['b']: give it"),
         ({"prompt": "a", "completion": " \n"}, "message 2 is an empty answer"),
         ({"messages": {"role": "user"}}, '"messages" is not a list: give {"messages": [{"role"'),
         ({"messages": []}, "no message has the role assistant: give an answer"),
-        ({"messages": [user("a")]}, "no message has the role assistant"),
         ({"messages": ["a"]}, "message 1 is 'a': give {\"role\""),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: give one of'),
         ({"messages": [user("a"), {"role": ["user"], "content": "b"}]}, 'message 2 has the "role"'),

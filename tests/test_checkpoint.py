@@ -155,12 +155,15 @@ def test_an_optimizer_without_state_is_saved_with_a_warning(tmp_path, capsys):
     assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes")) == 1
 
 
-def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path):
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model, optimizer = trained()
     saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
-    del model.layers["1"].ffn_norm
-    with pytest.raises(UserError, match=r"this run lacks layers.1.ffn_norm.weight"):
-        checkpoint.load_weights(saved, model)
+    for kind, message in [
+        (torch.optim.RMSprop, "it lacks layers.0.*.square_avg; use"),
+        (torch.optim.SGD, "this run lacks layers.0.*.exp_avg; use"),
+    ]:
+        with pytest.raises(UserError, match=f"cannot load {saved}/optimizer: {message}"):
+            checkpoint.resume(saved, model, kind(named(model)), load_tokenizer("bytes"))
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Ranks killed during a save, failing disks, two runs in one directory, damaged files."""
 
+import contextlib
 import os
 import random
 import re
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 from conftest import (
     Forks,
-    Result,
     error_lines,
     finish,
     launch,
@@ -77,24 +77,9 @@ def nothing_survives(tmp_path):
     yield
     while left := processes(tmp_path):
         for _, _, process in left:
-            _kill(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def one_line(result: Result, *parts: str) -> str:
-    """Assert the same as `refused` for several ranks, where torchrun sets the exit code."""
-    (line,) = error_lines(result)
-    assert all(part in line for part in parts), line
-    assert "[rank" not in result.err, result.err  # how torch begins a traceback of a rank
-    assert result.code != 0
-    return line
 
 
 # -------------------------------------------------------------------- killed at any instant
@@ -115,9 +100,8 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
 
     Asserts that losses equal those of an uninterrupted run. Returns how often a kill interrupted a
     save."""
-    seed = random.randrange(10**6)
+    dice = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
-    dice = random.Random(seed)
     out, whole = tmp_path / "run", tmp_path / "whole"
     steps = 20 + 20 * kills
     arguments = large(corpus, whole, steps=steps, **more)
@@ -146,14 +130,13 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
         assert result.code != 0 and newest(out) < steps, result.out
         assert not processes(out)
         complete = all_complete(out)
-        print(
-            f"kill {i + 1} of {kills}: of ranks {sorted(rank for rank, _ in victims)} at step "
-            f"{before}, {caught} hidden then, {len(hidden(out))} now; complete: {complete}"
-        )
+        print(f"kill {i + 1} of {victims} at step {before}: {caught} hidden then; now {complete}")
         assert newest(out) >= before and min(2, before) <= len(complete) <= 3
         assert len(hidden(out)) <= 1
         if len(victims) < len(ranks):
-            one_line(result, f"error: rank {victims[0][0]} on ", "--resume continues from step-0")
+            (line,) = error_lines(result)
+            assert line.startswith(f"error: rank {victims[0][0]} on ")
+            assert "--resume continues from step-0" in line and "[rank" not in result.err
 
     more["save_every"] = steps // 2
     arguments = [*large(corpus, out, steps=steps, keep=2, **more), "--resume"]

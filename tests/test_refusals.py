@@ -64,7 +64,7 @@ REFUSALS = """
 1 | train --out {text} | cannot write to --out ... it is a file
 1 | train --out {run} | already holds a run ... --resume
 1 | train --out {run} --resume --ffn-dim 64 | another model ... ffn_dim 48, not 64
-1 | train --out {run} --resume --optimizer muon | cannot load ... lacks ... momentum
+1 | train --out {run} --resume --optimizer adamw | another optimizer: give --optimizer muon
 1 | train --init {run} --dim 64 | has dim 32, not 64
 1 | train --data {corpus} --tokenizer python-300 | were not made with tokenizer python-300
 1 | train --data {corpus} {text} | mixes token files and text
