@@ -1,19 +1,16 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
-import itertools
 import json
 import random
-import time
 
 import pytest
 import tiktoken
 import torch
 import transformers
-from conftest import shared
+from conftest import shared, slow
 
 import finetune_lora
-from model import IGNORE, Llama, LlamaConfig
-from plumbing import processes
+from model import IGNORE
 from plumbing.processes import UserError
 from text import chat
 from text.chat import (
@@ -91,34 +88,31 @@ def answering(n: int, length: int = 0) -> list[dict]:
 # --------------------------------------------------------------------------- conversation files
 
 
-def test_three_kinds_of_lines(tmp_path):
-    path = write(
-        tmp_path / "a.jsonl",
-        {"messages": [{**user("Hi"), "name": "Ann"}, assistant("Hello")], "source": "x"},
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Laugh.", "input": "", "output": "Ha"},
-        {"instruction": "Cry.", "output": "Oh", "text": "both"},
-        {"instruction": "Sigh.", "input": None, "output": "Ah"},
-        {"prompt": "1 + 1 =", "completion": " 2"},
-    )
-    assert list(read_conversations(path)) == [
-        (1, [user("Hi"), assistant("Hello")]),
-        (2, [user("Add.\n\n1 2"), assistant("3")]),
-        (3, [user("Laugh."), assistant("Ha")]),
-        (4, [user("Cry."), assistant("Oh")]),
-        (5, [user("Sigh."), assistant("Ah")]),
-        (6, [user("1 + 1 ="), assistant(" 2")]),
-    ]
+ALPACA = {"instruction": "Add.", "output": "3"}
 
 
-def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_last_answer(tmp_path):
+@pytest.mark.parametrize(
+    "record, prompt, answer",
+    [
+        ({"messages": [{**user("Hi"), "name": "Ann"}, assistant("Ho")], "source": "x"}, "Hi", "Ho"),
+        (ALPACA | {"input": "1 2"}, "Add.\n\n1 2", "3"),
+        (ALPACA | {"input": ""}, "Add.", "3"),
+        (ALPACA | {"text": "both"}, "Add.", "3"),
+        (ALPACA | {"input": None}, "Add.", "3"),
+        ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
+        ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
+    ],
+)
+def test_kinds_of_lines(record, prompt, answer, tmp_path):
+    path = write(tmp_path / "a.jsonl", record)
+    assert list(read_conversations(path)) == [(1, [user(prompt), assistant(answer)])]
+
+
+def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_path):
     path = tmp_path / "a.jsonl"
-    first = '{"prompt": "a\\ud83db", "completion": "\\ud83d\\ude42"}'
-    path.write_text(f"\ufeff{first}\n\n \t\r\n{json.dumps({'messages': [*TALK, user('Bye')]})}")
-    assert list(read_conversations(path)) == [
-        (1, [user("a\ufffdb"), assistant("🙂")]),
-        (4, TALK),
-    ]
+    line = json.dumps({"messages": [*TALK, user("Bye")]})
+    path.write_text(f"\ufeff{line}\n\n \t\r\n{line}")
+    assert list(read_conversations(path)) == [(1, TALK), (4, TALK)]
 
 
 @pytest.mark.parametrize(
@@ -127,31 +121,18 @@ def test_blank_lines_byte_order_marks_lone_surrogates_and_messages_after_the_las
         (b'{"prompt": "caf\xe9", "completion": "x"}', "byte 0xe9 is not UTF-8: convert"),
         (b'{"prompt": "a", "completion": "b"', "is not a JSON object: give {"),
         (b"[" * 100_000, "is not a JSON object"),
-        (b"[1, 2]", "is not a JSON object"),
-        (b'"text"', "is not a JSON object"),
         ({"text": "a", "output": 3}, "an object with 'text', 'output': give {"),
         ({}, "an object with nothing"),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, "an object with 'conversations'"),
-        ({"instruction": "a", "output": 3}, '"output" is 3: give it as a string'),
         ({"instruction": "a", "input": ["b"], "output": "c"}, "\"input\" is ['b']: give it"),
-        ({"prompt": [user("a")], "completion": "b"}, '"prompt" is [{'),
         ({"prompt": "a", "completion": " \n"}, "message 2 is an empty answer"),
         ({"messages": {"role": "user"}}, '"messages" is not a list: give {"messages": [{"role"'),
         ({"messages": []}, "no message has the role assistant: give an answer"),
-        ({"messages": [user("a")]}, "no message has the role assistant"),
         ({"messages": ["a"]}, "message 1 is 'a': give {\"role\""),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: give one of'),
         ({"messages": [user("a"), {"role": ["user"], "content": "b"}]}, 'message 2 has the "role"'),
+        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "system, user, assistant"),
         ({"messages": [user(["a"]), assistant("b")]}, "message 1 has the \"content\" ['a']: give"),
         ({"messages": [user("a"), {"role": "assistant"}]}, 'message 2 has the "content" None'),
-        (
-            {"messages": [user("a"), assistant(""), user("b")]},
-            "message 2 is an empty answer: write",
-        ),
-        (
-            {"messages": [user("a"), assistant("b"), {"role": "tool", "content": "c"}]},
-            "message 3 has the \"role\" 'tool': give one of system, user, assistant",
-        ),
     ],
     ids=str,
 )
@@ -164,20 +145,6 @@ def test_malformed_lines_are_refused(line, message, tmp_path):
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
-def test_files_without_conversations_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n \n")
-    (tmp_path / "none").mkdir()
-    for path, message in [
-        (tmp_path / "no.jsonl", "does not exist: give a file with lines like {"),
-        (tmp_path, "is a directory: give a file"),
-        (tmp_path / "empty.jsonl", "holds no conversation: give lines like {"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            list(read_conversations(path))
-    with pytest.raises(UserError, match=r"none holds no \.jsonl file: give one with lines like {"):
-        open_samples([str(tmp_path / "none")], BYTES, 64)
 
 
 # -------------------------------------------------------------------------------------- targets
@@ -196,7 +163,7 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("llama3", [False, True], ids=["trained", "llama3"])
+@pytest.mark.parametrize("llama3", [False, slow(True)])
 def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path):
     """The messages hold no names of special tokens: transformers would encode them as such."""
     path = tmp_path / "tokenizer.model"
@@ -220,26 +187,17 @@ def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path
     assert encode_prompt(talk, tokenizer) == prompt["input_ids"]
 
 
-def test_targets_in_llama_3s_format():
-    ids, is_target = encode(TALK, BYTES)
-    head, foot = "{start_header_id}", "{end_header_id}\n\n"
-    assert marked(ids, BYTES) == (
-        f"{{begin_of_text}}{head}system{foot}Be brief.{{eot_id}}"
-        f"{head}user{foot}What is 2 + 2? <|eot_id|>{{eot_id}}"
-        f"{head}assistant{foot}4, naïvely 🙂{{eot_id}}{head}user{foot}And\n\n2 * 3?{{eot_id}}"
-        f"{head}assistant{foot}6 <|eot_id|>!{{eot_id}}"
-    )
-    assert target_text(ids, is_target) == "4, naïvely 🙂{eot_id}6 <|eot_id|>!{eot_id}"
-
-
-def test_targets_in_the_plain_format():
-    ids, is_target = encode(TALK, PLAIN)
-    assert marked(ids, PLAIN) == (
+def test_targets_are_the_answers_and_their_ends():
+    for tokenizer, end in ((BYTES, "{eot_id}"), (PLAIN, "{endoftext}")):
+        answers = f"4, naïvely 🙂{end}6 <|eot_id|>!{end}"
+        assert target_text(*encode(TALK, tokenizer), tokenizer) == answers
+    assert marked(encode(TALK, PLAIN)[0], PLAIN) == (
         "{endoftext}### System:\nBe brief.\n\n### User:\nWhat is 2 + 2? <|eot_id|>\n\n"
         "### Assistant:\n4, naïvely 🙂{endoftext}### User:\nAnd\n\n2 * 3?\n\n"
         "### Assistant:\n6 <|eot_id|>!{endoftext}"
     )
-    assert target_text(ids, is_target, PLAIN) == "4, naïvely 🙂{endoftext}6 <|eot_id|>!{endoftext}"
+    # What somebody types ends no message.
+    assert encode(TALK, BYTES)[0].count(BYTES.special["<|eot_id|>"]) == len(TALK)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, PLAIN], ids=["chat", "plain"])
@@ -282,6 +240,9 @@ def test_packing_puts_every_sample_in_one_row():
         assert all(0 < sum(lengths[sample] for sample in row) <= seq_len for row in rows)
         assert len(rows) <= first_fit(lengths, seq_len)
         assert rows == pack(lengths, seq_len)
+    # Of many samples it fills rows well, in moments.
+    lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
+    assert len(pack(lengths, 2048)) < 1.005 * sum(lengths) / 2048
 
 
 def test_packing_finds_what_fits():
@@ -292,15 +253,6 @@ def test_packing_finds_what_fits():
     assert pack([7, 6, 3, 2, 2], 10) == [[0, 2], [1, 3, 4]]  # the 3 beside the 7, not the 6
     with pytest.raises(UserError, match="a sample of 9 tokens fits in no row"):
         pack([3, 9], 8)
-
-
-def test_a_hundred_thousand_samples_are_packed_in_moments():
-    choice = random.Random(0)
-    lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
-    started = time.process_time()
-    rows = pack(lengths, 2048)
-    assert time.process_time() - started < 2
-    assert len(rows) < 1.005 * sum(lengths) / 2048
 
 
 def test_batch_holds_samples_padding_and_bytes():
@@ -317,54 +269,6 @@ def test_batch_holds_samples_padding_and_bytes():
     assert batch.text_bytes == 5  # the end token stands for no text
     assert all(t.dtype == torch.int64 for t in batch.inputs)
     assert Packed([long], 5, PLAIN).batch([0]).tokens.tolist() == [[65, 66, 67, 0, 0]]
-
-
-def test_bytes_are_those_of_the_answers():
-    answers = [f"naïve {i} 🙂" for i in range(20)]
-    samples = [encode([user("?"), assistant(answer)], BYTES) for answer in answers]
-    packed = Packed(samples, 100, BYTES)
-    assert 1 < len(packed) < 20
-    batch = packed.batch([*range(len(packed)), None])
-    assert batch.text_bytes == sum(len(answer.encode()) for answer in answers)
-    assert (batch.targets != IGNORE).sum() == batch.text_bytes + 20
-
-
-def summed_gradients(batches) -> tuple[float, list[torch.Tensor]]:
-    """Return the loss and gradients of a small Llama in float64, summed over batches of (tokens,
-    targets, positions)."""
-    model = Llama(LlamaConfig(32, 2, 4, 2, 48, vocab_size=267)).double()
-    model.init_weights(seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim == 2 else 1)  # attention depends on positions
-    losses = [model(*batch) for batch in batches]
-    sum(losses).backward()
-    return sum(losses).item(), [parameter.grad for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_packed_rows_have_the_gradients_of_each_sample_alone(train_on_prompt):
-    choice = random.Random(0)
-    talks = [TALK]
-    for i in range(11):
-        turns = [user("q" * choice.randint(1, 40)), assistant(f"{i}" * choice.randint(1, 20))]
-        talks.append(turns * choice.choice([1, 1, 2]))
-    samples = [encode(talk, BYTES, train_on_prompt) for talk in talks]
-    alone = []
-    for ids, is_target in samples:
-        targets = [i if counts else IGNORE for i, counts in zip(ids, is_target)]
-        alone.append((torch.tensor([ids[:-1]]), torch.tensor([targets[1:]])))
-    packed = Packed(samples, 250, BYTES)
-    assert len(packed) < 8 and any(len(row) > 2 for row in packed.rows)
-    together = packed.batch([*range(len(packed)), None])
-    assert (together.tokens[:-1] == packed.pad).any()
-
-    loss, expected = summed_gradients(alone)
-    packed_loss, gradients = summed_gradients([together.inputs])
-    assert packed_loss == pytest.approx(loss, rel=1e-12)
-    for a, b in zip(gradients, expected, strict=True):
-        assert b.abs().max() > 0
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
 
 
 # ---------------------------------------------------------------------------- from data to rows
@@ -389,23 +293,23 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
     assert answers_of(by_file[0]) == answers_of(train) and by_file[3].startswith("3")
 
 
-def test_of_a_few_lines_the_last_is_held_out(tmp_path):
+def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     path = write(tmp_path / "few.jsonl", *answering(3))
     train, val, prompts, summary = open_samples([str(path)], BYTES, 128)
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
     assert prompts == [(BYTES.encode_chat([user("say 2")]), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
     assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
-    write(path, *answering(1))
-    with pytest.raises(UserError, match="holds one sample: give two or more"):
-        open_samples([str(path)], BYTES, 128)
-
-
-def test_nothing_but_held_out_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "split_of", lambda name: "val")
-    path = write(tmp_path / "few.jsonl", *answering(3))
+    monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be
     train, val, _, _ = open_samples([str(path)], BYTES, 128)
     assert (len(train.samples), len(val.samples)) == (2, 1)
+    for samples, message in [
+        (1, "one sample: give two"),
+        (0, "no conversation: give lines like {"),
+    ]:
+        write(path, *answering(samples))
+        with pytest.raises(UserError, match=f"holds {message}"):
+            open_samples([str(path)], BYTES, 128)
 
 
 def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
@@ -443,45 +347,12 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     assert open_samples([str(path)], BYTES, prompt + 63)[2] == []
 
 
-def test_answers_that_tell_something_are_shown_first(tmp_path):
-    """Not those of a few tokens, nor those that do not fit in what is generated."""
-    kinds = {"say": "x", "tell": "y" * 80, "explain": "z" * 20}
-    records = [
-        {"prompt": f"{verb} {i}", "completion": text} for verb, text in kinds.items()
-        for i in range(300)
-    ]  # fmt: skip
-    path = write(tmp_path / "a.jsonl", *records)
-    _, _, prompts, _ = open_samples([str(path)], BYTES, 256)
-    assert {answer for _, answer in prompts} == {"z" * 20}
-
-
 def test_answers_are_scored(monkeypatch):
     """Shares that end and are in common with the true answers, counted by hand."""
     stop = next(iter(BYTES.stop))
     said = [[*b"abcd", stop], [*b"aaaaaa"]]
     monkeypatch.setattr(finetune_lora, "generate", lambda *_, **__: said)
     examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    lines = finetune_lora.sample_answers(None, examples, BYTES, 0).splitlines()
-    assert lines[:2] == ["1?--- base model: abcd" + BYTES.decode([stop]), "--- true answer: abxy"]
+    text = finetune_lora.sample_answers(None, examples, BYTES, 0)
     overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
-    score = f"50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common"
-    assert lines[-2:] == [f"--- base model: of 2 answers {score}", "---"]
-    assert "--- after 7 steps: of 2 answers" in finetune_lora.sample_answers(
-        None, examples, BYTES, 7
-    )
-
-
-def test_progress_is_shown_only_when_it_takes_long(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path / "a.jsonl", *answering(1500))
-    open_samples([str(path)], BYTES, 128)
-    assert capsys.readouterr().err == ""
-    seconds = itertools.count()
-    monkeypatch.setattr(processes.time, "monotonic", lambda: next(seconds))
-    open_samples([str(path)], BYTES, 128)
-    shown = capsys.readouterr().err.splitlines()
-    assert shown[0].startswith("encoding samples: 6 of 1500  ")
-    assert all(line.endswith(" left") for line in shown)
-    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes.dist, "get_rank", lambda: 1)
-    open_samples([str(path)], BYTES, 128)
-    assert capsys.readouterr().err == ""
+    assert f"of 2 answers 50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common" in text

@@ -17,7 +17,6 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from runs.flags import add_optimizer_flags
-from runs.records import warn_about_changed_flags
 from techniques.zero1 import optimizer_parameters
 from text.tokenizer import load_tokenizer, train_tokenizer
 from train import make_optimizer
@@ -62,9 +61,11 @@ def test_weights_and_moments_come_back(tmp_path):
     assert [group["weight_decay"] for group in its_optimizer.param_groups] == [0.2, 0.0]
 
 
-def test_a_new_optimizer_gets_its_state_without_a_change():
+def test_a_new_optimizer_gets_its_state_without_a_change(tmp_path):
     model, optimizer = trained(steps=0)
     before = [p.detach().clone() for p in model.parameters()]
+    checkpoint.Saver(tmp_path, model, optimizer, load_tokenizer("bytes"), {})
+    assert not optimizer.state and not list(tmp_path.iterdir())
     moments = checkpoint.optimizer_state(optimizer)
     keys = ("exp_avg", "exp_avg_sq", "step")
     names = [name for name, _ in model.named_parameters()]
@@ -76,24 +77,16 @@ def test_a_new_optimizer_gets_its_state_without_a_change():
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
 
 
-def test_a_new_saver_leaves_no_trace(tmp_path):
-    model, optimizer = trained(steps=0)
-    checkpoint.Saver(tmp_path, model, optimizer, load_tokenizer("bytes"), {})
-    assert not optimizer.state and not list(tmp_path.iterdir())
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
-
-
 class Stateful(torch.optim.SGD):
-    """An optimizer that keeps a number in its state, for `owner` or for every parameter."""
+    """SGD that keeps something in its state, for `owner` or for every parameter."""
 
-    def __init__(self, parameters, number, owner=None):
-        super().__init__(parameters)
-        self.number, self.owner = number, owner
+    def __init__(self, named, value, owner=None):
+        super().__init__(named)
+        self.value, self.owner = value, owner
 
     def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[self.owner or parameter]["count"] = self.number
+        for parameter in self.param_groups[0]["params"]:
+            self.state[self.owner or parameter]["count"] = self.value
 
 
 class Counting(torch.optim.SGD):
@@ -101,8 +94,7 @@ class Counting(torch.optim.SGD):
 
     def step(self):
         super().step()
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
 
 
 class Shrinking(torch.optim.SGD):
@@ -115,10 +107,10 @@ class Shrinking(torch.optim.SGD):
             parameter.mul_(0.9)
 
 
-def zero_redundancy(model):
+def zero_redundancy(named):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    return ZeroRedundancyOptimizer([parameter for _, parameter in named], torch.optim.AdamW)
 
 
 def named(model):
@@ -129,22 +121,19 @@ def named(model):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda model: torch.optim.SGD(model.parameters(), 0.1), "SGD .*parameters have no names"),
+        (lambda named: torch.optim.SGD(dict(named).values()), "SGD .*parameters have no names"),
         (zero_redundancy, "ZeroRedundancyOptimizer .*another optimizer"),
-        (
-            lambda model: Stateful(named(model), 0),
-            r"embeddings\.weight\.count is 0; keep it as a tensor",
-        ),
-        (lambda model: Stateful(named(model), torch.ones(1), "all"), r"state in state\[parameter"),
-        (lambda model: Counting(named(model), 0.1), "Counting .*counts in its attributes"),
-        (lambda model: Shrinking(named(model), 0.1), "Shrinking .*changes weights at a learning"),
+        (lambda named: Stateful(named, 0), r"embeddings\.weight\.count is 0; keep it as a tensor"),
+        (lambda named: Stateful(named, torch.ones(1), "all"), r"state in state\[parameter"),
+        (Counting, "Counting .*counts in its attributes"),
+        (Shrinking, "Shrinking .*changes weights at a learning"),
     ],
     ids=["no names", "wrapped", "no tensor", "no parameter", "counter", "decay"],
 )
 def test_an_optimizer_that_cannot_be_saved_is_refused_at_the_start(tmp_path, make, message):
     model, _ = trained(steps=0)
     with pytest.raises(UserError, match=message):
-        checkpoint.Saver(tmp_path, model, make(model), load_tokenizer("bytes"), {})
+        checkpoint.Saver(tmp_path, model, make(named(model)), load_tokenizer("bytes"), {})
 
 
 def test_state_that_differs_between_ranks_is_refused(tmp_path, monkeypatch):
@@ -166,27 +155,15 @@ def test_an_optimizer_without_state_is_saved_with_a_warning(tmp_path, capsys):
     assert checkpoint.resume(saved, model, optimizer, load_tokenizer("bytes")) == 1
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda model: torch.optim.RMSprop(named(model)), "it lacks layers.0.*.square_avg; use"),
-        (lambda model: torch.optim.SGD(named(model)), "this run lacks layers.0.*.exp_avg; use"),
-    ],
-    ids=["other state", "less state"],
-)
-def test_the_state_of_another_optimizer_is_refused(tmp_path, make, message):
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model, optimizer = trained()
     saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
-    with pytest.raises(UserError, match=f"cannot load {saved}/optimizer: {message}"):
-        checkpoint.resume(saved, model, make(model), load_tokenizer("bytes"))
-
-
-def test_weights_that_the_model_has_no_place_for_are_refused(tmp_path):
-    model, optimizer = trained()
-    saved = save(tmp_path, 3, model, optimizer, load_tokenizer("bytes"))
-    del model.layers["1"].ffn_norm
-    with pytest.raises(UserError, match=r"this run lacks layers.1.ffn_norm.weight"):
-        checkpoint.load_weights(saved, model)
+    for kind, message in [
+        (torch.optim.RMSprop, "it lacks layers.0.*.square_avg; use"),
+        (torch.optim.SGD, "this run lacks layers.0.*.exp_avg; use"),
+    ]:
+        with pytest.raises(UserError, match=f"cannot load {saved}/optimizer: {message}"):
+            checkpoint.resume(saved, model, kind(named(model)), load_tokenizer("bytes"))
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, monkeypatch):
@@ -204,14 +181,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, 
     with pytest.raises(UserError, match=f"takes 0.000289 GB, .* in --out {tmp_path}: make room"):
         saver(size - 1)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_that_does_not_know_its_data_gives_no_warning(capsys):
-    now = {"optimizer": "adamw", "data": ["x"], "data_checksum": 5}
-    warn_about_changed_flags({"data": ["x"]}, now)
-    assert capsys.readouterr().err == ""
-    warn_about_changed_flags({"data": ["x"], "data_checksum": 4}, now)
-    assert capsys.readouterr().err.startswith("warning: --data x no longer gives")
 
 
 def test_a_checkpoint_is_complete_in_itself(tmp_path, text):
@@ -244,20 +213,25 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
 
 
-def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch, background):
     model, optimizer = trained()
     tokenizer = load_tokenizer("bytes")
-    save(tmp_path, 1, model, optimizer, tokenizer, keep=1)
+    saver = checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {}, 1, background)
 
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
+    saver.save(1)
+    saver.wait()
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    with pytest.raises(UserError, match="No space left"):
-        save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    with pytest.raises(UserError, match=r"cannot save .*step-00000002: .*No space left"):
+        saver.save(2)
+        saver.wait()  # the next save would, too
     monkeypatch.undo()
     assert checkpoint.find_checkpoint(tmp_path).name == "step-00000001"
-    save(tmp_path, 2, model, optimizer, tokenizer, keep=1)
+    saver.save(2)
+    saver.wait()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
@@ -285,22 +259,6 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
     first, second = (checkpoint.load_pretrained(tmp_path / f"step-0000000{i}") for i in (1, 2))
     for a, b, old in zip(first.parameters(), second.parameters(), before, strict=True):
         assert torch.equal(a, old) and torch.equal(b, old + 1)
-
-
-def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path, monkeypatch):
-    model, optimizer = trained()
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.dcp, "save", fail)
-    saver = checkpoint.Saver(
-        tmp_path, model, optimizer, load_tokenizer("bytes"), {}, background=True
-    )
-    saver.save(1)
-    with pytest.raises(UserError, match=r"cannot save .*step-00000001: .*No space left"):
-        saver.save(2)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
@@ -361,12 +319,6 @@ def test_an_export_removes_no_other_files(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {".git", "git", "file", "run"}
 
 
-def test_directories_without_a_checkpoint(tmp_path):
-    for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(UserError, match="no checkpoint in"):
-            checkpoint.load_pretrained(directory)
-
-
 # ------------------------------------------------------------------------- from any mesh to any
 
 LAYOUTS = {
@@ -377,7 +329,7 @@ LAYOUTS = {
 
 
 def resume_all(directory, launches: list[tuple[int, list[str]]], dtype: str) -> None:
-    """Assert that five steps after resuming have the losses and gradient norms of the run that was
+    """Assert that two steps after resuming have the losses and gradient norms of the run that was
     not interrupted: on the same mesh exactly, on another up to rounding."""
     for nproc, work in launches:
         script = "tests/workers/any_to_any.py"
@@ -393,9 +345,9 @@ def resume_all(directory, launches: list[tuple[int, list[str]]], dtype: str) -> 
 
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path):
     launches = [
-        (2, ["tp2", "zero2", "zero2>zero2", "pp2"]),
-        (4, ["fsdp2tp2", "fsdp2tp2>fsdp2tp2", "tp2>fsdp4", "pp2>pp4", "tp2>pp2fsdp2"]),
-        (1, ["fsdp2tp2>one", "zero2>one", "pp2>one"]),
+        (4, ["fsdp2tp2"]),
+        (2, ["zero2", "pp2", "zero2>zero2", "fsdp2tp2>fsdp2", "pp2>zero2"]),
+        (1, ["fsdp2tp2>one", "zero2>one"]),
     ]
     resume_all(tmp_path, launches, "float64")
 

@@ -1,4 +1,4 @@
-"""Conversations with generate.py, whose answers are compared with those of generate.stream."""
+"""Texts and conversations by generate.py, compared with those of generate.stream."""
 
 import fcntl
 import io
@@ -15,29 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENVIRONMENT, ROOT, launch, refused
+from conftest import ENVIRONMENT, ROOT, succeed
+from test_chat import BYTES, assistant, user
 
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
 from files.safetensors import StoredTensor
-from generate import stream
+from generate import generate, stream
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
-from text.chat import drop_oldest, encode_prompt
-from text.tokenizer import load_tokenizer
+from text.chat import encode_prompt
 
-BYTES = load_tokenizer("bytes")
 EOT = BYTES.special["<|eot_id|>"]
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module", params=[256], ids="max_seq_len={}".format)
@@ -52,9 +42,12 @@ def base(request, tmp_path_factory):
         says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
         mute = [token for token in range(config.vocab_size) if token not in says]
         model.output.weight[mute] = 0  # with temperature 0, some other logit is higher
+    return saved(model, tmp_path_factory.mktemp("base") / "base")
+
+
+def saved(model: Llama, path: Path) -> Path:
     stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
-    path = tmp_path_factory.mktemp("base") / "base"
-    write_checkpoint(path, config, stored, BYTES)
+    write_checkpoint(path, model.config, stored, BYTES)
     return path
 
 
@@ -93,6 +86,48 @@ def talk(base, monkeypatch, capsys):
     talk.calls = []
     monkeypatch.setattr(script, "stream", recorded)
     return talk
+
+
+# ------------------------------------------------------------------------------------ prompts
+
+POEM = "El niño soñó: 漢字 y 🙂.\n"
+
+
+@pytest.fixture(scope="module")
+def poet(tmp_path_factory):
+    """A model that has learnt a line by heart."""
+    model = Llama(LlamaConfig(64, 2, 4, 4, 128, vocab_size=267, max_seq_len=256))
+    model.init_weights(seed=0)
+    tokens = torch.tensor([BYTES.encode(POEM * 2, bos=True)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(100):
+        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return saved(model, tmp_path_factory.mktemp("poet") / "poet")
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_learnt_text_is_printed_once(poet, nproc):
+    flags = ["--max-new-tokens", len(POEM[6:].encode()), "--temperature", 0, "--seed", 3]
+    result = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=nproc)
+    assert result.out == f"{POEM}\n"  # characters of several tokens are whole
+
+
+def test_several_prompts(poet):
+    prompts = ["El", "soñó: 漢"]
+    encoded = [BYTES.encode(prompt, bos=True) for prompt in prompts]
+    expected = generate(load_pretrained(poet), encoded, 30, temperature=0)
+    flags = [text for prompt in prompts for text in ("--prompt", prompt)]
+    result = succeed("generate.py", poet, *flags, "--max-new-tokens", 30, "--temperature", 0)
+    for prompt, tokens in zip(prompts, expected):
+        assert f"--- {prompt}{BYTES.decode(tokens)}" in result.out
+
+
+def test_seeds_repeat(poet):
+    flags = ["--prompt", "El", "--temperature", 3, "--max-new-tokens", 20, "--top-k", 50]
+    a, b, c = (succeed("generate.py", poet, *flags, "--seed", seed).out for seed in (1, 1, 2))
+    assert a == b != c
 
 
 # -------------------------------------------------------------------------------- with a pipe
@@ -150,18 +185,6 @@ def test_the_oldest_exchanges_are_dropped(base, talk):
     assert "--max-new-tokens 30 are more than the 256 tokens of this model: its 2 oldest" in line
 
 
-def test_what_is_dropped():
-    messages = [user("one"), assistant("1"), user("two"), assistant("2"), user("three")]
-    lengths = [len(encode_prompt(messages[i:], BYTES)) for i in (0, 2, 4)]
-    for length, kept in zip(lengths, (messages, messages[2:], messages[4:])):
-        assert drop_oldest(messages, BYTES, length) == kept
-        with_system = [SYSTEM, *kept]
-        room = len(encode_prompt(with_system, BYTES))
-        assert drop_oldest([SYSTEM, *messages], BYTES, room) == with_system
-    assert drop_oldest(messages, BYTES, 1) == [user("three")]
-    assert drop_oldest([SYSTEM, *messages], BYTES, 1) == [SYSTEM, user("three")]
-
-
 def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base, talk):
     first = answer(base, user("Hi"))
     second = answer(base, user("Hi"), assistant(first), user("Why?"))
@@ -170,19 +193,6 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base
     (line,) = printed.err.splitlines()
     assert re.match(r"a prompt of 3\d\d tokens and --max-new-tokens 30 are more than the 256", line)
     assert line.endswith(": type a shorter message")
-
-
-def test_no_message_fits(talk):
-    with pytest.raises(UserError, match="--max-new-tokens 256 are more than the 256 tokens"):
-        talk("Hi\n", "--max-new-tokens", 256)
-    with pytest.raises(UserError, match=r"a prompt of 3\d\d tokens and --max-new"):
-        talk("Hi\n", "--system", "x" * 300)
-
-
-def test_refused(base):
-    refused(launch("generate.py", base, "--system", "x"), "--system", "give --chat, too")
-    result = launch("generate.py", base, "--chat", nproc=2, timeout=30)
-    refused(result, "a conversation needs one process: run python generate.py")
 
 
 # -------------------------------------------------------------------------------- in a terminal
@@ -219,30 +229,32 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def wait_for(self, pattern: str) -> re.Match:
+    def shows(self, pattern: str, seconds: float) -> re.Match | None:
         """Wait until the terminal shows a pattern; return it. The next one is looked for after it.
         A pattern that ends with $ is waited for at the end of what is shown."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
-            if not select.select([self.master], [], [], deadline - time.monotonic())[0]:
-                pytest.fail(f"no {pattern!r} in {self.shown!r:.2000}")
+            left = max(0, deadline - time.monotonic())
+            if not select.select([self.master], [], [], left)[0]:
+                return None
             try:
-                self.shown += os.read(self.master, 65536).decode().replace("\r\n", "\n")
+                self.shown += os.read(self.master, 65536).decode()
             except OSError:  # the program has ended
                 pytest.fail(f"ended without {pattern!r} in {self.shown!r:.2000}")
+            self.shown = self.shown.replace("\r\n", "\n")  # which may come one by one
         self.shown = self.shown[found.end() :]
         return found
 
-    def clear_line(self) -> None:
-        """Press Ctrl-C at the prompt, and wait for the next prompt.
+    def wait_for(self, pattern: str) -> re.Match:
+        found = self.shows(pattern, 120)
+        return found or pytest.fail(f"no {pattern!r} in {self.shown!r:.2000}")
 
-        A Ctrl-C while readline handles the key before it is noticed at the next key only. So wait
-        until the process sleeps."""
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        while stat.read_text().rsplit(")", 1)[1].split()[0] != "S":
-            time.sleep(0.005)
+    def clear_line(self) -> None:
+        """Press Ctrl-C at the prompt, until there is another prompt: a Ctrl-C while readline
+        handles the key before it is noticed at the next key only."""
         self.press(CTRL_C)
-        self.wait_for("\n> $")
+        while not self.shows("\n> $", 2):
+            self.press(CTRL_C)
 
 
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
@@ -256,7 +268,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base):
         terminal.wait_for("Hi.*\n")
         said = terminal.wait_for("[A-Z]{20}").group()
         terminal.press(CTRL_C)
-        said += "".join(terminal.wait_for(r"([A-Z]*)\^C([A-Z]*)\n> $").groups())
+        said += "".join(terminal.wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $").groups())
         assert said == answer(base, user("Hi"), new=len(said))
 
         terminal.press("not sent")

@@ -14,14 +14,6 @@ from plumbing.processes import UserError
 from text.corpora import find_files, read_pieces
 from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-
-@pytest.fixture(scope="session")
-def small_bpe(text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("bpe") / "tokenizer.model"
-    train_tokenizer([str(text)], 400, out)
-    return out
-
-
 # -------------------------------------------------------------------------- corpora, token files
 
 
@@ -59,8 +51,9 @@ def test_tokenize_files_and_lines(tmp_path):
     assert metadata["train_tokens"] == sum(sizes)
 
 
-def test_token_files_are_llm_c_format(tmp_path, small_bpe, text):
-    out = tmp_path / "out"
+def test_token_files_are_llm_c_format(tmp_path, text):
+    out, small_bpe = tmp_path / "out", tmp_path / "tokenizer.model"
+    train_tokenizer([str(text)], 400, small_bpe)
     succeed("data.py", "tokenize", text, "--tokenizer", small_bpe, "--out", out)
     raw = (out / "train_000000.bin").read_bytes()
     header = np.frombuffer(raw[:1024], "<i4")
@@ -71,33 +64,16 @@ def test_token_files_are_llm_c_format(tmp_path, small_bpe, text):
     assert body[0] == tokenizer.bos and text.read_text().startswith(written)
 
 
-def test_the_end_of_one_text_is_held_out(tmp_path, text):
-    out = tmp_path / "out"
-    succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
-    start = "<|begin_of_text|>"
-    train, val = documents(out, "train"), documents(out, "val")
-    assert train.removeprefix(start) + val.removeprefix(start) == text.read_text()
-    assert len(val) == pytest.approx(0.05 * len(text.read_text()), rel=0.1)
-
-
 def test_the_end_of_a_few_texts_is_held_out(tmp_path):
-    files = []
+    files = [tmp_path / f"{i}.txt" for i in range(3)]
     for i, size in enumerate((3000, 500, 1500)):
-        files.append(tmp_path / f"{i}.txt")
-        files[-1].write_text(f"{i}\n" * (size // 2))
-    pieces = list(read_pieces(files, val_fraction=0.4))
-    assert [(p.text[0], len(p.text), p.starts_document, p.split) for p in pieces] == [
-        ("0", 3000, True, "train"),
-        ("1", 500, True, "val"),
-        ("2", 1500, True, "val"),
-    ]
-    texts = [(p.text[0], len(p.text), p.split) for p in read_pieces(files, 0.2)]
-    assert texts == [
-        ("0", 3000, "train"),
-        ("1", 500, "train"),
-        ("2", 502, "train"),
-        ("2", 998, "val"),
-    ]
+        files[i].write_text(f"{i}\n" * (size // 2))
+    for fraction, expected in [
+        (0.4, "0: 3000 train, 1: 500 val, 2: 1500 val"),
+        (0.2, "0: 3000 train, 1: 500 train, 2: 502 train, 2: 998 val"),
+    ]:
+        pieces = [f"{p.text[0]}: {len(p.text)} {p.split}" for p in read_pieces(files, fraction)]
+        assert ", ".join(pieces) == expected
 
 
 def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
@@ -110,8 +86,9 @@ def test_raw_text_is_tokenized_once(tmp_path, text, monkeypatch):
     assert len(again) == len(train)
 
 
-def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, small_bpe, text):
-    save_tokenizer(tmp_path, load_tokenizer(str(small_bpe)))
+def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, text):
+    train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
+    save_tokenizer(tmp_path, load_tokenizer(str(tmp_path)))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     data.tokenize([text], tokenizer, tmp_path / "out")
     kept = load_tokenizer(data.tokenizer_of_token_files([str(tmp_path / "out")]))
@@ -119,11 +96,15 @@ def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, s
     open_windows([str(tmp_path / "out")], kept, 32)
 
 
-def test_large_vocabularies_take_four_bytes(tmp_path):
-    writer = TokenFileWriter(tmp_path, "train", 128_256, tokens_per_file=10)
-    tokens = np.array([1, 128_255, 70_000], dtype=np.uint32)
-    writer.write(tokens)
+def write_tokens(directory, name: str, vocab_size: int, tokens: np.ndarray) -> None:
+    writer = TokenFileWriter(directory, name, vocab_size, tokens_per_file=10**6)
+    writer.write(tokens.astype(np.uint32))
     writer.close()
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path):
+    tokens = np.array([1, 128_255, 70_000])
+    write_tokens(tmp_path, "train", 128_256, tokens)
     header = np.fromfile(tmp_path / "train_000000.bin", "<i4", 256)
     assert header[:3].tolist() == [20240801, 7, 3]
     assert open_token_file(tmp_path / "train_000000.bin").tolist() == tokens.tolist()
@@ -132,43 +113,25 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 def test_token_files_of_other_projects_without_validation(tmp_path):
     """fineweb_train_000001.bin and the like: the end of the last file is held out."""
     for i in range(2):
-        writer = TokenFileWriter(tmp_path, f"fineweb_train_{i}", 267, tokens_per_file=10**6)
-        writer.write(np.full(2000, i, dtype=np.uint32))
-        writer.close()
+        write_tokens(tmp_path, f"fineweb_train_{i}", 267, np.full(2000, i))
     train, val = open_windows([str(tmp_path)], load_tokenizer("bytes"), 50)
     assert [len(file) for file in train.files] == [2000, 1900]
     assert val[0].tolist() == [1] * 51
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda p: p.write_bytes(b""), "is not a token file"),
-        (lambda p: p.write_bytes(bytes(2000)), "magic 0, version 0"),
-        (lambda p: p.write_bytes(np.array([20240520, 1, 9], "<i4").tobytes()), "not a token file"),
-        (
-            lambda p: p.write_bytes(
-                np.array([20240520, 1, 900] + [0] * 253, "<i4").tobytes() + bytes(1000)
-            ),
-            "says 900 tokens, it holds 500",
-        ),
-    ],
-)
-def test_damaged_token_files_are_refused(tmp_path, make, message):
-    make(tmp_path / "train.bin")
-    with pytest.raises(UserError, match=message):
-        open_windows([str(tmp_path)], load_tokenizer("bytes"), 8)
+def header(*values: int) -> bytes:
+    """The first 1024 bytes of a token file."""
+    return np.array([*values, *[0] * (256 - len(values))], "<i4").tobytes()
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.txt", b"", "too short"),
-        (
-            "a.txt",
-            b"only a few words",
-            "too short: --seq-len 64 needs 65 consecutive tokens",
-        ),
+        ("a.bin", b"", "is not a token file"),
+        ("a.bin", bytes(2000), "magic 0, version 0"),
+        ("a.bin", header(20240520, 1, 9)[:12], "is not a token file"),
+        ("a.bin", header(20240520, 1, 900) + bytes(1000), "says 900 tokens, it holds 500"),
+        ("a.txt", b"a few words", "too short: --seq-len 64 needs 65 consecutive tokens"),
         ("a.txt", b"some\0thing", "zero byte"),
         ("a.txt", b"caf\xe9 " * 99, "byte 0xe9"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'line 2: there is no "text" but txt'),
@@ -176,25 +139,11 @@ def test_damaged_token_files_are_refused(tmp_path, make, message):
         ("a.jsonl", b"{", "line 1"),
     ],
 )
-def test_unusable_text_is_refused(tmp_path, name, content, message, monkeypatch):
+def test_unusable_data_is_refused(tmp_path, name, content, message, monkeypatch):
     monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
-    path = tmp_path / name
-    path.write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        open_windows([str(path)], load_tokenizer("bytes"), 64)
-
-
-def test_token_files_of_another_tokenizer_are_refused(corpus, tmp_path, small_bpe):
-    with pytest.raises(UserError, match="were not made with tokenizer"):
-        open_windows([str(corpus)], load_tokenizer(str(small_bpe)), 8)
-    open_windows([str(corpus)], load_tokenizer("bytes"), 8)
-    writer = TokenFileWriter(tmp_path, "train", 267, tokens_per_file=10**6)
-    writer.write(np.zeros(5000, dtype=np.uint32))
-    writer.close()
-    with pytest.raises(UserError, match="give --tokenizer"):
-        data.tokenizer_of_token_files([str(tmp_path)])
-    with pytest.raises(UserError, match="mixes token files and text"):
-        data.find_token_files([str(corpus), str(small_bpe.parent)])
+        open_windows([str(tmp_path / name)], load_tokenizer("bytes"), 64)
 
 
 def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
@@ -243,7 +192,8 @@ def test_every_window_comes_once_an_epoch(n):
             assert sorted(order) == list(range(n))
 
 
-def test_order_differs_by_epoch_and_seed_and_looks_random():
+def test_order_differs_by_epoch_and_seed_looks_random_and_is_not_stored():
+    assert len({window_of(i, 10**12, 0) for i in range(1000)}) == 1000
     n = 1000
     orders = [
         np.array([window_of(epoch * n + i, n, seed) for i in range(n)])
@@ -255,12 +205,6 @@ def test_order_differs_by_epoch_and_seed_and_looks_random():
             assert abs(np.corrcoef(a, b)[0, 1]) < 0.15
         steps = np.corrcoef(a[1:], a[:-1])[0, 1]
         assert abs(steps) < 0.15
-
-
-def test_order_is_computed_not_stored():
-    n = 10**12
-    assert len({window_of(i, n, 0) for i in range(1000)}) == 1000
-    assert all(0 <= window_of(i, n, 0) < n for i in range(100))
 
 
 def test_batch_holds_targets_positions_and_bytes():

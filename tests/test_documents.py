@@ -89,11 +89,6 @@ def masks_of(model: Llama) -> list:
     return masks
 
 
-def test_a_batch_without_positions_has_no_documents():
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    assert Batch(tokens, tokens, None, 0).documents is None
-
-
 def test_documents_without_positions_are_refused():
     batch = batch_of(packed=True)
     with pytest.raises(ValueError, match="cache and documents need positions"):
@@ -103,12 +98,6 @@ def test_documents_without_positions_are_refused():
 def world_of(dtype: torch.dtype) -> SimpleNamespace:
     """One process that computes on the CPU."""
     return SimpleNamespace(device=CPU, parallel=ParallelConfig(dtype=dtype), cp_mesh=None)
-
-
-def test_a_kernel_that_returns_nan_is_refused(with_kernel, monkeypatch):
-    monkeypatch.setattr(batch_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
-    with pytest.raises(UserError, match="change both alike"):
-        check_documents(CONFIG, world_of(torch.float64))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -137,7 +126,7 @@ def test_without_a_kernel_there_is_a_mask(with_kernel, dtype, head_dim):
     assert masks[0].shape == (8, 1, 13, 13)
 
 
-def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monkeypatch):
+def test_a_mask_and_a_kernel_that_differ_are_refused(with_kernel, monkeypatch):
     kernels = batch_py.DOCUMENT_KERNELS | {("cpu", torch.bfloat16): [CONFIG.head_dim, 16]}
     monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels)
     for dtype in (torch.float64, torch.bfloat16):
@@ -151,3 +140,7 @@ def test_a_changed_mask_beside_an_unchanged_kernel_is_refused(with_kernel, monke
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(UserError, match="change both alike"):
             check_documents(CONFIG, world_of(dtype))
+
+    monkeypatch.setattr(batch_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
+    with pytest.raises(UserError, match="change both alike"):
+        check_documents(CONFIG, world_of(torch.float64))

@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant, the death of torchrun, and what torchrun's own report says."""
+"""Ctrl-C at any instant, the death of a rank or of torchrun, and failures that one rank meets."""
 
 import os
 import signal
@@ -8,7 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Result, error_lines, finish, launch, start, wait_for_lines
+from conftest import (
+    Forks,
+    Result,
+    changed_copy,
+    error_lines,
+    finish,
+    launch,
+    metrics,
+    refused,
+    slow,
+    start,
+    succeed,
+    wait_for_lines,
+)
 from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (a fixture)
 from test_train import flags
 
@@ -41,12 +54,36 @@ def test_ctrl_c_during_imports():
 
 def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     out = tmp_path / "tokens"
-    text = ["python"] * 8  # once would take a quarter of a second
-    run = start("data.py", "tokenize", *text, "--tokenizer", "bytes", "--out", out)
+    (text := tmp_path / "text.txt").write_text("one two three\n" * 5_000_000)
+    run = start("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", out)
     wait_until(lambda: list(tmp_path.glob(".tokens-*")), run)
     run.send_signal(signal.SIGINT)
     interrupted(finish(run))
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [text]
+
+
+@pytest.mark.parametrize(
+    "begin, nproc, parallel",
+    [(Forks, 0, {}), (Forks, 2, {}), slow(start, 2, {}), slow(start, 2, dict(pp=2, microbatch=1))],
+)
+def test_ctrl_c_saves_and_another_run_continues(corpus, tmp_path, begin, nproc, parallel):
+    out = tmp_path / "run"
+    run = begin("train.py", *flags(corpus, out, steps=10**6, **parallel), nproc=nproc)
+    wait_for_lines(out / "metrics.jsonl", 5)
+    if begin is start:  # a terminal sends the signal to torchrun and to every process it started
+        os.killpg(run.pid, signal.SIGINT)
+        result = finish(run)  # torchrun reports the signal with a code of its own
+    else:
+        for rank in run.ranks:
+            os.kill(rank, signal.SIGINT)
+        result = run.finish()
+        assert result.code == 0 and "Traceback" not in result.err
+    assert "with --resume goes on" in result.out
+    (saved,) = sorted(out.glob("step-*"))
+    stopped = metrics(out)[-1]["step"]
+    assert saved.name == f"step-{stopped:08d}" and stopped >= 5
+    arguments = flags(corpus, out, steps=stopped + 2, **parallel)
+    assert f"resumed from {saved}" in succeed("train.py", *arguments, "--resume", nproc=nproc).out
 
 
 @pytest.mark.slow
@@ -106,7 +143,7 @@ def test_ctrl_c_under_torchrun(tmp_path):
     assert error_lines(result) == ["error: interrupted"] and time.monotonic() - sent < 10
 
 
-# --------------------------------------------------------------------------- the death of torchrun
+# ----------------------------------------------------------------- the death of torchrun or a rank
 
 
 def ranks(path: Path) -> list[int]:
@@ -149,17 +186,28 @@ def test_ranks_do_not_outlive_torchrun(corpus, tmp_path):
     assert error_lines(finish(torchrun)) == ["error: torchrun, which started this run, has died"]
 
 
-def two_nodes(corpus: Path, out: Path) -> list[subprocess.Popen]:
-    """Start two launches of one rank each, which meet at a port."""
+def two_nodes(corpus: Path, out: Path, rates=(1e-2, 1e-2)) -> list[subprocess.Popen]:
+    """Start two launches of one rank each, with learning rates, which meet at a port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meet = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    arguments = flags(corpus, out, steps=10**6)
-    return [
-        start("train.py", *arguments, nproc=1, torchrun=[*meet, f"--node-rank={rank}"])
-        for rank in (0, 1)
-    ]
+    nodes = []
+    for rank, lr in enumerate(rates):
+        meet = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        meet.append(f"--node-rank={rank}")
+        arguments = flags(corpus, out, steps=10**6, lr=lr)
+        nodes.append(start("train.py", *arguments, nproc=1, torchrun=meet))
+    return nodes
+
+
+def test_nodes_started_with_different_flags_are_refused_in_one_line_each(corpus, tmp_path):
+    """Which torchrun repeats, with the exit code, at the end of its report."""
+    for result in map(finish, two_nodes(corpus, tmp_path / "run", rates=(1e-2, 2e-2))):
+        (line,) = error_lines(result)
+        assert "rank 1 was started with --lr 0.02, rank 0 with --lr 0.01" in line
+        assert f"traceback : {line}" in result.err.splitlines()[-2]  # above the last border
+        assert "exitcode  : 2" in result.err and result.code != 0
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -193,7 +241,25 @@ def test_ranks_of_two_nodes_do_not_outlive_a_torchrun(corpus, tmp_path, lines, k
     assert f"traceback : {line}" in results[1 - killed].err.splitlines()[-2]
 
 
-# ---------------------------------------------------------------------------- what is printed
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    options = dict(steps=300, dtype="float32")
+    arguments = [*flags(corpus, out, save_every=20, **options), "--resume"]
+    process = start("train.py", *arguments, nproc=2, torchrun=["--standalone", "--max-restarts=1"])
+    wait_for_lines(out / "metrics.jsonl", 50)
+    os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+    result = finish(process)
+    assert result.code == 0, result.err
+    assert f"resumed from {out / 'step-0'}" in result.out
+    expected = "--dp auto takes ddp: weights, gradients and AdamW state of a copy take 0.000"
+    assert expected in result.out
+    succeed("train.py", *flags(corpus, whole, **options), nproc=2)
+    for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
+        assert [ours[key] for key in ("step", "loss")] == [theirs[key] for key in ("step", "loss")]
+
+
+# -------------------------------------------------------------------- failures that a rank meets
 
 
 def test_an_exception_is_printed_once_and_ends_all():
@@ -201,3 +267,24 @@ def test_an_exception_is_printed_once_and_ends_all():
     assert error_lines(result) == ["error: rank 1 failed: ValueError: a reason"]
     assert result.err.count("Traceback") == 1 and "in two lines" in result.err
     assert result.codes == [1, 1]
+
+
+def test_nothing_is_updated_when_a_rank_is_not_finite():
+    out = succeed("tests/workers/not_finite.py", nproc=2).out
+    for rank in (0, 1):
+        assert f"rank {rank} kept True: step 2: the loss on rank 1 is not finite" in out
+
+
+def test_out_of_memory_is_told_in_one_line(corpus, tmp_path):
+    """With the flags that would fit. The error of a GPU is raised by the model here."""
+    edits = {
+        "        cos, sin = rope_angles(self.config, positions)\n\n": """
+        cos, sin = rope_angles(self.config, positions)
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+""",
+    }
+    script = changed_copy(tmp_path / "copy", edits=edits)
+    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
+    refused(result, "out of memory: a step is predicted to need", "with --microbatch ")
+    assert int(result.err.split("--microbatch ")[1].split()[0]) < 4

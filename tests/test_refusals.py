@@ -2,15 +2,19 @@
 
 A row is how many ranks run, a command, and parts of its line, with " ... " between them. Rows are
 short by FIRST, which a command begins with, and by files that the tests have made: {text},
-{corpus}, {sums}, {base} (a checkpoint), {here} (an empty directory) and {out}, which stays unmade.
+{corpus}, {sums}, {base} (a checkpoint), {here} (an empty directory) and {out}, which stays unmade;
+{run} of train.py, {bare} (Hugging Face's files without a tokenizer), {foreign} (a token of 999).
 """
 
 import shlex
 
+import numpy as np
 import pytest
-from conftest import launch, refused
+from conftest import launch, refused, succeed
 
 from checkpoint import write_checkpoint
+from data import TokenFileWriter
+from files.formats import save_hf
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
 from text.tokenizer import load_tokenizer
@@ -57,10 +61,22 @@ REFUSALS = """
 2 | train --pp 2 --schedule zero-bubble --reshard all | --reshard all does not combine
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
 2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
+1 | train --out {text} | cannot write to --out ... it is a file
+1 | train --out {run} | already holds a run ... --resume
+1 | train --out {run} --resume --ffn-dim 64 | another model ... ffn_dim 48, not 64
+1 | train --out {run} --resume --optimizer adamw | another optimizer: give --optimizer muon
+1 | train --init {run} --dim 64 | has dim 32, not 64
+1 | train --data {corpus} --tokenizer python-300 | were not made with tokenizer python-300
+1 | train --data {corpus} {text} | mixes token files and text
+1 | train --data {foreign} | give --tokenizer
+2 | train --data {foreign} --tokenizer bytes --out {here}/run | token 999 ... bytes has only 267
+2 | train --lr 1e300 --warmup 0 --out {here}/run | step ... is not finite ... Nothing was updated
 # --------------------------------------------------------------------------- finetune_lora.py
 1 | finetune_lora.py | --init
 1 | finetune --init /no/model | no checkpoint in '/no/model'
 1 | finetune --data /no/such.jsonl | /no/such.jsonl does not exist
+1 | finetune --data {here} | holds no .jsonl file: give one with lines like {
+1 | finetune --data /dev/null | /dev/null does not exist: give a file with lines like {
 1 | finetune --dropout 1 | --dropout 1 ... below 1
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 1 | finetune --base-bits 8 | --base-bits ... 16 ... 4
@@ -84,6 +100,18 @@ REFUSALS = """
 1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
 1 | tokenize --shard-tokens 0 | --shard-tokens: expected an integer of at least 1, got '0'
 1 | tokenize --shard-tokens 2147483648 | 2147483648 is too many: give less than 2^31
+# ------------------------------------------------------------------ generate.py, checkpoint.py
+1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
+1 | generate.py {base} --temperature=-1 | --temperature: expected a number of at least 0
+1 | generate.py {base} --tokenizer python-300 | trained with another tokenizer than python-300
+1 | generate.py {base} --max-new-tokens 256 | more than the 256 tokens
+1 | generate.py {base} --chat --system Hi --max-new-tokens 225 | a prompt of 36 ... the 256 tokens
+1 | generate.py {base} --system Hi | --system ... give --chat, too
+2 | generate.py {base} --chat | a conversation needs one process: run python generate.py
+1 | generate.py {bare} --prompt a | has no tokenizer.model: give its --tokenizer
+1 | checkpoint.py export {base} {here} --format hf | exists
+1 | checkpoint.py import /no/model {out} | no checkpoint in '/no/model'
+1 | checkpoint.py import {bare} {out} --tokenizer python-300 | has 300 tokens ... 267
 # ----------------------------------------------------------------------------------- bench.py
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
 """
@@ -97,7 +125,15 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     model, base = Llama(config), tmp_path_factory.mktemp("base") / "base"
     stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
     write_checkpoint(base, config, stored, load_tokenizer("bytes"))
-    return dict(text=text, corpus=corpus, sums=sums, base=base)
+    bare, foreign = (tmp_path_factory.mktemp(name) for name in ("bare", "foreign"))
+    save_hf(bare, config, stored)
+    writer = TokenFileWriter(foreign, "train", 1000, tokens_per_file=1000)
+    writer.write(np.where(np.arange(1000) == 500, 999, 65))  # in five steps, one rank meets it
+    writer.close()
+    places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
+    places["run"] = base.with_name("run")
+    succeed(*f"{FIRST['train']} --steps 1 --warmup 0".format(**places, out=places["run"]).split())
+    return places
 
 
 @pytest.mark.parametrize("ranks, command, line", ROWS, ids=[command for _, command, _ in ROWS])

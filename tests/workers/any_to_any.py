@@ -1,7 +1,7 @@
 """Run by torchrun: DIR DTYPE WORK..., where WORK is LAYOUT or SOURCE>LAYOUT.
 
-LAYOUT trains eight steps and saves DIR/LAYOUT after the third. SOURCE>LAYOUT resumes DIR/SOURCE in
-LAYOUT and trains the other five. Losses and gradient norms of these five go to DIR/WORK.json."""
+LAYOUT trains four steps and saves DIR/LAYOUT after the second. SOURCE>LAYOUT resumes DIR/SOURCE in
+LAYOUT and trains the other two. Losses and gradient norms of these two go to DIR/WORK.json."""
 
 import json
 import sys
@@ -67,12 +67,12 @@ def main() -> None:
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
         optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
         if source:
-            saved = directory / source / "step-00000003"
-            assert checkpoint.resume(saved, model, optimizer, tokenizer) == 3
+            saved = directory / source / "step-00000002"
+            assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2
         else:
-            steps(1, 3, runner, optimizer, world)
-            checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}).save(3)
-        rows = steps(4, 8, runner, optimizer, world)
+            steps(1, 2, runner, optimizer, world)
+            checkpoint.Saver(directory / layout, model, optimizer, tokenizer, {}).save(2)
+        rows = steps(3, 4, runner, optimizer, world)
         if world.rank == 0:
             (directory / f"{work}.json").write_text(json.dumps(rows))
 
