@@ -21,11 +21,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import torch
 import torch.distributed as dist
 
+from model import LlamaConfig
 from plumbing.processes import UserError, register_gloo
 
 PATIENCE = 5.0  # seconds, after which ranks that do nothing are ended
@@ -94,9 +95,10 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         if shutil.disk_usage(directory).free < ROOM:
             raise UserError(f"{directory.parent} is full: make room, or set TMPDIR to another one")
         processes = set()
+        named = [kind for kind in tuple.__subclasses__() if hasattr(kind, "_fields")]
         for rank in range(size):
             if (process := os.fork()) == 0:
-                _be_rank(function, rank, size, directory, student)
+                _be_rank(lambda rank: plain(function(rank), named), rank, size, directory, student)
             processes.add(process)
         hung = _wait(processes, directory)
         calls = [_read_calls(directory / f"calls-{rank}") for rank in range(size)]
@@ -111,7 +113,8 @@ def run_ranks(function: Callable[[int], object], size: int, student: Path) -> En
         for rank, path in enumerate(paths):
             if not path.exists():
                 return Ended(error=RankError(rank, "Ended", "without a result", None), calls=calls)
-        results = [torch.load(path, weights_only=True) for path in paths]
+        with torch.serialization.safe_globals([*named, LlamaConfig, PosixPath]):
+            results = [torch.load(path, weights_only=True) for path in paths]
         unfinished = [_read_calls(directory / f"unfinished-{rank}") for rank in range(size)]
         return Ended(
             results, calls=calls, unfinished=[c for of_rank in unfinished for c in of_rank]
@@ -139,7 +142,7 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
             with noted_calls(notes, student) as unfinished:
                 result = function(rank)
         (directory / f"unfinished-{rank}").write_text("".join(unfinished.values()))
-        torch.save(plain(result), directory / f"result-{rank}")
+        torch.save(result, directory / f"result-{rank}")
         while len(list(directory.glob("result-*"))) < size:
             time.sleep(0.05)
     except BaseException as error:
@@ -165,18 +168,26 @@ def _show_output(directory: Path) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def plain(value: object) -> object:
-    """Return a result without anything that runs code when it is loaded: a tensor of the student's
-    class becomes a tensor of torch's."""
+def plain(value: object, named: list[type]) -> object:
+    """Return a result without anything that runs code when it is loaded: of the named tuples only
+    those that are `named`, and a tensor of the student's class becomes one of torch's."""
     if isinstance(value, torch.Tensor):
         return value.detach().as_subclass(torch.Tensor)
     if isinstance(value, dict):
-        return {plain(key): plain(of_key) for key, of_key in value.items()}
+        return {plain(key, named): plain(of_key, named) for key, of_key in value.items()}
+    if isinstance(value, torch.Size):
+        return value
     if isinstance(value, list | tuple):
-        return (
-            type(value)(map(plain, value)) if type(value) in (list, tuple) else [*map(plain, value)]
-        )
-    return value
+        items = [plain(item, named) for item in value]
+        if type(value) in named:
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else items
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None or isinstance(value, torch.dtype | LlamaConfig | Path):
+        return value
+    raise TypeError(f"a result should have tensors and numbers in it, not a {type(value).__name__}")
 
 
 def _no_breakpoint(*_) -> None:
