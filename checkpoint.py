@@ -93,7 +93,7 @@ class Saver:
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
-    checkpoints are kept. labs/resume.py saves and resumes by hand.
+    checkpoints are kept. labs/resume saves and resumes by hand.
 
     Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 

@@ -164,7 +164,7 @@ class World(Process):
 
 
 def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World:
-    """Arrange the processes in a configuration's mesh; by default as replicas (labs/hsdp.py)."""
+    """Arrange the processes in a configuration's mesh; by default as replicas (labs/hsdp)."""
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
@@ -245,7 +245,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
-    strategy sends less. Avoid when they do not fit. labs/ddp.py writes it by hooks.
+    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks.
     """
     return DistributedDataParallel(
         model,
@@ -285,7 +285,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
     all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits
     (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
-    labs/fsdp.py shards one matrix by hand, labs/lora.py a model with adapters.
+    labs/fsdp shards one matrix by hand, labs/lora a model with adapters.
     """
     parallel = world.parallel
     check_shardable(model, parallel.reshard)
@@ -340,7 +340,7 @@ STRATEGIES = {
 
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
-    """Communicate gradients only in the `last` microbatch of a step (labs/accumulate.py); until
+    """Communicate gradients only in the `last` microbatch of a step (labs/accumulate); until
     then they accumulate on the rank, except with reshard = all. Wraps forward and backward of a
     microbatch; in a pipeline only backward."""
     if isinstance(runner, FSDPModule):
@@ -442,7 +442,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
     most of these collectives travel while others compute (techniques/async_tp.py).
 
     Shards in place: parameters become DTensors. Raises UserError for a parameter or a loss that it
-    does not know how to shard. labs/tp.py shards a feed-forward block by hand."""
+    does not know how to shard. labs/tp shards a feed-forward block by hand."""
     if model.loss is not sum_of_losses:
         raise UserError(
             "--tp shards model.py's loss and not another model.loss: change loss_of there"
@@ -471,7 +471,7 @@ class ShardedVocabulary(Vocabulary):
     """Loss parallelism: each rank computes the logits of a shard of the vocabulary, and no rank
     holds [N, V]. Ranks exchange the logsumexp of their logits and the target's logit, two numbers a
     token, so that all have the same loss; a rank's gradients are those of its own logits. hidden
-    [B, T, D] is sharded by tokens, weight [V, D] by rows. labs/logits.py writes it by hand."""
+    [B, T, D] is sharded by tokens, weight [V, D] by rows. labs/logits writes it by hand."""
 
     def __init__(self, size: int, mesh: DeviceMesh):
         super().__init__(size)

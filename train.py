@@ -126,7 +126,7 @@ def update(
 
     Microbatches and ranks may have different numbers of targets, so sums are accumulated and
     divided once, by the number over all of them: a mean of means would weight tokens unequally
-    (labs/mean.py).
+    (labs/mean).
     `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     parameters = with_gradients(optimizer)

@@ -33,7 +33,7 @@ def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     what is being computed, logits included. They do not all peak together: `peak` is the largest of
     five moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
-    are in CPU memory, but count here. labs/memory.py asks for a formula of DDP and FSDP."""
+    are in CPU memory, but count here. labs/memory asks for a formula of DDP and FSDP."""
     model, parallel = work.model, work.parallel
     parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):

@@ -334,7 +334,7 @@ def collective_time(
 
     In a ring of n ranks each rank sends (n - 1)/n of the payload to the next, in an all-reduce
     twice. Where several ranks of a group share a node, they divide what goes to the next node among
-    their links. Raises KeyError on a measured machine without a group of this shape. labs/ring.py
+    their links. Raises KeyError on a measured machine without a group of this shape. labs/ring
     writes a ring."""
     n, in_node = group_shape(dim, parallel, machine)
     if machine.measured:

@@ -61,7 +61,7 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     """Return the collectives of one training step with their calls and payload bytes; in a
     pipeline, those of rank `pp_rank` along pp, by default of the rank that sends most.
 
-    The formulas are those of parallel.py's docstrings, with padding. labs/bytes.py asks for those
+    The formulas are those of parallel.py's docstrings, with padding. labs/bytes asks for those
     of DDP, FSDP and HSDP."""
     parallel, batch, seq_len = work.parallel, work.microbatch, work.seq_len
     if pp_rank is None:
@@ -90,7 +90,7 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
 
 
 def _ddp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
-    """Buckets are filled in the order in which gradients become ready (labs/buckets.py)."""
+    """Buckets are filled in the order in which gradients become ready (labs/buckets)."""
     bucket, full = 0, 1 << 20  # bytes
     for parameter in reversed(list(model.parameters())):
         if bucket >= full:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 LABS = Path(__file__).resolve().parent
 ROOT = LABS.parent
-sys.path[:0] = [str(ROOT), str(LABS)]
+sys.path.insert(0, str(ROOT))
 
 import argparse
 import json
@@ -32,9 +32,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from grading import seed_of
-from training import run_in_forks
-
+from labs.machinery.grading import seed_of
+from labs.machinery.training import run_in_forks
 from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 from runs.records import write_atomically

@@ -1,7 +1,7 @@
 """Labs: write a part of distributed training yourself, and be told what is wrong with it.
 
     python labs/run.py                       the labs, and which is next
-    python labs/run.py check mean            check labs/mean.py; --ranks 3 --seed 7 for other cases
+    python labs/run.py check mean            check labs/work/mean.py; --ranks 3 --seed 7 for others
     python labs/run.py check buckets --plot FILE.svg    and draw its time line
     python labs/run.py watch mean            check it whenever the file changes
     python labs/run.py hint mean             the next of three hints
@@ -10,10 +10,12 @@
     python labs/run.py reset mean            the file as it was; yours is kept beside it
     python labs/run.py predict bytes         say what a step sends, then see it counted; six more
 
+A command that needs your file writes it first, with the part that is yours left out.
+
 For teachers (labs/README.md):
     python labs/run.py release DIRECTORY     a copy of the project without solutions
     python labs/run.py grade DIRECTORY       checks DIRECTORY/STUDENT/LAB.py; --csv FILE and others
-    python labs/run.py new NAME              the files of a lab of your own
+    python labs/run.py new NAME              the folder of a lab of your own
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
 process, in float64, and then what was sent, held and computed, to the byte.
@@ -23,26 +25,24 @@ import sys
 from pathlib import Path
 
 LABS = Path(__file__).resolve().parent
-sys.path[:0] = [str(LABS.parent), str(LABS)]
+sys.path.insert(0, str(LABS.parent))
 
 import argparse
 import json
 import os
 import re
 import runpy
-import shutil
-import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
 from types import ModuleType
 
 import torch
-from checking import check
-from grading import grade, release, write_lab
-from predict import predict
-from training import check_module, train_twice
 
+from labs.machinery.checking import check
+from labs.machinery.grading import grade, release, write_lab
+from labs.machinery.predict import predict
+from labs.machinery.training import check_module, train_twice
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import UserError, run
 
@@ -52,10 +52,11 @@ ring mean ddp accumulate buckets zero1 fsdp bytes hsdp tp logits context pipelin
 lora float8 nf4 hang resume
 """.split()
 NAMES = sorted(
-    (path.stem for path in (LABS / "checks").glob("*.py")),
+    (path.parent.name for path in LABS.glob("*/check.py")),
     key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER),
 )
-STATE = LABS / ".state"  # which labs have been passed, and how many hints were given
+WORK = LABS / "work"  # what a student writes; git ignores it
+STATE = WORK / ".state"  # which labs have been passed, and how many hints were given
 
 
 def read_state() -> dict:
@@ -63,6 +64,7 @@ def read_state() -> dict:
 
 
 def write_state(state: dict) -> None:
+    WORK.mkdir(exist_ok=True)
     temporary = STATE.with_suffix(".part")
     temporary.write_text(json.dumps(state))
     os.replace(temporary, STATE)
@@ -76,7 +78,7 @@ def check_of(lab: str) -> ModuleType:
 
 def answer_of(lab: str) -> str:
     """Return the source of the solution. Raises UserError where it was left out."""
-    path = LABS / "answers" / f"{lab}.py"
+    path = LABS / lab / "answer.py"
     if not path.exists():
         raise UserError("this copy of the labs has no solutions: ask your teacher")
     return path.read_text()
@@ -84,7 +86,7 @@ def answer_of(lab: str) -> str:
 
 def starter_of(lab: str) -> str:
     """Return a lab's solution without the part that is to be written, and what follows it."""
-    kept = LABS / "starters" / f"{lab}.py"  # in a copy without solutions
+    kept = LABS / lab / "starter.py"  # in a copy without solutions
     if kept.exists():
         return kept.read_text()
     answer = answer_of(lab)
@@ -100,12 +102,15 @@ def question_of(lab: str) -> str:
 
 
 def file_of(args: argparse.Namespace) -> Path:
-    """Return the student's file. Raises UserError if there is none."""
+    """Return the student's file, which is the starter at first. Raises UserError if --file is
+    none."""
     check_of(args.lab)
-    path = args.file or LABS / f"{args.lab}.py"
+    path = args.file or WORK / f"{args.lab}.py"
+    if not path.exists() and not args.file:
+        WORK.mkdir(exist_ok=True)
+        path.write_text(starter_of(args.lab))
     if not path.exists():
-        remedy = "give another --file" if args.file else f"python labs/run.py reset {args.lab}"
-        raise UserError(f"{path} does not exist: {remedy}")
+        raise UserError(f"{path} does not exist: give another --file")
     if path.is_dir():
         raise UserError(f"{path} is a directory: give a file")
     return path.resolve()
@@ -120,7 +125,7 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
         done = "passed" if lab in state["passed"] else ""
         yield f"{lab:<12} {question_of(lab):<66} {done}"
     if left := [lab for lab in NAMES if lab not in state["passed"]]:
-        yield f"\nnext: read labs/{left[0]}.py, write, and try: python labs/run.py check {left[0]}"
+        yield f"\nnext: python labs/run.py check {left[0]}, which begins labs/work/{left[0]}.py"
 
 
 def check_lab(args: argparse.Namespace) -> Iterator[str]:
@@ -184,7 +189,7 @@ def why(args: argparse.Namespace) -> Iterator[str]:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
     answer = answer_of(args.lab)
     yield answer[: answer.index("\nWRONG = [")].strip()
-    for wrong in runpy.run_path(str(LABS / "answers" / f"{args.lab}.py"))["WRONG"]:
+    for wrong in runpy.run_path(str(LABS / args.lab / "answer.py"))["WRONG"]:
         yield f"\n\nWrong: {wrong['name']}\n  > {wrong['says']}"
         for old, new in wrong["change"].items():
             yield textwrap.indent(old.strip("\n"), "  - ", lambda line: True)
@@ -194,15 +199,16 @@ def why(args: argparse.Namespace) -> Iterator[str]:
 def reset(args: argparse.Namespace) -> Iterator[str]:
     """Write the starter again. What the student wrote gets a number."""
     check_of(args.lab)
-    path, number = LABS / f"{args.lab}.py", 1
+    path, number = WORK / f"{args.lab}.py", 1
     starter = starter_of(args.lab)
+    WORK.mkdir(exist_ok=True)
     while (kept := path.with_suffix(f".py.{number}")).exists():
         number += 1
     existed = path.exists()
     if existed:
         path.rename(kept)
     path.write_text(starter)
-    yield f"labs/{args.lab}.py is as it was" + f"; yours is labs/{kept.name}" * existed
+    yield f"labs/work/{path.name} is as it was" + f"; yours is labs/work/{kept.name}" * existed
 
 
 def train_lab(args: argparse.Namespace) -> Iterator[str]:
@@ -278,7 +284,7 @@ def main() -> None:
         type=nonnegative_int,
         help="other weights and data (default: 0; grade, predict: any)",
     )
-    parser.add_argument("--file", type=Path, help="check this file in place of labs/LAB.py")
+    parser.add_argument("--file", type=Path, help="check this file in place of labs/work/LAB.py")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.svg", help="draw the time line of buckets or pipeline"
     )

@@ -80,7 +80,7 @@ def whole_sequences(parts: Tensor) -> Tensor:
 
 class SharedSequences(NamedTuple):
     """Attention of a rank's tokens to whole sequences. It takes the place of a mask (model.py).
-    labs/context.py writes it for sequences of one document."""
+    labs/context writes it for sequences of one document."""
 
     mesh: DeviceMesh  # the ranks that share
     ends: list[int]  # where each of the rank's two chunks ends in the sequence

@@ -167,7 +167,7 @@ class Float8Product(torch.autograd.Function):
 
     With one scale a tensor, backward needs the same codes of x, which are saved in its place. Those
     of W are made again: saved, they would lie unsharded on every rank, which FSDP avoids.
-    labs/float8.py writes it for one scale a tensor."""
+    labs/float8 writes it for one scale a tensor."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):

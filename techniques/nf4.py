@@ -51,7 +51,7 @@ def packed_shape(out: int, width: int) -> tuple[int, int, int]:
 
 def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return (weight, row_scale) of a matrix [out, in]: the nearest of the 16 values to each
-    (labs/nf4.py writes it with a scale in float32 for each block)."""
+    (labs/nf4 writes it with a scale in float32 for each block)."""
     out, width = matrix.shape
     weight = matrix.new_empty(packed_shape(out, width), dtype=torch.uint8)
     row_scale = matrix.new_empty(out, 1, dtype=torch.float32)

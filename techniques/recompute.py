@@ -65,7 +65,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
 
 def recompute(forward: Callable, selective: bool) -> Callable:
-    """Return a forward that runs again in backward (labs/recompute.py writes it by hand)."""
+    """Return a forward that runs again in backward (labs/recompute writes it by hand)."""
     context = {"context_fn": _selective_context} if selective else {}
     return partial(checkpoint, forward, use_reentrant=False, **context)
 

@@ -63,7 +63,7 @@ def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[str]:
 def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[str]:
     """1F1B that splits backward: the rank before waits for B alone, and W fills the waiting (Qi et
     al. 2023, arXiv:2401.10241, ZB-H1). Rank r puts off W by r backwards. The bubble is a third of
-    1F1B's, and every rank holds min(m, p) microbatches, until their W. labs/pipeline.py writes it.
+    1F1B's, and every rank holds min(m, p) microbatches, until their W. labs/pipeline writes it.
 
         rank 0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         rank 1 .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3

@@ -27,7 +27,7 @@ from plumbing.shards import chunk_of
 
 class ZeRO1(nn.Module):
     """A model whose gradients are reduce-scattered to slices, which the optimizer updates
-    (labs/zero1.py takes such a step by hand)."""
+    (labs/zero1 takes such a step by hand)."""
 
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""

@@ -262,9 +262,7 @@ def sums(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """The project with labs of its own, in which nobody has done anything."""
-    shutil.copytree(
-        ROOT / "labs", tmp_path / "labs", ignore=shutil.ignore_patterns(".state", "*.py.[0-9]*")
-    )
+    shutil.copytree(ROOT / "labs", tmp_path / "labs", ignore=shutil.ignore_patterns("work"))
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     for path in ROOT.iterdir():
         if path.name not in ("labs", "docs", "out"):

@@ -1,0 +1,200 @@
+"""The check of labs/fsdp."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labs.machinery.lab import (
+    Property,
+    barred,
+    check_returned,
+    compare_tensors,
+    load_function,
+    unexpected,
+)
+from labs.machinery.training import Run, after_backward, replace_ddp
+from model import Llama
+from parallel import World
+from perf.instruments import Counted, Live
+
+FUNCTION = "sharded_linear"
+ABOUT = "a sharded matrix, forward and backward"
+NEEDS = "`autograd.Function`, padding"
+POINT = "memory is paid for in bytes"
+LEADS_TO = "parallel.py", "fsdp"
+SIZES = 2, 3, 4
+BARRED = (
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor.distribute_tensor",
+    "parallel.parallelize",
+    "parallel.fsdp",
+)
+HINTS = (
+    "Look at the two pictures in the docstring of `fsdp`: what does a rank hold, and what does it "
+    "gather when?",
+    "Count the all-gathers of a matrix in forward and backward. Which tensors live in between? And "
+    "how many rows has the last rank?",
+    "A Function whose forward saves x and rows, pads the rows, gathers and multiplies. Backward "
+    "gathers again, takes two products, and reduce-scatters the padded gradient.",
+)
+# A stack of matrices, which weigh more than the few tokens that pass through. Neither 3 nor 4 ranks
+# divide their rows.
+WIDTHS = [50, 97] * 6 + [50]
+TOKENS = 5  # of a rank
+# Bytes that may be kept from forward to backward: input and output of each tanh, and one matrix.
+LIMIT = sum(2 * TOKENS * width * 8 for width in WIDTHS[1:]) + 97 * 50 * 8
+UNEVEN = "The last ranks have fewer rows, and collectives take as much of each rank: pad them."
+ERRORS = {"invalid tensor size": UNEVEN, "outputShape": UNEVEN}
+
+
+def matrices(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = zip(WIDTHS[1:], WIDTHS)
+    return [torch.randn(o, i, generator=generator, dtype=torch.float64) / i**0.5 for o, i in shapes]
+
+
+def input_of(seed: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(TOKENS, WIDTHS[0], generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Run forward and backward of the stack, sharded. Return gradients, what was sent and held."""
+    slices = [weight.chunk(size)[rank].clone().requires_grad_() for weight in matrices(seed)]
+    x = input_of(seed, rank)
+    with barred(*BARRED):
+        sharded_linear = load_function(path, FUNCTION)
+        with Live([x, *slices]) as live, Counted(None) as counted:
+            held = live.now
+            out = x
+            for rows, width in zip(slices, WIDTHS[1:]):
+                out = sharded_linear(out, rows, width)
+                check_returned(out, Tensor, "x @ weight.T, a tensor")
+                out = torch.tanh(out)
+            for _ in range(100):  # a collective may free its buffers a little later
+                if (kept := live.now - held) > LIMIT:
+                    time.sleep(0.01)
+            (out**2).sum().backward()
+    gradients = [t.grad for t in (x, *slices)]
+    sent = {name: total for (_, name), total in counted.sent.items()}
+    return {"out": out.detach(), "gradients": gradients, "sent": sent, "kept": kept}
+
+
+def reference(seed: int, size: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Return each rank's output, and the gradients of its x and of all matrices, without ranks."""
+    outputs, gradients = [], []
+    for rank in range(size):
+        weights = [weight.requires_grad_() for weight in matrices(seed)]
+        out = x = input_of(seed, rank)
+        for weight in weights:
+            out = torch.tanh(out @ weight.T)
+        (out**2).sum().backward()
+        outputs.append(out.detach())
+        gradients.append([t.grad for t in (x, *weights)])
+    return outputs, gradients
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    outputs, of_ranks = reference(seed, size)
+    names = [f"matrix {i}" for i in range(len(WIDTHS) - 1)]
+    yield compare_tensors(
+        "output", [{"output": r["out"]} for r in results], [{"output": o} for o in outputs], {}
+    )
+    missing = {name for r in results for name, g in zip(["x", *names], r["gradients"]) if g is None}
+    if missing:
+        sentence = "The layers before this one learn from the gradient of x."
+        if names[-1] in missing:
+            sentence = (
+                "Collectives of torch.distributed are not recorded by autograd: rows gets its "
+                "gradient from the backward that you write."
+            )
+        yield Property("gradients", f"{min(missing)} has none", False, sentence)
+        return
+
+    def sliced(of_matrices: list[Tensor], rank: int) -> dict[str, Tensor]:
+        return {name: g.chunk(size)[rank] for name, g in zip(names, of_matrices)}
+
+    sums = [sum(of_matrix) for of_matrix in zip(*(g[1:] for g in of_ranks))]
+    xs = [{"x": g[0]} for g in of_ranks]
+    yield compare_tensors(
+        "gradients",
+        [dict(zip(["x", *names], r["gradients"])) for r in results],
+        [xs[rank] | sliced(sums, rank) for rank in range(size)],
+        {
+            "No gradient was exchanged: a rank's rows need what all ranks' sequences say.": [
+                xs[rank] | sliced(of_ranks[rank][1:], rank) for rank in range(size)
+            ],
+            "This is the average over the ranks: the sum is wanted.": [
+                xs[rank] | sliced([s / size for s in sums], rank) for rank in range(size)
+            ],
+        },
+    )
+    kept = max(r["kept"] for r in results)
+    yield Property(
+        "live memory",
+        f"{kept:,} bytes between forward and backward, and may be {LIMIT:,}",
+        kept <= LIMIT,
+        "The whole matrix is kept from forward to backward, in every layer: that is what "
+        "--reshard none does. Drop it, and gather it again.",
+    )
+    padded = sum(-(-out // size) * size * width * 8 for out, width in zip(WIDTHS[1:], WIDTHS))
+    wanted = {
+        "all-gather": (2 * len(names), 2 * padded),
+        "reduce-scatter": (len(names), padded),
+    }
+    sent = unexpected([r["sent"] for r in results], wanted)
+    for name, (calls, nbytes) in wanted.items():
+        found = sent.get(name, (0, 0))
+        others = ", ".join(sorted(sent.keys() - wanted.keys()))
+        yield Property(
+            name,
+            f"{found[0]} with {found[1]:,} bytes; {calls} with {nbytes:,} are wanted",
+            found == (calls, nbytes),
+            "An all-reduce gives every rank all of the sum, at twice the price of the slice that "
+            "it needs: reduce-scatter."
+            if others == "all-reduce"
+            else f"Instead there is {others}." * bool(others),
+        )
+    yield Property("nothing else", others or "is sent", not others)
+
+
+# ----------------------------------------------------------------- in training
+
+# The lab says nothing about the norm of sharded gradients, so nothing is clipped.
+RUN = Run(flags="--microbatch 6 --clip 0")
+
+
+def install(sharded_linear: Callable) -> None:
+    """Shard the matrices of the blocks; average the gradients of the other parameters as DDP."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        y = sharded_linear(x.flatten(0, 1), layer.weight, layer.out_features)
+        return y.unflatten(0, x.shape[:2])
+
+    def apply(model: Llama, world: World) -> Llama:
+        sharded = [module for block in model.layers.values() for module in block.modules()
+                   if isinstance(module, nn.Linear)]  # fmt: skip
+        for layer in sharded:
+            rows = layer.weight.detach().chunk(world.size)[world.rank].clone()
+            layer.weight, layer.forward = nn.Parameter(rows), partial(forward, layer)
+        summed = {layer.weight for layer in sharded}
+
+        def finish() -> None:
+            for parameter in model.parameters():
+                if parameter not in summed:
+                    dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+
+        after_backward(finish)
+        return model
+
+    replace_ddp(apply)

@@ -1,0 +1,298 @@
+"""The check of labs/hang.
+
+The logs are those of simulated runs: each rank is a generator of the collectives that a small
+training loop would call, and a rank goes on when its collectives have met those of the others. In
+most runs some ranks have a fault. Which call is at fault comes from the same run without it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from labs.machinery.lab import Property, check_returned, load_function
+
+FUNCTION = "culprit"
+ABOUT = "who is at fault, from the logs of all ranks"
+NEEDS = "process groups, `Counter`"
+POINT = "who waits is not at fault"
+LEADS_TO = "labs/machinery/checking.py", "where_they_parted"
+SIZES = (1,)  # of the process that reads the logs
+HINTS = (
+    "Look at one group alone: which of its calls is the first that not all of its ranks have made "
+    "alike? And what about the calls after it?",
+    "Count, for each group, how many ranks made the same call there. Which ranks made none because "
+    "they wait elsewhere, and which because they have ended?",
+    "For each group, the numbers of each rank's calls in it, side by side, up to the first "
+    "difference. Then the ranks that wait somewhere. Then a Counter over what the ranks of a group "
+    "did, without those that wait elsewhere.",
+)
+
+
+class Call(NamedTuple):
+    """A collective that a rank has called, as in the student's file."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: tuple[int, ...]
+    where: str
+
+
+# ------------------------------------------------------------------------- simulated runs
+
+WAIT = None  # what a rank yields to wait for all collectives that it has started
+STEPS = 6
+KINDS = {  # line of the report -> what it says, and the faults
+    "died": ("ranks have died", ["died"]),
+    "batches": ("ranks have a batch less than others, or more", ["a batch less", "a batch more"]),
+    "evaluation": ("ranks evaluate alone", ["evaluates", "evaluates last"]),
+    "checkpoint": ("ranks gather a checkpoint alone", ["saves"]),
+    "NaN": ("ranks leave the loop at a NaN of their own", ["NaN"]),
+    "shapes": ("ranks have a smaller batch", ["smaller batch"]),
+    "order": ("ranks send gradients in another order", ["order"]),
+    "groups": ("the same, in nodes of 3 ranks", []),
+    "ties": ("the same, on half of the ranks", []),
+    "ends": ("no rank has a fault", []),
+}
+FAULTS = [fault for _, faults in KINDS.values() for fault in faults]
+
+
+def wait_for(*call) -> Iterator:
+    yield Call(*call)
+    yield WAIT
+
+
+def training(rank: int, world: tuple, per_node: int, fault: str, when: int) -> Iterator:
+    """Yield the collectives of a rank's run, which has a `fault` in step `when`, or "" for none.
+
+    Weights are sharded within nodes of `per_node` ranks, and gradients are summed across nodes."""
+    node = world[rank // per_node * per_node :][:per_node]
+    across = world[rank % per_node :: per_node] if node != world else world
+
+    yield from wait_for("broadcast", (16, 8), world, "initial weights")
+    for step in range(STEPS + {"a batch less": -1, "a batch more": 1}.get(fault, 0)):
+        now = fault if step == when else ""
+        if now == "died":
+            return
+        if now == "NaN":
+            break
+        rows = 3 if now == "smaller batch" else 4
+        yield from wait_for("all_gather", (rows, 8), node, "forward")
+        gradients = [("w2", (8, 16)), ("w1", (16, 8)), ("norm", (8,))]
+        for name, shape in gradients[::-1] if now == "order" else gradients:
+            yield Call("all_reduce", shape, across, f"hook of {name}")  # asynchronous
+        yield from wait_for("all_reduce", (1,), world, "norm of all gradients")
+        if across[0] == 0:
+            yield from wait_for("gather", (1,), across, "times of the nodes")
+        if step % 2 or now == "evaluates":
+            yield from wait_for("all_reduce", (2,), node, "evaluation")
+        if now == "saves":
+            yield from wait_for("gather", (16, 8), node, "checkpoint")
+    for _ in range(2 if fault == "evaluates last" else 1):
+        yield from wait_for("all_reduce", (2,), node, "last evaluation")
+
+
+def simulate(programs: list[Iterator]) -> tuple[list[list[Call]], list[int | None]]:
+    """Let each rank go on as long as it can. Return the logs, and for each rank the number of its
+    first call that never ends, None if all do."""
+    ranks = range(len(programs))
+    logs, places = [[] for _ in ranks], [[] for _ in ranks]
+    met = defaultdict(dict)  # place, which is a group and a position in it: rank -> name and shape
+    done = Counter()  # group -> how many of its collectives have ended
+
+    def call(rank: int, call: Call) -> None:
+        group = call.group
+        place = group, sum(other.group == group for other in logs[rank])
+        logs[rank].append(call)
+        places[rank].append(place)
+        met[place][rank] = call.name, call.shape
+        while len(met[group, done[group]]) == len(group) and alike(met[group, done[group]]):
+            done[group] += 1
+
+    def alike(calls: dict[int, tuple]) -> bool:
+        return len(set(calls.values())) == 1
+
+    def waits(rank: int) -> int | None:
+        return next((n for n, (group, i) in enumerate(places[rank], 1) if i >= done[group]), None)
+
+    def go_on(rank: int) -> bool:
+        """Let a rank run until it waits or ends. Return whether it did anything."""
+        went = False
+        if not waits(rank):
+            for item in programs[rank]:
+                went = True
+                if item is not WAIT:
+                    call(rank, item)
+                elif waits(rank):
+                    break
+        return went
+
+    while any([go_on(rank) for rank in ranks]):
+        pass
+    return logs, [waits(rank) for rank in ranks]
+
+
+@dataclass
+class Run:
+    """A simulated run, and what is right to say of it."""
+
+    kind: str
+    logs: list[list[Call]]
+    waits: list[int | None]  # for each rank, the number of its first call that never ends
+    truth: dict[int, int]  # rank at fault -> number of its call
+    is_tie: bool
+
+
+def make_run(kind: str, fault: str, size: int, guilty: set[int], when: int, per_node=0) -> Run:
+    """Run `size` ranks, of which the guilty ones have a fault."""
+
+    def programs(guilty: set[int]) -> list[Iterator]:
+        world = tuple(range(size))
+        return [training(rank, world, per_node or size, fault if rank in guilty else "", when)
+                for rank in world]  # fmt: skip
+
+    logs, waits = simulate(programs(guilty))
+    healthy, _ = simulate(programs(set()))
+    is_tie = 2 * len(guilty) == size
+    if is_tie:
+        truth = {rank: waits[rank] or len(logs[rank]) + 1 for rank in range(size)}
+    else:  # the first call that is not as in the run without the fault
+        pairs = {rank: enumerate(zip_longest(logs[rank], healthy[rank]), 1) for rank in guilty}
+        truth = {rank: next(n for n, (a, b) in pairs[rank] if a != b) for rank in guilty}
+    return Run(kind, logs, waits, truth, is_tie)
+
+
+@cache
+def drawn_runs(seed: int) -> list[Run]:
+    """Return runs of all kinds."""
+    return list(_drawn_runs(Random(seed)))
+
+
+def _drawn_runs(random: Random) -> Iterator[Run]:
+    def step() -> int:
+        return random.choice((0, 2, 4))  # after these, no rank should evaluate
+
+    for kind, (_, faults) in KINDS.items():
+        for fault in faults:
+            yield make_run(kind, fault, 4, {random.choice((1, 2, 3))}, step())
+            yield make_run(kind, fault, 3, {0}, step())
+            yield make_run(kind, fault, 5, set(random.sample(range(5), 2)), step())
+    for fault in FAULTS:
+        yield make_run("groups", fault, 9, {random.randrange(9)}, step(), per_node=3)
+    for size in (2, 4, 6):
+        half = set(random.sample(range(size), size // 2))
+        yield make_run("ties", random.choice(FAULTS), size, half, step())
+    yield make_run("ends", "", 4, set(), 0)
+    yield make_run("ends", "", 9, set(), 0, per_node=3)
+
+
+# ------------------------------------------------------------------------------ the check
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> list[dict[int, int]]:
+    """Return what the student's function says of each run."""
+    culprit, answers = load_function(path, FUNCTION), []
+    for run in drawn_runs(seed):
+        answer = culprit([list(log) for log in run.logs])
+        check_returned(answer, dict, "a dict: rank -> number of its call")
+        for rank_or_number in (*answer, *answer.values()):
+            check_returned(rank_or_number, int, "ranks and numbers in a dict")
+        answers.append(answer)
+    return answers
+
+
+def mistake_in(run: Run, found: dict[int, int]) -> str:
+    """Return the sentence for a wrong answer."""
+    logs, waits, truth = run.logs, run.waits, run.truth
+    if not truth and len({call.group for log in logs for call in log}) == 1:
+        return "No rank waits here: all calls of all ranks end."
+    if not truth:
+        return (
+            "The i-th call of a rank in a group meets the i-th calls of the others in that group: "
+            "ranks outside of the group take no part in them."
+        )
+    rank, number = next(iter(truth.items()))
+    if not found:
+        if number > len(logs[rank]):
+            return f"Rank {rank} has ended, and others wait for a call {number} of it."
+        name, shape, *_ = logs[rank][number - 1]
+        others = [log[n - 1] for log, n in zip(logs, waits) if n]
+        if any(call.name == name and call.shape != shape for call in others):
+            return f"Call {number} of rank {rank} is {name} as on others, but with other shapes."
+        return f"Rank {rank} has as many calls as others. It made another call, not fewer."
+    if found.keys() == truth.keys():
+        if all(found[r] == truth[r] - 1 for r in truth):
+            return "Calls are numbered from 1, and a missing call comes after the last."
+        if found[rank] < number:
+            return f"Numbers count all calls of a rank, in whatever group: {number} on rank {rank}."
+        return (
+            f"The log goes on after the call that never ends, as calls may be asynchronous: on "
+            f"rank {rank} that is call {number}."
+        )
+    if run.is_tie:
+        return (
+            f"{len(logs) // 2} of the ranks did one thing, and as many did another: no log says "
+            "who is right, so all of them are suspects."
+        )
+    innocent = sorted(found.keys() - truth.keys())
+    if not innocent:
+        return f"Rank {min(truth.keys() - found.keys())} is at fault, too."
+    if rank == 0 and innocent == list(range(1, len(logs))):
+        return "Rank 0 is the one at fault, and not the measure for the others: the majority is."
+    blamed = innocent[0]
+    if blamed not in range(len(logs)):
+        return f"There is no rank {blamed}."
+    if waits[blamed] and found[blamed] > len(logs[blamed]):
+        return (
+            f"Rank {blamed} has made no call {found[blamed]} yet. It waits in another group, in "
+            f"call {waits[blamed]}, and that is no fault."
+        )
+    if waits[blamed]:
+        return f"Rank {blamed} did what most did, and now it waits. Who waits is not at fault."
+    return f"Rank {blamed} has made all of its calls, as most have."
+
+
+def wrong_run(answers: list[dict], seed: int) -> tuple[Run, dict] | None:
+    """Return the run to speak of, and the wrong answer: the first in which a hang was not told from
+    a run that ends, or else the first that is wrong."""
+    wrong = [(run, found) for run, found in zip(drawn_runs(seed), answers) if found != run.truth]
+    untold = [(run, found) for run, found in wrong if bool(found) != bool(run.truth)]
+    return next(iter(untold + wrong), None)
+
+
+def properties(results: list[list[dict]], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    answers, runs = results[0], drawn_runs(seed)
+    wrong = wrong_run(answers, seed)
+    mistake = mistake_in(*wrong) if wrong else ""
+    told = [bool(found) == bool(run.truth) for run, found in zip(runs, answers)]
+    text = f"{sum(told)} of {len(runs)} right: whether the run hangs"
+    yield Property("output", text, all(told), mistake)
+    for kind, (title, *_) in KINDS.items():
+        of_kind = [(run, found) for run, found in zip(runs, answers) if run.kind == kind]
+        right = sum(run.truth == found for run, found in of_kind)
+        text = f"{right} of {len(of_kind)} right: {title}"
+        yield Property(kind, text, right == len(of_kind), mistake)
+
+
+def picture(results: list[list[dict]], size: int, seed: int) -> str:
+    """Return where each rank waits, in the run that the report speaks of."""
+    if not (wrong := wrong_run(results[0], seed)):
+        return ""
+    run, found = wrong
+    lines = [f"your answer {found}, and right is {run.truth}; where ranks wait:"]
+    for rank, (log, waits) in enumerate(zip(run.logs, run.waits)):
+        if not waits:
+            lines.append(f"rank {rank}  has ended, after call {len(log)}")
+            continue
+        call, more = log[waits - 1], len(log) - waits
+        group = f" of ranks {', '.join(map(str, call.group))}" * (len(call.group) < len(run.logs))
+        lines.append(
+            f"rank {rank}  call {waits}: {call.name} {list(call.shape)}{group}, {call.where}"
+            + f"; {more} more" * (more > 0)
+        )
+    return "\n".join(lines)

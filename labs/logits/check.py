@@ -1,0 +1,237 @@
+"""The check of labs/logits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import parallel
+from labs.machinery.lab import (
+    Property,
+    barred,
+    check_returned,
+    compare_numbers,
+    compare_tensors,
+    load_function,
+    same,
+)
+from labs.machinery.training import Run
+from model import IGNORE, Vocabulary
+from perf.instruments import Counted
+from runs import setup
+
+FUNCTION = "cross_entropy"
+ABOUT = "the loss of logits that nobody has whole"
+NEEDS = "softmax and its gradient, `all_reduce` with MAX"
+POINT = "three numbers a token instead of the vocabulary"
+LEADS_TO = "parallel.py", "ShardedVocabulary"
+SIZES = 2, 3, 4
+BARRED = (
+    "torch.distributed.tensor.parallel.loss_parallel",
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor.distribute_tensor",
+    "parallel.ShardedVocabulary",
+    "techniques.chunked_loss.chunked_loss",
+    "techniques.passes.cross_entropy_in_few_passes",
+    "model.sum_of_losses",
+)
+HINTS = (
+    "Look at the docstring of `ShardedVocabulary` in parallel.py: what do ranks exchange?",
+    "Write -log softmax of the target as a difference. Which of its terms are sums over the "
+    "vocabulary, and what does a rank add that does not have the target? Then count the numbers a "
+    "token that ranks exchange.",
+    "A Function. Forward: the largest logit over all ranks; exponentials; their sums and the "
+    "target's logit, or 0, added up over all ranks; softmax minus onehot, which backward scales.",
+)
+ERRORS = {
+    "out of bounds": "Most targets lie in another rank's part of the vocabulary: they are no index "
+    "of these logits.",
+    "only for scalar outputs": "The sum over all targets is one number.",
+    "does not require grad": "The loss does not depend on logits as far as autograd knows: write a "
+    "Function, whose backward gives their gradient.",
+}
+TOKENS, VOCABULARY = 24, 101  # no number of ranks divides the vocabulary
+SCALE = 0.3  # the gradient of the loss that backward starts with
+NUMBERS = 4  # that a rank may send for each token
+
+
+def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
+    """Return two tensors of logits, the second of them with large ones, and the targets."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    targets[0], targets[1], targets[3::5] = 0, VOCABULARY - 1, IGNORE
+    logits = torch.randn(2, TOKENS, VOCABULARY, generator=generator, dtype=torch.float64)
+    large = logits[1]
+    large[0::3] *= 1e4
+    large[1::3] += 1000  # exp of which is infinite
+    large[2::3] -= 1000  # and of which is 0
+    return list(logits), targets
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
+    both, targets = tensors(seed)
+    starts = [0, *(part.shape[1] for part in both[0].chunk(size, 1))]
+    losses, gradients = [], []
+    with barred(*BARRED):
+        cross_entropy = load_function(path, FUNCTION)
+        for whole in both:
+            logits = whole.chunk(size, 1)[rank].clone().requires_grad_()
+            with LargestTensor() as largest, Counted(None) as counted:
+                loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
+                check_returned(loss, Tensor, "the loss, a tensor")
+                (loss * SCALE).backward()
+            losses.append(loss.detach().squeeze())
+            gradients.append(logits.grad)
+    sent = sum(nbytes for _, nbytes in counted.sent.values())
+    return {"losses": losses, "gradients": gradients, "largest": largest.shape, "sent": sent}
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context that notes the shape of the largest tensor that an operator returns."""
+
+    shape = torch.Size([0])
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.shape = max([self.shape, *shapes], key=torch.Size.numel)
+        return result
+
+
+def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield sentences, each with the loss that its mistake gives on every rank."""
+    counts, parts = targets != IGNORE, logits.chunk(size, 1)
+    is_here = [torch.isin(targets, part) for part in torch.arange(VOCABULARY).chunk(size)]
+    target = logits.gather(1, torch.where(counts, targets, 0)[:, None])[:, 0] * counts
+    of_target = [target * here for here in is_here]
+    lse, own = logits.logsumexp(1), [part.logsumexp(1) for part in parts]
+    largest = [part.amax(1) for part in parts]
+
+    def total(of_tokens: Tensor) -> Tensor:
+        return of_tokens[counts].sum()
+
+    sentence = (
+        "Each rank normalizes over its own part of the vocabulary: the sum of exponentials has to "
+        "be that over all of it."
+    )
+    yield sentence, [total(o - t) for o, t in zip(own, of_target)]
+    of_own = [(o - t)[here].sum() for o, t, here in zip(own, of_target, is_here)]
+    yield sentence, of_own
+    yield sentence, [sum(of_own)] * size
+    yield (
+        "The logit of the target is missing on ranks that do not have it: add it up as well.",
+        [total(lse - t) for t in of_target],
+    )
+    first = sum(torch.where(here, target, part[:, 0]) for here, part in zip(is_here, parts))
+    yield (
+        "A rank that does not have the target adds the logit of another entry: it has to add 0.",
+        [total(lse - first)] * size,
+    )
+    yield "Tokens whose target is IGNORE are in the loss.", [(lse - target).sum()] * size
+    yield "This is the mean: the sum is wanted.", [total(lse - target) / counts.sum()] * size
+    exponentials = sum((o - m).exp() for o, m in zip(own, largest))
+    shifted = sum((target - m) * here for here, m in zip(is_here, largest))
+    yield (
+        "Ranks have subtracted different numbers from their logits: their exponentials can be "
+        "added up if all subtract the same one.",
+        [total(exponentials.log() - shifted)] * size,
+    )
+
+
+def known_gradients(logits: Tensor, targets: Tensor, size: int) -> dict[str, list[Tensor]]:
+    """Return the gradient on each rank, as "", and what known mistakes give, by their sentences."""
+    counts, entries = (targets != IGNORE)[:, None], torch.arange(VOCABULARY)
+    is_here = [torch.isin(targets, part)[:, None] for part in entries.chunk(size)]
+    onehot = (targets[:, None] == entries).double()
+    softmax = SCALE * logits.softmax(1)
+    whole = (softmax - SCALE * onehot) * counts
+    right = whole.chunk(size, 1)
+    own = torch.cat([part.softmax(1) for part in logits.chunk(size, 1)], 1)
+    return {
+        "": right,
+        "This is the softmax alone: where the target is, 1 has to be subtracted.": (
+            (softmax * counts).chunk(size, 1)
+        ),
+        "Tokens whose target is IGNORE have a gradient.": (
+            (softmax - SCALE * onehot).chunk(size, 1)
+        ),
+        "Every rank subtracts 1 from one of its entries: only the rank that has the target does.": [
+            part - SCALE * (~here & counts).double() * (torch.arange(part.shape[1]) == 0)
+            for part, here in zip(right, is_here)
+        ],
+        "A rank has a gradient only for targets in its own part: but its logits lower the "
+        "probability of every target.": [part * here for part, here in zip(right, is_here)],
+        "Each rank normalizes over its own part of the vocabulary.": (
+            (SCALE * (own - onehot) * counts).chunk(size, 1)
+        ),
+        "Backward is given the gradient of the loss, which is not 1: multiply by it.": (
+            (whole / SCALE).chunk(size, 1)
+        ),
+        "The gradient is counted once for each rank, and all have the same loss: once is enough.": (
+            (whole * size).chunk(size, 1)
+        ),
+    }
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    both, targets = tensors(seed)
+    for i, (whole, kind) in enumerate(zip(both, ("", "large "))):
+        found = [r["losses"][i] for r in results]
+        right = F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
+        known = [pair for shift in (0, whole.amax(1, keepdim=True))
+                 for pair in known_losses(whole - shift, targets, size)]  # fmt: skip
+        mistakes = {sentence: of_ranks for sentence, of_ranks in known
+                    if all(map(same, found, of_ranks))}  # fmt: skip
+        if not torch.stack(found).isfinite().all():
+            yield Property(
+                f"{kind}loss",
+                f"{found[0]:.10g} on rank 0, and {right:.10g} in one process",
+                False,
+                "exp of a large logit is infinite, and of a very negative one 0: subtract the "
+                "largest logit of the token first, that over all ranks.",
+            )
+            return
+        yield compare_numbers(f"{kind}loss", found, [right] * size, mistakes)
+        gradients = {sentence: [{"logits": g} for g in of_ranks] for sentence, of_ranks
+                     in known_gradients(whole, targets, size).items()}  # fmt: skip
+        of_ranks = [{"logits": r["gradients"][i]} for r in results]
+        yield compare_tensors(f"{kind}gradients", of_ranks, gradients.pop(""), gradients)
+    width = -(-VOCABULARY // size)
+    shape = max((r["largest"] for r in results), key=torch.Size.numel)
+    yield Property(
+        "largest tensor",
+        f"{list(shape)}; logits of a rank have up to [{TOKENS}, {width}]",
+        shape.numel() <= TOKENS * width,
+        "A tensor has the logits of the whole vocabulary: then each rank needs as much memory as "
+        "without tensor parallelism.",
+    )
+    sent, limit = max(r["sent"] for r in results), NUMBERS * size * TOKENS * 8
+    yield Property(
+        "bytes",
+        f"{sent:,}; {NUMBERS} numbers a token and rank are {limit:,}",
+        0 < sent <= limit,
+        "Here the numbers of whole parts of the vocabulary are sent. What others need of a part is "
+        "its largest logit, its sum of exponentials, and the target's logit." * (sent > 0),
+    )
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--tp 2 --microbatch 6")
+
+
+def install(cross_entropy: Callable) -> None:
+    """Let tensor parallelism compute all logits of a rank at once, and give them to the student."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        logits = hidden.flatten(0, 1) @ weight.T
+        return cross_entropy(logits, targets.flatten(), vocabulary.first)
+
+    parallel.chunked_loss = loss
+    setup.check_model = lambda *_: None  # it would find a wrong loss before training

@@ -1,0 +1,173 @@
+"""The check of labs/lora."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from labs.machinery.lab import (
+    Property,
+    barred,
+    batch_of,
+    check_returned,
+    compare_tensors,
+    load_function,
+    share_of,
+    small_model,
+    summed_gradients,
+    unexpected,
+    world_of,
+)
+from labs.machinery.training import Run, replace_ddp
+from lora import LoRA, adapters, add_adapters, init_adapters
+from model import Llama
+from parallel import World
+from perf.instruments import Counted
+
+FUNCTION = "prepare"
+ABOUT = "what is trained, sharded and left alone"
+NEEDS = "`requires_grad`, `fully_shard`"
+POINT = "what never learns need not travel"
+LEADS_TO = "parallel.py", "fsdp"
+SIZES = 2, 3, 4
+BARRED = "parallel.parallelize", "parallel.fsdp", "parallel.ddp"
+HINTS = (
+    "Look at the last value of `reshard` in the docstring of `fsdp` in parallel.py.",
+    "Count the bytes of a step's all-gathers, and compare them with those of the adapters.",
+    "Freeze what is no factor; give the factors their values; fully_shard of each block and of the "
+    "model, which ignores what is frozen; AdamW for the rest.",
+)
+STEPS, LR = 5, 0.01
+
+
+def model_with_adapters(seed: int) -> Llama:
+    model = small_model(seed)
+    add_adapters(model, LoRA(rank=3))
+    model.requires_grad_(True)
+    return model
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train a few steps. Return the parameters at both ends, what was sent, and what is kept."""
+    world, model = world_of(rank, size), model_with_adapters(seed)
+    share = share_of(batch_of(seed), rank, size)
+    with barred(*BARRED):
+        optimizer = load_function(path, FUNCTION)(model, world.mesh["replicate"], seed + 1)
+        check_returned(optimizer, torch.optim.AdamW, "an AdamW")
+    start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with Counted(world) as counted:
+            model(*share.inputs).backward()
+        optimizer.step()
+    frozen = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+    return {
+        "start": start,
+        "end": {name: whole(p).detach() for name, p in adapters(model).items()},
+        "base": {name: whole(p).detach() for name, p in frozen.items()},
+        "sharded": sum(isinstance(p, DTensor) for p in adapters(model).values()),
+        "with gradients": [name for name, p in frozen.items() if p.grad is not None],
+        "sent": counted.sent,
+    }
+
+
+def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
+    """Return the adapters after the same steps, without ranks; each step has the average of the
+    gradients of `shares`."""
+    model = model_with_adapters(seed)
+    init_adapters(model, seed + 1)
+    factors = adapters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name in factors
+    optimizer = torch.optim.AdamW(factors.values(), lr=LR, weight_decay=0.0)
+    for _ in range(STEPS):
+        of_ranks = [summed_gradients(model, share)[2] for share in shares]
+        for name, factor in factors.items():
+            factor.grad = sum(g[name] for g in of_ranks) / len(shares)
+        optimizer.step()
+    return {name: factor.detach() for name, factor in factors.items()}
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    model = model_with_adapters(seed)
+    init_adapters(model, seed + 1)
+    factors = adapters(model)
+    base = {name: p.detach() for name, p in model.named_parameters() if name not in factors}
+    start = {name: p.detach() for name, p in factors.items()}
+    yield compare_tensors(
+        "start",
+        [r["start"] for r in results],
+        [start] * size,
+        {},
+        "those of init_adapters",
+        "The factors do not start with the values that init_adapters(model, seed) gives them.",
+    )
+    yield compare_tensors(
+        "base",
+        [r["base"] for r in results],
+        [base] * size,
+        {},
+        f"as it was, after {STEPS} steps",
+        "The base has changed: only the factors are to be trained.",
+    )
+    shares = [share_of(batch_of(seed), rank, size) for rank in range(size)]
+    yield compare_tensors(
+        "adapters",
+        [r["end"] for r in results],
+        [train_in_one_process(seed, shares)] * size,
+        {
+            "The adapters have not changed: the optimizer has parameters from before fully_shard, "
+            "which puts new ones in their place.": [start] * size,
+            "No gradient was exchanged: each rank trains adapters of its own.": [
+                train_in_one_process(seed, [share]) for share in shares
+            ],
+        },
+        f"those of one process after {STEPS} steps",
+    )
+    sharded = unexpected([r["sharded"] for r in results], len(factors))
+    yield Property(
+        "sharded",
+        f"{sharded} of {len(factors)} factors",
+        sharded == len(factors),
+        "fully_shard turns what it shards into DTensors: here some factors are none.",
+    )
+    with_gradients = results[0]["with gradients"]
+    yield Property(
+        "frozen base",
+        f"{len(with_gradients)} of its {len(base)} parameters have a gradient",
+        not with_gradients,
+        "The base is frozen, and has gradients: backward computes and keeps them for nothing.",
+    )
+    # In forward, in backward, and reduce-scattered; rounded up to equal slices.
+    wanted = 3 * sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())
+    sent = unexpected([sum(n for _, n in r["sent"].values()) for r in results], wanted)
+    mistake = "Each block gathers its factors twice and reduce-scatters them once, as by default."
+    if sent > wanted:
+        never = 1 - wanted / sent
+        mistake = (
+            f"{100 * never:.0f} % of what you send never learns: FSDP gathers the frozen base."
+        )
+    text = f"{sent:,}; three times the factors, padded, are {wanted:,}"
+    yield Property("bytes a step", text, sent == wanted, mistake)
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--microbatch 6", script="finetune_lora.py")
+
+
+def install(prepare: Callable) -> None:
+    """The optimizer is the project's: here `prepare` says what is sharded."""
+
+    def apply(model: Llama, world: World) -> Llama:
+        prepare(model, world.mesh["replicate"], seed=0)
+        return model
+
+    replace_ddp(apply)

@@ -1,0 +1,173 @@
+"""The check of labs/mean."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import train
+from labs.machinery.lab import (
+    Property,
+    barred,
+    batch_of,
+    check_returned,
+    compare_numbers,
+    compare_tensors,
+    load_function,
+    norm_of,
+    plural,
+    share_of,
+    small_model,
+    summed_gradients,
+    world_of,
+)
+from labs.machinery.training import Run, replace_ddp
+from model import IGNORE
+from parallel import World
+from perf.instruments import Counted
+from text.batch import Batch
+
+FUNCTION = "average"
+ABOUT = "the gradient of the mean over all ranks' targets, clipped"
+NEEDS = "`all_reduce`"
+POINT = "a mean of means is none; three libraries had it"
+LEADS_TO = "train.py", "update"
+SIZES = 2, 3, 4
+BARRED = "train.update", "train.train_step"
+HINTS = (
+    "Look at the docstring of `update` in train.py: what is accumulated, and when is it divided?",
+    "Count the targets of each rank on paper. Whose number belongs under the sum of all gradients?",
+    "One all-reduce for loss and number of targets; one for each gradient; divide; then the norm.",
+)
+CLIPS = 1e9, 0.01  # above the norms here, and below
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Run the student's function on a rank, without and with clipping. Return what it gave and
+    sent."""
+    world, batch = world_of(rank, size), share_of(batch_of(seed), rank, size)
+    targets, gradients = int((batch.targets != IGNORE).sum()), []
+    with barred(*BARRED):
+        average = load_function(path, FUNCTION)
+        for clip in CLIPS:
+            model = small_model(seed)
+            loss = model(*batch.inputs)
+            loss.backward()
+            with Counted(world) as counted:
+                result = average(list(model.parameters()), loss, targets, clip)
+            number = Tensor | float
+            check_returned(result, (number, number), "the mean loss and the norm, two numbers")
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+    mean, norm = (v.item() if isinstance(v, torch.Tensor) else v for v in result)
+    return {"loss": mean, "norm": norm, "gradients": gradients, "sent": counted.sent}
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    model, batch = small_model(seed), batch_of(seed)
+    total, count, sums = summed_gradients(model, batch)
+    of_ranks = [summed_gradients(model, share_of(batch, rank, size)) for rank in range(size)]
+    counts = [n for _, n, _ in of_ranks]
+    mean_of_means = (
+        f"This is the mean of the ranks' means. The ranks here have {counts} targets: one with few "
+        f"counts as much as one with many."
+    )
+    own_count = (
+        "Here each rank divides the sum by its own number of targets, and ranks have different "
+        "ones."
+    )
+    by_ranks = (
+        "The sum is divided by the number of ranks: right for means of equal batches, and these "
+        "are sums."
+    )
+    yield compare_numbers(
+        "loss",
+        [r["loss"] for r in results],
+        [total / count] * size,
+        {
+            "The loss is the mean over this rank's own targets: ranks report different losses.": [
+                loss / n for loss, n, _ in of_ranks
+            ],
+            mean_of_means: [sum(loss / n for loss, n, _ in of_ranks) / size] * size,
+        },
+    )
+    means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
+    mean = scaled(sums, 1 / count)
+    plain, clipped = ([r["gradients"][i] for r in results] for i in range(2))
+    yield compare_tensors(
+        "gradients",
+        plain,
+        [mean] * size,
+        {
+            "No gradient was exchanged.": [scaled(g, 1 / count) for *_, g in of_ranks],
+            "No gradient was exchanged: each rank has the mean over its own targets.": [
+                scaled(g, 1 / n) for _, n, g in of_ranks
+            ],
+            "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
+            "This is the sum over all targets: the mean is wanted.": [sums] * size,
+            mean_of_means: [means] * size,
+            own_count: [scaled(sums, 1 / n) for n in counts],
+            by_ranks: [scaled(sums, 1 / size)] * size,
+            "Gradients are scaled to the norm `clip` although theirs is smaller.": [
+                scaled(mean, CLIPS[0] / norm_of(mean))
+            ]
+            * size,
+        },
+    )
+    norm, clip = norm_of(mean), CLIPS[1]
+    right = scaled(mean, clip / norm)
+    as_torch = scaled(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
+    near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in clipped)
+    yield compare_tensors(
+        "clipped",
+        clipped,
+        [as_torch if near else right] * size,
+        {
+            "Here each rank clips by the norm of its own gradients: the norm of a sum is not known "
+            "before the sum.": [
+                scaled(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
+            ],
+            "The gradient is not clipped.": [mean] * size,
+        },
+    )
+    yield compare_numbers("norm", [r["norm"] for r in results], [norm] * size, {})
+    expected = sum(p.nbytes for p in model.parameters())
+    most = max(totals(r["sent"]) for r in results)
+    yield Property(
+        "bytes a step",
+        f"{most[0]:,} by {plural(most[1], 'collective')}; gradients have {expected:,}",
+        expected <= most[0] <= expected + 64,
+        "Here every rank receives the gradients of all others, to add them up itself. An "
+        "all-reduce puts out one sum." * (most[0] >= size * expected),
+    )
+
+
+def scaled(gradients: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: g * factor for name, g in gradients.items()}
+
+
+def totals(sent: dict) -> tuple[int, int]:
+    """Return the bytes and the calls of all collectives of a rank."""
+    return sum(nbytes for _, nbytes in sent.values()), sum(calls for calls, _ in sent.values())
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run()
+
+
+def install(average: Callable) -> None:
+    replace_ddp(lambda model, world: model)
+
+    def update(optimizer, loss, batch: Batch, clip: float, world: World, step, stop=()):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        targets = int((batch.targets != IGNORE).sum())
+        mean_loss, norm = average(parameters, loss, targets, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        sums = world.all_gather_scalars([targets, batch.text_bytes, bool(stop)]).sum(0).tolist()
+        tokens, text_bytes, stops = map(round, sums)
+        return train.Totals(float(mean_loss) * tokens, tokens, text_bytes, float(norm), stops > 0)
+
+    train.update = update

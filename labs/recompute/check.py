@@ -1,0 +1,174 @@
+"""The check of labs/recompute."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from labs.machinery.lab import (
+    CONFIG,
+    Property,
+    barred,
+    batch_of,
+    check_returned,
+    compare_tensors,
+    load_function,
+    plural,
+    same,
+    share_of,
+)
+from labs.machinery.training import Run
+from model import Llama
+from parallel import ParallelConfig, parallelize, with_mesh
+from perf.instruments import Counted, Live
+from plumbing.processes import Process
+from plumbing.shards import assign_shard
+from techniques import recompute
+
+FUNCTION = "recompute"
+ABOUT = "activation checkpointing"
+NEEDS = "`autograd.Function`, random state"
+POINT = "time is paid for in memory; twice is too often"
+LEADS_TO = "techniques/recompute.py", "recompute"
+SIZES = 2, 3, 4
+BARRED = (
+    "torch.utils.checkpoint.checkpoint",
+    "torch.utils.checkpoint.checkpoint_sequential",
+    "torch.utils.checkpoint.CheckpointFunction",
+    "techniques.recompute.recompute",
+)
+HINTS = (
+    "Look for torch.autograd.Function, and for ctx.save_for_backward, in PyTorch's documentation.",
+    "Count how often attention runs, and which tensors are alive between forward and backward.",
+    "A Function whose forward saves x alone. In backward: x without its graph, the random state of "
+    "then, the same forward with gradients enabled, and torch.autograd.backward of its result.",
+)
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train a step under FSDP without recomputation, with PyTorch's, and with the student's; the
+    student's also without dropout. Return gradients, attention forwards, all-gathers, peak."""
+    share = share_of(batch_of(seed), rank, size)
+    process = Process(rank, size, rank, size, torch.device("cpu"))
+    parallel = ParallelConfig(dp="fsdp", shard=size, dtype=torch.float64)
+    world = with_mesh(process, parallel)
+
+    def step(wrap: Callable, dropout: float) -> dict:
+        with torch.device("meta"):
+            model = Llama(CONFIG)
+        runner = parallelize(model, world, lambda m: m.init_weights(seed, assign_shard))
+        for block in model.layers.values():
+            block.forward = wrap(partial(with_dropout, block.forward, dropout))
+            check_returned(block.forward, Callable, "a function")
+        torch.manual_seed(seed)
+        with Live(model.parameters()) as live, Counted(world) as counted:
+            runner(*share.inputs).backward()
+        gradients = {
+            name: None if p.grad is None else p.grad.full_tensor()
+            for name, p in model.named_parameters()
+        }
+        gathers, _ = counted.sent["shard", "all-gather"]
+        return {
+            "random state": torch.get_rng_state(),
+            "gradients": gradients,
+            "attentions": counted.attentions,
+            "gathers": gathers,
+            "peak": live.peak,
+        }
+
+    found = {"plain": step(unchanged, 0.2)}
+    found["torch"] = step(lambda forward: partial(checkpoint_of, forward), 0.2)
+    with barred(*BARRED):
+        recompute = load_function(path, FUNCTION)
+        found["yours"] = step(recompute, 0.2)
+        theirs, ours = found["plain"]["gradients"], found["yours"]["gradients"]
+        differs = torch.tensor(float(not all(same(ours[name], theirs[name]) for name in theirs)))
+        dist.all_reduce(differs)
+        if differs:  # does it without dropout, too?
+            found["yours without dropout"] = step(recompute, 0.0)
+            found["plain without dropout"] = step(unchanged, 0.0)
+    return found
+
+
+def unchanged(forward: Callable) -> Callable:
+    return forward
+
+
+def checkpoint_of(forward: Callable, *inputs) -> Tensor:
+    return checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def with_dropout(forward: Callable, dropout: float, *inputs) -> Tensor:
+    return F.dropout(forward(*inputs), dropout)
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    yours, plain = ([r[name] for r in results] for name in ("yours", "plain"))
+    missing = [name for name, g in yours[0]["gradients"].items() if g is None]
+    if missing:
+        yield Property(
+            "gradients",
+            f"{missing[0]} has none",
+            False,
+            "Here no gradient reaches the parameters: torch.autograd.grad returns those of what it "
+            "is asked for, torch.autograd.backward adds to all.",
+        )
+        return
+    mistakes = {}
+    if "yours without dropout" in results[0]:
+        without = [r["yours without dropout"]["gradients"] for r in results]
+        expected = [r["plain without dropout"]["gradients"] for r in results]
+        if all(same(f[name], e[name]) for f, e in zip(without, expected) for name in e):
+            mistakes = {
+                "Without dropout they are equal. So dropout drops others in backward than in "
+                "forward: begin both with the same random state.": [r["gradients"] for r in yours]
+            }
+    yield compare_tensors(
+        "gradients",
+        [r["gradients"] for r in yours],
+        [r["gradients"] for r in plain],
+        mistakes,
+        "those without recomputation",
+    )
+    L = CONFIG.n_layers
+    times = yours[0]["attentions"] // L
+    sentences = {
+        1: "Attention runs once a layer, so nothing is recomputed, and everything is saved.",
+        3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
+    }
+    text = f"{plural(times, 'time')} a layer"
+    yield Property("attention runs", text, times == 2, sentences.get(times, ""))
+    gathers, wanted = yours[0]["gathers"], plain[0]["gathers"]
+    yield Property(
+        "all-gathers",
+        f"{gathers}; FSDP has {wanted} without recomputation",
+        gathers == wanted,
+        "Backward gathers a block's weights anyway: recompute within the block, not around FSDP.",
+    )
+    states = [r["random state"] for r in (yours[0], plain[0])]
+    yield Property(
+        "random state",
+        "after backward that of a step without recomputation",
+        torch.equal(*states),
+        "Backward leaves the generator where forward was: what is drawn next is drawn twice.",
+    )
+    peak, bound = yours[0]["peak"], round(1.05 * results[0]["torch"]["peak"])
+    text = f"{peak:,} bytes at most; {plain[0]['peak']:,} without recomputation"
+    yield Property(
+        "live memory", text, peak <= bound, f"Saving x alone takes {bound:,} bytes at most."
+    )
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(flags="--checkpointing full")
+
+
+def install(student: Callable) -> None:
+    recompute.recompute = lambda forward, selective: student(forward)

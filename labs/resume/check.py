@@ -1,0 +1,328 @@
+"""The check of labs/resume.
+
+The ranks of `on_rank` train and save, and resume in the same processes. Then `properties` starts
+ranks again and again, each time to go on, and kills one of them in the middle of a save.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labs.machinery.crashes import WRITES, Watched, write
+from labs.machinery.lab import Property, barred, check_returned, load_function, unexpected
+from labs.machinery.ranks import Ended, run_ranks
+
+FUNCTION = "checkpointing"
+ABOUT = "`save` and `resume`, for ranks that are killed"
+NEEDS = "`barrier`, random state, `os.rename`"
+POINT = "a complete checkpoint at any instant, nothing forgotten"
+LEADS_TO = "checkpoint.py", "Saver"
+SIZES = 2, 3
+BARRED = (
+    "checkpoint.Saver",
+    "checkpoint.resume",
+    "torch.distributed.checkpoint.save",
+    "torch.distributed.checkpoint.load",
+)
+HINTS = (
+    "Look at the head of checkpoint.py: under which name does a save write, and when does a "
+    "checkpoint get its own?",
+    "List what the next step depends on: what does a rank hold, and what does it draw? Then go "
+    "through your save line by line: what is on disk if a rank is killed before this line?",
+    "save: rank 0 makes a new directory; barrier; each rank writes its file; barrier; rank 0 "
+    "renames the directory, and removes older ones. resume: the newest directory of that name.",
+)
+HALF = (
+    "A file that was half written is taken for a checkpoint: write under another name, and rename "
+    "when all ranks have written."
+)
+EARLY = (
+    "A directory is used before it is there, or renamed before all ranks have written: a barrier "
+    "lets ranks wait for each other."
+)
+THERE = "It is there already: another rank has made it, or a run that was killed."
+ERRORS = {
+    "PytorchStreamReader": HALF,
+    "Parent directory": EARLY,
+    "No such file": EARLY,
+    "File exists": THERE,
+    "Directory not empty": "A directory cannot be renamed to one that has files. Is the name new, "
+    "and did resume take the newest? Names are compared as strings: step-10 before step-5.",
+}
+NOT_PUT_BACK = {
+    "weights": "The weights were not put back: they are those of the start.",
+    "moments": "AdamW's moments were not put back: it goes on like a new AdamW.",
+    "count": "AdamW's step count was not put back: it divides by 1 - beta ** count.",
+    "order": "The data start over: a rank sees the sequences of step 1 again, since `order` was "
+    "not put back.",
+    "dropout": "The generator of dropout was not put back: other features are dropped than in the "
+    "run that went through.",
+}
+STEPS, EVERY = 60, 5  # of a run, and between two saves
+FIRST = 30  # steps before the first resume
+KILLS = 5
+SCRATCH = tempfile.TemporaryDirectory()  # removed at the end, also if ranks are killed
+
+
+def new_directory() -> Path:
+    return Path(tempfile.mkdtemp(dir=SCRATCH.name)).resolve()
+
+
+# ------------------------------------------------------------------------------------ a small run
+
+
+class Training:
+    """A rank's shard of a model, its AdamW and its data. All ranks clip by their common norm."""
+
+    def __init__(self, seed: int, rank: int):
+        torch.manual_seed(100 * seed + rank)
+        layers = nn.Linear(5, 13), nn.Tanh(), nn.Dropout(0.2), nn.Linear(13, 1)
+        self.model = nn.Sequential(*layers).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.order = torch.Generator().manual_seed(100 * seed + rank)
+
+    def start(self, checkpointing: Callable, directory: Path) -> tuple[Callable, Callable]:
+        functions = checkpointing(directory, self.model, self.optimizer, self.order)
+        check_returned(functions, (Callable, Callable), "two functions: save and resume")
+        return functions
+
+    def step(self) -> float:
+        """Train a step, and return the sum of the losses of all ranks."""
+        self.optimizer.zero_grad()
+        x = torch.randn(4, 5, dtype=torch.float64, generator=self.order)
+        loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        own = torch.stack([loss.detach(), sum(g.square().sum() for g in gradients)])
+        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, own)
+        loss, squared_norm = sum(of_ranks)
+        for gradient in gradients:
+            gradient /= max(1.0, squared_norm.sqrt())
+        self.optimizer.step()
+        return loss.item()
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each thing that the next steps depend on."""
+        moments = self.optimizer.state_dict()["state"].values()
+        tensors = {
+            "weights": [parameter.detach() for parameter in self.model.parameters()],
+            "moments": [state[name] for state in moments for name in ("exp_avg", "exp_avg_sq")],
+            "count": [state["step"] for state in moments],
+            "order": [self.order.get_state()],
+            "dropout": [torch.get_rng_state()],
+        }
+        contents = {name: b"".join(t.numpy().tobytes() for t in ts) for name, ts in tensors.items()}
+        return {name: hashlib.sha256(c).hexdigest()[:16] for name, c in contents.items()}
+
+
+def not_put_back(found: list[dict], step: int, histories: list[list[dict]]) -> str:
+    """Return what is wrong with the first thing that a rank has not as it was after `step`; "" if
+    it has all. `found` and `histories` hold digests, of each rank, and there after each step."""
+    for rank, digests in enumerate(found):
+        for name, digest in digests.items():
+            if digest == histories[rank][step][name]:
+                continue
+            if name == "count" or digest == histories[rank][0][name]:
+                return NOT_PUT_BACK[name]
+            for other, history in enumerate(histories):
+                if other != rank and digest in [after[name] for after in history]:
+                    return f"Rank {rank} was given the {name} of rank {other}."
+            return f"On rank {rank} this is not as it was after step {step}: {name}."
+    return ""
+
+
+# -------------------------------------------------------------------------------- what ranks do
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Train without saving; train and save; resume and go on. Return losses and digests, and what
+    a save changes on disk."""
+    training = Training(seed, rank)
+    history, losses = [training.digests()], []
+    for _ in range(STEPS):
+        losses.append(training.step())
+        history.append(training.digests())
+    found = {"path": path, "history": history, "losses": losses, "disk": []}
+    shared = [new_directory() if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    (directory,), training = shared, Training(seed, rank)
+    watched = Watched(directory)
+    with barred(*BARRED):
+        checkpointing = load_function(path, FUNCTION)
+        save, resume = training.start(checkpointing, directory)
+        found["nothing"] = step_of(resume)
+        for step in range(1, FIRST + 1):
+            training.step()
+            if step % EVERY == 0:
+                watched.begin()
+                save(step)
+                watched.end()
+                dist.barrier()
+                files = [file for file in directory.rglob("*") if file.is_file()]
+                found["disk"].append(sum(file.stat().st_size for file in files))
+                dist.barrier()
+        found["changes"] = of_ranks = [None] * size
+        dist.all_gather_object(of_ranks, watched.changes)
+        if not written_twice(of_ranks):
+            training = Training(seed, rank)
+            _, resume = training.start(checkpointing, directory)
+            found |= {"done": step_of(resume), "digests": training.digests()}
+            found["after"] = [training.step() for _ in range(FIRST, STEPS)]
+    return found
+
+
+def step_of(resume: Callable) -> int:
+    step = resume()
+    check_returned(step, int, "a step from resume, an int")
+    return step
+
+
+def written_twice(changes: list[list[str]]) -> list[str]:
+    """Return the files that several ranks write."""
+    written = [{change.split()[1] for change in of_rank if change.startswith(WRITES)}
+               for of_rank in changes]  # fmt: skip
+    return sorted(name for name in set.union(*written) if sum(name in w for w in written) > 1)
+
+
+class Instant(NamedTuple):
+    """When to kill: at the change with this number in a save of this rank."""
+
+    rank: int
+    change: int
+
+
+def instants(changes: list[list[str]], seed: int) -> list[Instant]:
+    """Return when to kill: just after a rename, as the last rank writes, as the first one writes,
+    and others, drawn."""
+    every = [Instant(rank, i) for rank, c in enumerate(changes) for i in range(len(c))]
+
+    def those(*what: str) -> list[Instant]:
+        return [instant for instant in every
+                if changes[instant.rank][instant.change].startswith(what)]  # fmt: skip
+
+    renames, writes = those("renames"), those(*WRITES)
+    chosen = [Instant(rank, change + 1) for rank, change in renames[-1:]]
+    chosen += dict.fromkeys([*writes[-1:], *(i for i in writes if i.rank == writes[0].rank)])
+    others = [instant for instant in every if instant not in chosen]
+    Random(seed).shuffle(others)
+    return [*chosen, *others][:KILLS]
+
+
+def live(
+    path: Path, seed: int, directory: Path, notes: Path, at: Instant | None, rank: int
+) -> None:
+    """Resume, and train: until a rank is killed in the second save, or else to the last step."""
+    with open(notes / f"{rank}", "w", buffering=1) as file, barred(*BARRED):
+        training, watched = Training(seed, rank), Watched(directory, file)
+        save, resume = training.start(load_function(path, FUNCTION), directory)
+        done = step_of(resume)
+        write(file, "resumed", done, training.digests())
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, done)
+        if of_ranks != [done] * len(of_ranks):
+            return
+        for step in range(done + 1, STEPS + 1):
+            write(file, "loss", step, training.step())
+            if step % EVERY == 0:
+                is_last = at and rank == at.rank and step == done + 2 * EVERY
+                watched.begin(fatal=at.change if is_last else None)
+                save(step)
+                watched.end()
+
+
+# --------------------------------------------------------------------------------- what is checked
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    first = results[0]
+    changes, losses, path = first["changes"], first["losses"], first["path"]
+    histories = [r["history"] for r in results]
+    if twice := written_twice(changes):
+        sentence = "Several ranks write one file, and the last one wins: each needs its own."
+        yield Property("names", f"several ranks write {twice[0]}", False, sentence)
+        return
+    nothing = unexpected([r["nothing"] for r in results], 0)
+    sentence = "Where nothing was saved, resume returns 0."
+    yield Property("first start", f"resume returns {nothing}", nothing == 0, sentence)
+    done = unexpected([r["done"] for r in results], FIRST)
+    mistake = f"resume returned {done} after save({FIRST})."
+    if done == FIRST:
+        mistake = not_put_back([r["digests"] for r in results], FIRST, histories)
+    after, expected = first["after"], losses[FIRST:]
+    equal = sum(loss == other for loss, other in zip(after, expected))
+    text = f"{equal} of {len(after)} after a resume equal those of a run that went through"
+    yield Property("loss", text, after == expected and not mistake, mistake)
+    one, *_, all_saves = first["disk"]
+    yield Property(
+        "on disk",
+        f"{all_saves:,} bytes after save({FIRST}), {one:,} after save({EVERY})",
+        all_saves < 1.5 * one,
+        "Old checkpoints fill the disk: remove them.",
+    )
+    directory, saved, last_kill = new_directory(), 0, ""
+    if not (kills := instants(changes, seed)):
+        sentence = "The check has to see your files as they are written: by torch.save or open."
+        yield Property("killed", "no rank", False, sentence)
+    for at in [*kills, None]:
+        notes = new_directory()
+        ended = run_ranks(partial(live, path, seed, directory, notes, at), size, path)
+        of_ranks = [[json.loads(line) for line in (notes / f"{rank}").read_text().splitlines()]
+                    for rank in range(size)]  # fmt: skip
+        mistake = mistake_of(ended, of_ranks, saved, last_kill, histories, losses)
+        if mistake or last_kill:
+            goes_on = "" if mistake else f"; goes on from {of_ranks[0][0][1]}"
+            yield Property("killed", (last_kill or "no rank yet") + goes_on, not mistake, mistake)
+        if at:
+            (_, step, _), (_, change) = of_ranks[at.rank][-2:]
+            saved, last_kill = step - EVERY, f"as rank {at.rank} {change} in step {step}"
+
+
+def mistake_of(
+    ended: Ended,
+    notes: list[list],
+    saved: int,
+    last_kill: str,
+    histories: list[list[dict]],
+    losses: list[float],
+) -> str:
+    """Return what went wrong after the last kill, by the ranks' notes; "" if nothing did. `saved`
+    is the last step that was saved on all ranks before it."""
+    starts = [of_rank[0] for of_rank in notes if of_rank]
+    killed = any(of_rank[-1][0] == "killed" for of_rank in notes if of_rank)
+    if not killed and ended.hangs:
+        return "Ranks wait for each other, after a run that was killed."
+    if not killed and (error := ended.error):
+        known = [text for part, text in ERRORS.items() if part in error.message]
+        if len(starts) < len(notes) and any(word in last_kill for word in WRITES):
+            known.append(HALF)
+        sentence = known[0] if known else ""
+        where = f" in line {error.line}" if error.line else ""
+        return f"{sentence} Rank {error.rank} failed{where}: {error.kind}: {error.message}"
+    dones = [done for _, done, _ in starts]
+    if len(set(dones)) > 1:
+        return (
+            f"Ranks go on from different steps, {dones}: a checkpoint is complete when the files "
+            f"of all ranks are."
+        )
+    if dones[0] < saved:
+        return (
+            f"It goes on from {dones[0]}, though step {saved} was saved. The old checkpoint was "
+            f"removed before the new one was complete."
+        )
+    if mistake := not_put_back([digests for *_, digests in starts], dones[0], histories):
+        return mistake
+    found = [note[1:] for of_rank in notes for note in of_rank if note[0] == "loss"]
+    if all(loss == losses[step - 1] for step, loss in found):
+        return ""
+    return "The losses are others than in a run that went through."

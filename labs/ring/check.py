@@ -1,0 +1,270 @@
+"""The check of labs/ring."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labs.machinery.lab import (
+    Property,
+    barred,
+    check_returned,
+    compare_tensors,
+    load_function,
+    plural,
+    same,
+)
+from labs.machinery.training import Run, after_backward, replace_ddp
+from model import Llama
+from parallel import World
+from perf.instruments import Counted
+
+FUNCTION = "ring_all_reduce"
+ABOUT = "an all-reduce, by sends and receives"
+NEEDS = "`isend`, `recv`, modulo"
+POINT = "the same sum, or all of it over one link"
+LEADS_TO = "costs/seconds.py", "collective_time"
+SIZES = 2, 3, 4
+COLLECTIVES = """
+all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
+reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
+""".split()
+BARRED = [f"torch.distributed.{name}" for name in COLLECTIVES]
+HINTS = (
+    "Look up isend: when may the tensor that is sent be changed? Then draw three ranks in a ring, "
+    "and each rank's tensor in three chunks.",
+    "Count the steps after which one chunk has visited every rank. Which chunk does a rank send in "
+    "a step, if it sends what has just arrived, and which one arrives?",
+    "A loop over the steps of two rounds: start to send one chunk, receive another into a tensor "
+    "of its own, wait. In the first round add what arrived, in the second copy it.",
+)
+LEFT_OVER = (
+    "The number of ranks does not divide the number of elements: sum those that are left over "
+    "after chunks of equal size, too."
+)
+ERRORS = {
+    "index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always returns "
+    "n, and some may be empty.",
+    "is invalid for input of size": LEFT_OVER,
+    "must match the size of tensor": "Chunks may differ in size: what arrives has the size of the "
+    "chunk that the neighbour sends.",
+    "Pair is not connected": "A rank cannot send to itself, nor receive from itself.",
+}
+SHAPES = (13,), (4, 6), (1,), (7, 143)  # 2, 3 and 4 ranks divide only the second
+MESSAGES = []  # of this rank. They live as long as its process, until all ranks have theirs
+
+
+def tensor_of(shape: tuple[int, ...], seed: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------- messages under way
+
+
+class Operation(NamedTuple):
+    """In place of dist.P2POp, which takes only the original isend and irecv."""
+
+    op: Callable
+    tensor: Tensor
+    peer: int
+
+
+class Message:
+    """What isend and irecv return.
+
+    It notes whether a tensor was changed while it was sent. A tensor that is received has NaN
+    until it was waited for, however early the message came."""
+
+    def __init__(self, call: Callable, is_sent: bool, tensor: Tensor, *args, **kwargs):
+        self.tensor, self.content, self.is_sent = tensor, tensor.clone(), is_sent
+        self.waited_for = self.changed = False
+        self.work = call(tensor if is_sent else self.content, *args, **kwargs)
+        if not is_sent:
+            tensor.fill_(torch.nan)
+
+    def wait(self, *args) -> None:
+        if self.is_sent and not self.waited_for:
+            self.changed |= not torch.allclose(self.tensor, self.content, 0, 0, equal_nan=True)
+        self.work.wait(*args)
+        if not self.is_sent and not self.waited_for:
+            self.tensor.copy_(self.content)
+        self.waited_for = True
+
+    def is_sending(self, tensor: Tensor) -> bool:
+        """Return whether it may still read memory of a tensor."""
+        ours, theirs = (range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (self.tensor, tensor))
+        overlap = ours.start < theirs.stop and theirs.start < ours.stop
+        return self.is_sent and not self.waited_for and overlap
+
+
+def noted_messages() -> contextlib.AbstractContextManager:
+    """Return a context within which MESSAGES gets what isend and irecv return."""
+
+    def noting(call: Callable, is_sent: bool) -> Callable:
+        def start(tensor: Tensor, *args, **kwargs) -> Message:
+            for message in () if is_sent else MESSAGES:
+                message.changed |= message.is_sending(tensor)
+            MESSAGES.append(Message(call, is_sent, tensor, *args, **kwargs))
+            return MESSAGES[-1]
+
+        return start
+
+    return mock.patch.multiple(
+        dist,
+        isend=noting(dist.isend, True),
+        irecv=noting(dist.irecv, False),
+        P2POp=Operation,
+        batch_isend_irecv=lambda operations: [op(*rest) for op, *rest in operations],
+    )
+
+
+# ------------------------------------------------------------------------------ the check
+
+
+def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+    """Sum tensors of several shapes. Return the sums, what was sent, and how it was waited for."""
+    sums, sent = [], []
+    with barred(*BARRED), noted_messages():
+        ring_all_reduce = load_function(path, FUNCTION)
+        for shape in SHAPES:
+            with Counted(None) as counted:
+                total = ring_all_reduce(tensor_of(shape, seed, rank))
+            check_returned(total, Tensor, "the sum, a tensor")
+            sums.append(total.clone())
+            sent.append({name: nbytes for (_, name), (_, nbytes) in counted.sent.items()})
+    return {
+        "sums": sums,
+        "sent": sent,
+        "messages": len(MESSAGES),
+        "waited for": sum(message.waited_for for message in MESSAGES),
+        "changed": sum(message.changed for message in MESSAGES),
+    }
+
+
+def added_twice(tensors: list[Tensor]) -> list[Tensor]:
+    """Return what each rank gets if finished chunks are added, too, instead of copied."""
+    size = len(tensors)
+    of_ranks = [tensor.flatten().clone() for tensor in tensors]
+    chunks = [tensor.tensor_split(size) for tensor in of_ranks]
+    for step in range(2 * (size - 1)):
+        sent = [chunks[rank][(rank - step) % size].clone() for rank in range(size)]
+        for rank in range(size):
+            chunks[rank][(rank - step - 1) % size].add_(sent[rank - 1])
+    return [tensor.view_as(tensors[0]) for tensor in of_ranks]
+
+
+def recognized(found: list[Tensor], expected: Tensor) -> str:
+    """Return the sentence for a sum of which only some elements are right."""
+    size, count = len(found), expected.numel()
+    if any(tensor.isnan().any() for tensor in found):
+        return "A tensor was used before it had arrived: wait for irecv first."
+    even = count // size * size
+    if all(same(tensor.flatten()[:even], expected.flatten()[:even]) for tensor in found):
+        return LEFT_OVER * (even < count)
+    if all(tensor.shape == expected.shape for tensor in found):
+        right = sum((tensor - expected).abs() < 1e-9 for tensor in found)
+        if (right == 1).all():
+            return (
+                "Each element is right on one rank only. That is the first half: now each rank has "
+                "to get the finished chunks of the others."
+            )
+    return "Follow one chunk around the ring, on paper: which rank has it after which step?"
+
+
+def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+    """Yield what is checked, in order, with what known mistakes would give."""
+    messages, waited, changed = (
+        sum(r[key] for r in results) for key in ("messages", "waited for", "changed")
+    )
+    yield Property(
+        "waited for",
+        f"{waited} of {messages} asynchronous sends and receives",
+        waited == messages,
+        f"{plural(messages - waited, 'message')} {'was' if messages - waited == 1 else 'were'} not "
+        "waited for: the function may return before that, and the caller may change the tensor.",
+    )
+    yield Property(
+        "untouched",
+        f"{plural(changed, 'tensor')} changed while being sent",
+        not changed,
+        "A tensor was changed while it was being sent, so the neighbour gets the old content or "
+        "the new. Receive into a tensor of its own, and wait before you write to what was sent.",
+    )
+    inputs = {f"sum of {'x'.join(map(str, shape))}": shape for shape in SHAPES}
+    of_ranks = [{name: tensor_of(shape, seed, rank) for name, shape in inputs.items()}
+                for rank in range(size)]  # fmt: skip
+    total = {name: sum(tensors[name] for tensors in of_ranks) for name in inputs}
+    found = [dict(zip(inputs, r["sums"])) for r in results]
+    divided = next(name for name, shape in inputs.items() if shape == (4, 6))
+    wrong = next((name for name in inputs
+                  if not all(same(f[name], total[name]) for f in found)), divided)  # fmt: skip
+    yield compare_tensors(
+        "output",
+        found,
+        [total] * size,
+        {
+            "No rank has anything of the others.": of_ranks,
+            "This is the average over the ranks: the sum is wanted.": [
+                {name: tensor / size for name, tensor in total.items()}
+            ]
+            * size,
+            "In the second round, a finished chunk has to replace what a rank has: it is the sum "
+            "already.": [
+                {divided: tensor}
+                for tensor in added_twice([tensors[divided] for tensors in of_ranks])
+            ],
+        },
+        "the sums of tensors of 1 to 1,001 elements",
+        recognized([f[wrong] for f in found], total[wrong]),
+    )
+    for shape, of_shape in zip(SHAPES, zip(*(r["sent"] for r in results))):
+        count = torch.Size(shape).numel()
+        limit = 2 * (size - 1) * -(-count // size) * 8
+        sent = [of_rank.get("send", 0) for of_rank in of_shape]
+        mistake = ""
+        if sent == [(size - 1) * count * 8] + [count * 8] * (size - 1):
+            mistake = (
+                f"All of the sum goes through rank 0: it sends {sent[0]:,} bytes where the others "
+                f"send {sent[1]:,}, and their links are idle meanwhile."
+            )
+        elif min(sent) == max(sent) == (size - 1) * count * 8:
+            mistake = (
+                "Every rank sends whole tensors. Cut the tensor into as many chunks as there are "
+                "ranks, and let each step pass on one chunk."
+            )
+        line = Property(
+            "bytes sent",
+            f"{max(sent):,} by a rank; {limit:,} are enough for {count:,} elements",
+            max(sent) <= limit,
+            mistake,
+        )
+        if not line.ok:
+            break
+    yield line
+    others = sorted({name for r in results for sent in r["sent"] for name in sent} - {"send"})
+    yield Property("nothing else", ", ".join(others) or "is sent", not others)
+
+
+# ----------------------------------------------------------------- in training
+
+RUN = Run(3, "--microbatch 4")
+
+
+def install(ring_all_reduce: Callable) -> None:
+    """Average gradients as --dp ddp, after the last backward of a step."""
+
+    def apply(model: Llama, world: World) -> Llama:
+        def finish() -> None:
+            for parameter in model.parameters():
+                parameter.grad = ring_all_reduce(parameter.grad) / world.size
+
+        after_backward(finish)
+        return model
+
+    replace_ddp(apply)
