@@ -259,6 +259,13 @@ def sums(tmp_path_factory) -> Path:
     return path
 
 
+def in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
+    """Return what a command of labs/ prints in another copy of the project."""
+    result = launch(copy / "labs" / script, *args, **options)
+    assert result.codes == [code], result.out + result.err
+    return result.out + result.err
+
+
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """The project with labs of its own, in which nobody has done anything."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import clinic
 import pytest
-from conftest import ROOT, launch, refused
-from test_labs import in_copy
+from conftest import ROOT, in_copy, launch, refused
 
 from plumbing.processes import UserError
 

@@ -1,6 +1,5 @@
-"""labs/clock.py: times against some worked out by hand, and against costs/seconds.py."""
+"""labs/machinery/clock.py: times against some worked out by hand, and against costs/seconds.py."""
 
-import importlib.util
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -8,20 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costs.machines import assumed_machine
 from costs.seconds import collective_time, compute_time
+from labs.machinery.clock import COLLECTIVES, Clock
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
-
-# By its path: labs/lora.py is not lora.py, so labs/ is not to be where modules are looked for.
-spec = importlib.util.spec_from_file_location("clock", ROOT / "labs/clock.py")
-clock_module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(clock_module)
-Clock = clock_module.Clock
 
 RANKS = 16
 MACHINE = replace(assumed_machine("h100", "25gbit", 8), peak=1e12, matmul_fraction=0.5)
@@ -116,7 +109,7 @@ def test_each_collective_takes_what_the_roofline_says(name, collective, argument
         assert clock.now == 0
         work.wait()
     assert clock.now == collective_time(collective, 4e7, "replicate", MESH, MACHINE)
-    assert {name for name, *_ in CALLS} == clock_module.COLLECTIVES.keys()
+    assert {name for name, *_ in CALLS} == COLLECTIVES.keys()
 
 
 def test_a_model_takes_as_long_as_its_products():

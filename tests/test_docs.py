@@ -127,7 +127,7 @@ def slurm_script() -> str:
 
 
 def test_links_and_pictures_exist():
-    for page in (*PAGES, ROOT / "labs/README.md", *(ROOT / "docs/labs").glob("*.md")):
+    for page in (*PAGES, ROOT / "labs/README.md", *(ROOT / "labs").glob("*/README.md")):
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
             path, _, heading = target.partition("#")
             linked = page.parent / path if path else page

@@ -15,13 +15,15 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-import run
-from conftest import ENVIRONMENT, ROOT, Forks, launch, refused
+from conftest import ENVIRONMENT, ROOT, Forks, in_copy, launch, refused
 
-LABS, PAGES = ROOT / "labs", ROOT / "docs/labs"
-ANSWERS = {path.stem: path.read_text() for path in sorted((LABS / "answers").glob("*.py"))}
-WRONG = [(name, wrong) for name in ANSWERS
-         for wrong in runpy.run_path(str(LABS / "answers" / f"{name}.py"))["WRONG"]]  # fmt: skip
+from labs import run
+
+LABS = ROOT / "labs"
+NAMES = run.NAMES
+ANSWERS = {name: (LABS / name / "answer.py").read_text() for name in NAMES}
+WRONG = [(name, wrong) for name in NAMES
+         for wrong in runpy.run_path(str(LABS / name / "answer.py"))["WRONG"]]  # fmt: skip
 
 
 def lab(*args, code: int = 0, **options) -> str:
@@ -32,7 +34,7 @@ def lab(*args, code: int = 0, **options) -> str:
 
 
 def check_module(name: str) -> ModuleType:
-    return importlib.import_module(f"checks.{name}")
+    return importlib.import_module(f"labs.{name}.check")
 
 
 def student_file(name: str, directory: Path, change: dict[str, str] | None = None) -> Path:
@@ -46,18 +48,11 @@ def student_file(name: str, directory: Path, change: dict[str, str] | None = Non
     return path
 
 
-def in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
-    """Return what a command prints in another copy of the project."""
-    result = launch(copy / "labs" / script, *args, **options)
-    assert result.codes == [code], result.out + result.err
-    return result.out + result.err
-
-
 @pytest.mark.parametrize("name", ANSWERS)
 def test_starters_are_the_solutions_without_the_marked_part(name):
     before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", ANSWERS[name], flags=re.MULTILINE)
     lines = len(gap.splitlines())
-    starter = (LABS / f"{name}.py").read_text()
+    starter = run.starter_of(name)
     assert starter == f'{before}    raise NotImplementedError("about {lines} lines")\n'
     assert 5 <= lines <= 40
 
@@ -76,55 +71,47 @@ def test_each_lab_has_hints_and_leads_into_the_code(name):
     file, function = module.LEADS_TO
     names = {node.name: node for node in ast.parse((ROOT / file).read_text()).body
              if isinstance(node, ast.FunctionDef | ast.ClassDef)}  # fmt: skip
-    assert f"labs/{name}.py" in ast.get_docstring(names[function])
+    assert f"labs/{name}" in ast.get_docstring(names[function])
 
 
-def test_each_lab_has_a_short_page_with_a_picture():
-    assert {path.stem for path in PAGES.glob("*.md")} == set(ANSWERS)
-    for name in ANSWERS:
-        page = (PAGES / f"{name}.md").read_text()
-        assert f"({name}.svg)" in page and 100 < len(page.split()) < 330
-        ElementTree.parse(PAGES / f"{name}.svg")
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_lab_has_a_short_page_with_a_picture(name):
+    page = (LABS / name / "README.md").read_text()
+    assert "(picture.svg)" in page and 100 < len(page.split()) < 330
+    ElementTree.parse(LABS / name / "picture.svg")
 
 
-def test_the_page_names_each_lab_command_and_length():
+def test_the_page_has_the_rows_of_the_checks_and_known_commands():
     page = (LABS / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (\w+) \| (\d+) \|", page, re.MULTILINE))
-    questions = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.py\) \| ([^|]+) \|", page, re.MULTILINE))
-    assert list(rows) == list(questions) == run.NAMES
-    for name in ANSWERS:
-        assert f"| [{name}]({name}.py) |" in page
-        assert f'"about {rows[name]} lines"' in (LABS / f"{name}.py").read_text()
+    tables = runpy.run_path(str(ROOT / "docs/map.py"))["tables"]
+    assert page == tables(page), "python docs/map.py writes them anew"
+    assert set(re.findall(r"^\| \[(\w+)\]", page, re.MULTILINE)) == set(NAMES)
     commands = set(re.findall(r"`?python labs/run.py (\w+)|^`(\w+)`", page))
-    known = re.findall(r'^    "(\w+)": \w+,$', (LABS / "run.py").read_text(), re.MULTILINE)
-    assert {one or other for one, other in commands} <= set(known)
+    assert {one or other for one, other in commands} <= run.COMMANDS.keys()
 
 
 def test_commands(copy):
-    name, first, second = "mean", *run.NAMES[:2]
-    assert f"next: read labs/{first}.py" in in_copy(copy)
-    in_copy(copy, "check", name, code=1)
+    name, (first, second, *_) = "mean", NAMES
+    assert f"next: python labs/run.py check {first}, " in in_copy(copy)
+    assert "not written yet" in in_copy(copy, "check", name, code=1)  # writes the starter
+    file = copy / f"labs/work/{name}.py"
+    starter = run.starter_of(name)
+    assert file.read_text() == starter
     hints = [in_copy(copy, "hint", name) for _ in range(4)]
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
     assert ["This was the last hint" in hint for hint in hints] == [False, False, True, True]
     in_copy(copy, "why", name, code=2)
     assert "# >>>" in in_copy(copy, "why", name, "--give-up")
-    starter = (LABS / f"{name}.py").read_text()
-    solved = student_file(name, copy / "labs").read_text()
+    solved = student_file(name, copy / "labs/work").read_text()
     assert "passed on 2 ranks" in in_copy(copy, "check", name, "--ranks", 2)
     assert "mean" == second and "Whose mean is it?" in in_copy(copy)
     assert "passed. The project's own is `update` in train.py" in in_copy(copy, "check", name)
     assert re.search(r"^mean .* passed$", in_copy(copy), re.MULTILINE)
     shown = in_copy(copy, "why", name)
     assert "# Why: " in shown and "Wrong: mean of means" in shown and "WRONG" not in shown
-    assert json.loads((copy / "labs/.state").read_text())["hints"] == {name: 3}
+    assert json.loads((copy / "labs/work/.state").read_text())["hints"] == {name: 3}
     in_copy(copy, "reset", name)
-    assert (copy / f"labs/{name}.py").read_text() == starter
-    assert (copy / f"labs/{name}.py.1").read_text() == solved
-    (copy / f"labs/{name}.py").unlink()
-    assert f"python labs/run.py reset {name}" in in_copy(copy, "check", name, code=2)
-    in_copy(copy, "reset", name)
-    assert (copy / f"labs/{name}.py").read_text() == starter
+    assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
 @pytest.mark.parametrize(
@@ -170,7 +157,7 @@ def test_watch_checks_again_after_a_change(copy):
         lines = iter(watch.stdout.readline, "")
         assert any("not written yet" in line for line in lines)
         assert any("waiting for a change" in line for line in lines)
-        student_file("mean", copy / "labs")
+        student_file("mean", copy / "labs/work")
         assert any("passed." in line for line in lines)
     finally:
         watch.kill()
@@ -182,14 +169,14 @@ def test_released_copies_have_no_solutions(tmp_path):
         pytest.skip("needs a clone")
     copy = tmp_path / "class"
     assert "no solutions" in lab("release", copy)
-    assert not any("# >>>" in path.read_text() for path in copy.glob("labs/**/*.py")
-                   if path.name not in ("run.py", "grading.py"))  # fmt: skip
+    solved = [path for path in copy.rglob("*.py") if "dist.all_reduce(totals)" in path.read_text()]
+    assert solved == [] and not list(copy.rglob("answer.py"))
     assert "ask your teacher" in in_copy(copy, "why", "mean", "--give-up", code=2)
-    starter = (copy / "labs/mean.py").read_text()
-    student_file("mean", copy / "labs")
+    (copy / "labs/work").mkdir()
+    student_file("mean", copy / "labs/work")
     assert "passed on 2 ranks" in in_copy(copy, "check", "mean", "--ranks", 2)
     in_copy(copy, "reset", "mean")
-    assert (copy / "labs/mean.py").read_text() == starter == (LABS / "mean.py").read_text()
+    assert (copy / "labs/work/mean.py").read_text() == run.starter_of("mean")
 
 
 @pytest.mark.slow

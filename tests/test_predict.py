@@ -1,9 +1,8 @@
-"""labs/predict.py: what is counted is explained, right guesses score in full, and are recorded."""
+"""Predictions of labs: what is counted is explained, right guesses score, and are recorded."""
 
 import argparse
 import contextlib
 import functools
-import importlib
 import io
 import json
 import math
@@ -16,25 +15,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from types import ModuleType
 
 import pytest
 from conftest import ROOT, launch, refused, succeed
 
 from costs.memory import predict_memory
 from costs.traffic import predict_traffic, sent_bytes
+from labs.machinery import forms, forms_of_time, predict
 from plumbing.processes import UserError
 
 LABS = ROOT / "labs"
-
-
-def module(name: str) -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(ROOT), *sys.path, str(LABS)])  # labs/lora.py is not lora.py
-        return importlib.import_module(name)
-
-
-forms, forms_of_time, predict = map(module, ("forms", "forms_of_time", "predict"))
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +405,7 @@ def test_wrong_flags(form, given, says):
 
 
 def test_the_command(tmp_path):
-    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns(".predictions"))
+    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns("work"))
     for path in ROOT.iterdir():
         if path.name != "labs":
             (tmp_path / path.name).symlink_to(path)
@@ -424,7 +414,7 @@ def test_the_command(tmp_path):
     out = succeed(*command, "bubble", "--seed", 1, *answers).out
     assert out.index("recorded as") < out.index("score 100%")
     assert "bubble  " in (listed := succeed(*command).out) and "1 first, 100%" in listed
-    assert len((tmp_path / "labs/.predictions").read_text().splitlines()) == 2
+    assert len((tmp_path / "labs/work/.predictions").read_text().splitlines()) == 2
     refused(launch(*command, "bubbles"), "no form 'bubbles'")
     refused(launch(*command, "bubble", "--seed", 1, *answers[:2]), "2 answers are wanted, 1 given")
     refused(launch(*command, "bubble", "--seed", "-1"), "expected an integer of at least 0")

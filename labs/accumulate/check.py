@@ -9,18 +9,16 @@ from torch import Tensor
 import train
 from labs.machinery.lab import (
     Property,
-    barred,
     batch_of,
-    check_returned,
     compare_numbers,
     compare_tensors,
-    load_function,
     share_of,
     small_model,
     summed_gradients,
     unexpected,
     world_of,
 )
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from parallel import World
 from perf.instruments import Counted, Live

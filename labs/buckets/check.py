@@ -15,16 +15,14 @@ from labs.machinery.clock import Clock, Span
 from labs.machinery.lab import (
     CONFIG,
     Property,
-    barred,
     batch_of,
-    check_returned,
     compare_tensors,
-    load_function,
     share_of,
     summed_gradients,
     unexpected,
     world_of,
 )
+from labs.machinery.student import barred, check_returned, load_function
 from model import Llama
 from parallel import ParallelConfig
 from perf.instruments import Counted

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from costs.traffic import Traffic
-from labs.machinery.lab import Property, barred, check_returned, first_rank, load_function
+from labs.machinery.lab import Property, first_rank
+from labs.machinery.student import barred, check_returned, load_function
 from model import LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import Counted, build_on_meta, random_batch

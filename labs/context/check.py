@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import techniques.context_parallel as context_parallel
-from labs.machinery.lab import Property, barred, check_returned, compare_tensors, load_function
+from labs.machinery.lab import Property, compare_tensors
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from perf.instruments import Counted
 from runs import setup

@@ -9,11 +9,8 @@ import torch.distributed as dist
 
 from labs.machinery.lab import (
     Property,
-    barred,
     batch_of,
-    check_returned,
     compare_tensors,
-    load_function,
     plural,
     share_of,
     small_model,
@@ -21,6 +18,7 @@ from labs.machinery.lab import (
     unexpected,
     world_of,
 )
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World

@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 import techniques.float8 as float8
-from labs.machinery.lab import (
-    Property,
-    Values,
-    barred,
-    check_returned,
-    compare_tensors,
-    load_function,
-)
+from labs.machinery.lab import Property, Values, compare_tensors
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from perf.instruments import Counted, Live
 from techniques.float8 import E4M3, E5M2

@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labs.machinery.lab import (
-    Property,
-    barred,
-    check_returned,
-    compare_tensors,
-    load_function,
-    unexpected,
-)
+from labs.machinery.lab import Property, compare_tensors, unexpected
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World

@@ -14,7 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from labs.machinery.lab import Property, check_returned, load_function
+from labs.machinery.lab import Property
+from labs.machinery.student import check_returned, load_function
 
 FUNCTION = "culprit"
 ABOUT = "who is at fault, from the logs of all ranks"

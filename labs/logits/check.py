@@ -10,15 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel
-from labs.machinery.lab import (
-    Property,
-    barred,
-    check_returned,
-    compare_numbers,
-    compare_tensors,
-    load_function,
-    same,
-)
+from labs.machinery.lab import Property, compare_numbers, compare_tensors, same
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
 from perf.instruments import Counted

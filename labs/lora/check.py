@@ -9,17 +9,15 @@ from torch.distributed.tensor import DTensor
 
 from labs.machinery.lab import (
     Property,
-    barred,
     batch_of,
-    check_returned,
     compare_tensors,
-    load_function,
     share_of,
     small_model,
     summed_gradients,
     unexpected,
     world_of,
 )
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, replace_ddp
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama

@@ -284,7 +284,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from labs.machinery.lab import Property, check_returned, compare_tensors, load_function
+from labs.machinery.lab import Property, compare_tensors
+from labs.machinery.student import check_returned, load_function
 
 FUNCTION = "NAME"
 LEADS_TO = "parallel.py", "ddp"

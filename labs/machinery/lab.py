@@ -19,10 +19,8 @@ run.py lists the labs in ORDER.
 """
 
 import contextlib
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -55,58 +53,6 @@ class Property(NamedTuple):
     text: str
     ok: bool
     mistake: str = ""  # the sentence for it, shown if it is not ok
-
-
-class Barred(Exception):
-    """The student used what the lab is to replace."""
-
-
-class Refused:
-    """Stands for what is barred: calling it, or using what belongs to it, raises Barred."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, *args, **kwargs):
-        raise Barred(f"{self.name} is what you are to write")
-
-    def __getattr__(self, attribute: str):
-        self()
-
-
-def load_function(path: Path, name: str) -> Callable:
-    """Return a function of the student's file. Raises AttributeError if it is not there."""
-    spec = importlib.util.spec_from_file_location("student", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise AttributeError(f"{path.name} defines no function {name}")
-    return getattr(module, name)
-
-
-def check_returned(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise TypeError if a student's function did not return this kind of value, named `what`."""
-    values = value if isinstance(kind, tuple) and isinstance(value, tuple) else (value,)
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
-        got = ", ".join(type(v).__name__ for v in values) if value is not None else "None"
-        raise TypeError(f"your function returned {got}, and should return {what}")
-
-
-@contextlib.contextmanager
-def barred(*places: str) -> Iterator[None]:
-    """Within this context, what stands at `places`, as "module.name", raises Barred when used."""
-    originals = []
-    for place in places:
-        path, _, name = place.rpartition(".")
-        module = importlib.import_module(path)
-        originals.append((module, name, getattr(module, name)))
-        setattr(module, name, Refused(name))
-    try:
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
 
 
 def world_of(rank: int, size: int) -> World:

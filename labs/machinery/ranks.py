@@ -7,6 +7,7 @@ and these notes tell where each of them waits.
 """
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -131,6 +132,7 @@ def _be_rank(function: Callable, rank: int, size: int, directory: Path, student:
     notes = os.getppid(), directory, rank, student
     threading.Thread(target=_watch, args=notes, daemon=True).start()
     sys.breakpointhook = _no_breakpoint
+    gc.freeze()  # what is here already is not looked at when tensors are counted
     try:
         torch.set_num_threads(1)
         # The functions that 2.13 calls deprecated are those that 2.11 has, too.

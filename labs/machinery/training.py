@@ -32,7 +32,7 @@ import parallel
 import runs.setup
 import train
 from costs import traffic as cost
-from labs.machinery.lab import load_function
+from labs.machinery.student import read_function
 from model import Llama
 from parallel import World
 from plumbing.processes import UserError, run
@@ -181,7 +181,7 @@ def _main(lab: str, file: str, flags: list[str]) -> None:
     checkpoint.Saver = NothingSaved if lab else checkpoint.Saver
     if file:
         module = check_module(lab)
-        module.install(load_function(Path(file), module.FUNCTION))
+        module.install(read_function(Path(file), module.FUNCTION))
     tunes = lab and check_module(lab).RUN.script == "finetune_lora.py"
     (finetune_lora if tunes else train).main()
 

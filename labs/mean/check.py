@@ -9,12 +9,9 @@ from torch import Tensor
 import train
 from labs.machinery.lab import (
     Property,
-    barred,
     batch_of,
-    check_returned,
     compare_numbers,
     compare_tensors,
-    load_function,
     norm_of,
     plural,
     share_of,
@@ -22,6 +19,7 @@ from labs.machinery.lab import (
     summed_gradients,
     world_of,
 )
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, replace_ddp
 from model import IGNORE
 from parallel import World

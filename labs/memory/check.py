@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from labs.machinery.lab import Property, barred, check_returned, first_rank, load_function
+from labs.machinery.lab import Property, first_rank
+from labs.machinery.student import barred, check_returned, load_function
 from model import LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import Live, build_on_meta, random_batch, state_tensors

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import lora
 import techniques.nf4 as nf4
-from labs.machinery.lab import Property, barred, check_returned, compare_tensors, load_function
+from labs.machinery.lab import Property, compare_tensors
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from perf.instruments import Live
 

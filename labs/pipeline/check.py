@@ -12,17 +12,8 @@ from torch import Tensor
 from costs.machines import assumed_machine
 from costs.seconds import step_time
 from costs.work import Work
-from labs.machinery.lab import (
-    CONFIG,
-    Property,
-    Refused,
-    barred,
-    batch_of,
-    check_returned,
-    compare_tensors,
-    load_function,
-    summed_gradients,
-)
+from labs.machinery.lab import CONFIG, Property, batch_of, compare_tensors, summed_gradients
+from labs.machinery.student import Refused, barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import PRESETS, Llama
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -72,7 +63,7 @@ MISTAKES = {  # part of what check_schedule says -> what it means
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Return the student's lines for each (microbatches, split), and this rank's gradients of a
     step by them."""
-    refused = {name: Refused(name) for name in SCHEDULES}
+    refused = {name: Refused(name, None) for name in SCHEDULES}
     with barred(*BARRED), patch.dict(SCHEDULES, refused):
         schedule = load_function(path, FUNCTION)
         texts = {}

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from labs.machinery.crashes import WRITES, Watched, write
-from labs.machinery.lab import Property, barred, check_returned, load_function, unexpected
+from labs.machinery.lab import Property, unexpected
 from labs.machinery.ranks import Ended, run_ranks
+from labs.machinery.student import barred, check_returned, load_function
 
 FUNCTION = "checkpointing"
 ABOUT = "`save` and `resume`, for ranks that are killed"

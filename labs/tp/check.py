@@ -8,15 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import runs.setup
-from labs.machinery.lab import (
-    Property,
-    barred,
-    check_returned,
-    compare_tensors,
-    load_function,
-    plural,
-    unexpected,
-)
+from labs.machinery.lab import Property, compare_tensors, plural, unexpected
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import Llama
 from parallel import World

@@ -9,15 +9,8 @@ import torch.distributed.optim  # imports more than torch does: here once, and n
 from torch import Tensor, nn
 
 import train
-from labs.machinery.lab import (
-    Property,
-    barred,
-    check_returned,
-    compare_tensors,
-    load_function,
-    plural,
-    unexpected,
-)
+from labs.machinery.lab import Property, compare_tensors, plural, unexpected
+from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, replace_ddp
 from perf.instruments import Counted, Live
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "labs")]
+sys.path.insert(0, str(ROOT))
 
-from guard import run_guarded  # noqa: E402
+from labs.machinery.guard import run_guarded  # noqa: E402
 
 lab, file, longest = sys.argv[1:]
 ((_, result),) = run_guarded([(lab, Path(file).resolve(), 5)], float(longest))

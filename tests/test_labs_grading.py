@@ -3,21 +3,22 @@
 import csv
 import json
 import re
-import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
-import grading
 import pytest
-from conftest import ROOT, launch, refused, succeed
-from grading import seed_of
-from test_labs import ANSWERS, WRONG, check_module, in_copy, lab, student_file
+from conftest import ROOT, in_copy, launch, refused, succeed
+from test_labs import ANSWERS, WRONG, check_module, lab, student_file
+
+from labs import run
+from labs.machinery import grading
+from labs.machinery.grading import seed_of
 
 LABS = ROOT / "labs"
 FIRST = "    totals = torch.stack"  # in the solution of mean
-READS = f"    open({str(LABS / 'answers/mean.py')!r})\n{FIRST}"
+READS = f"    open({str(LABS / 'mean/answer.py')!r})\n{FIRST}"
 NOT_ALLOWED = {
-    "solution": (READS, "read .*/labs/answers/mean.py"),
+    "solution": (READS, "read .*/labs/mean/answer.py"),
     "program": (f"    import subprocess; subprocess.run('ls')\n{FIRST}", "start programs"),
     "network": (
         f"    import socket; socket.create_connection(('127.0.0.1', 9))\n{FIRST}",
@@ -42,7 +43,7 @@ def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
     directory = tmp_path_factory.mktemp("grading")
     submit(directory / "class", "ada", "mean")
     submit(directory / "class", "bob", "mean", PUBLISHED["change"])
-    shutil.copy(LABS / "ddp.py", directory / "class/bob/ddp.py")
+    (directory / "class/bob/ddp.py").write_text(run.starter_of("ddp"))
     (directory / "class/notes.txt").write_text("not a submission")
     (directory / "class/frank").mkdir()
     files = dict(csv=directory / "g.csv", junit=directory / "g.xml")
@@ -147,8 +148,8 @@ def test_long_submissions_are_ended(tmp_path):
         (["grade", str(ROOT), "--junit", str(ROOT)], "cannot be written"),
         (["new"], "new needs a name"),
         (["new", "class"], "'class' is a word or a module of Python already"),
-        (["new", "json"], "'json' is a word or a module"),
-        (["new", "checking"], "'checking' is a word or a module"),
+        (["new", "class"], "'class' is a word of Python"),
+        (["new", "machinery"], "there is a folder labs/machinery"),
         (["reset", "checking"], "no lab 'checking'"),
         (["release", str(ROOT / "out/class")], "is within the project"),
         (["grade", str(ROOT / "docs")], "no submissions in"),
@@ -163,14 +164,13 @@ def test_wrong_commands_are_refused(arguments, says):
 def test_a_new_lab_works(copy):
     """Its starter, its solution, and its wrong answer."""
     out = in_copy(copy, "new", "median")
-    assert "labs/answers/median.py" in out and "labs/checks/median.py" in out
-    in_copy(copy, "reset", "median")
+    assert "labs/median/answer.py" in out and "labs/median/check.py" in out
     assert "not written yet: about 5 lines" in in_copy(copy, "check", "median", code=1)
-    answer = (copy / "labs/answers/median.py").read_text().split("\nWRONG = [")[0]
-    (copy / "labs/median.py").write_text(answer)
+    answer = (copy / "labs/median/answer.py").read_text().split("\nWRONG = [")[0]
+    (copy / "labs/work/median.py").write_text(answer)
     assert "passed. The project's own is" in in_copy(copy, "check", "median")
     wrong = answer.replace("total / dist.get_world_size()", "total")
-    (copy / "labs/median.py").write_text(wrong)
+    (copy / "labs/work/median.py").write_text(wrong)
     assert "This is the sum over the ranks" in in_copy(copy, "check", "median", code=1)
 
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from test_labs import check_module, lab
 
-ANSWERS = ROOT / "labs/answers"
+LABS = ROOT / "labs"
 # File -> part of the name of the wrong answer, and whether all comparisons of numbers hold.
 PUBLISHED = {
     "picotron": ("picotron's DataParallelNaive", False),
@@ -25,17 +25,17 @@ NUMBERS = ("loss", "norm", "gradients", "gathered", "output", "adapters", "sum")
 
 
 def test_every_file_is_tried():
-    assert {path.stem for path in (ANSWERS / "published").glob("*.py")} == set(PUBLISHED)
+    assert {path.stem for path in (LABS / "published").glob("*.py")} == set(PUBLISHED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_mistakes_are_recognized(name):
-    path = ANSWERS / f"published/{name}.py"
+    path = LABS / f"published/{name}.py"
     of_lab = path.read_text().removeprefix('"""').split(",")[0]
     size = check_module(of_lab).SIZES[-1]
     out = lab("check", of_lab, "--file", path, "--ranks", size, code=1)
-    wrong = runpy.run_path(str(ANSWERS / f"{of_lab}.py"))["WRONG"]
+    wrong = runpy.run_path(str(LABS / of_lab / "answer.py"))["WRONG"]
     recognized = [one["name"] for one in wrong if one["says"] in " ".join(out.split())]
     part, numbers_are_right = PUBLISHED[name]
     assert recognized and part in recognized[0], out

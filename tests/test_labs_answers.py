@@ -4,10 +4,10 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT, slow
+from conftest import slow
 from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 
-LABS = ROOT / "labs"
+from labs import run
 
 
 @pytest.mark.parametrize("name", [name if name == "mean" else slow(name) for name in ANSWERS])
@@ -62,7 +62,7 @@ def test_wrong_answers_are_named(name, wrong, tmp_path):
 @pytest.mark.parametrize("body", ["pass", "return 0.0, 0.0", "everything"])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_doing_nothing_fails(name, body, tmp_path):
-    starter, path = (LABS / f"{name}.py").read_text(), tmp_path / "nothing.py"
+    starter, path = run.starter_of(name), tmp_path / "nothing.py"
     path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", starter))
     if body == "everything":  # is commented out
         path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
@@ -90,7 +90,7 @@ def test_doing_nothing_fails(name, body, tmp_path):
     ],
 )
 def test_other_mistakes_are_explained(line, says, tmp_path):
-    starter, path = (LABS / "mean.py").read_text(), tmp_path / "mean.py"
+    starter, path = run.starter_of("mean"), tmp_path / "mean.py"
     path.write_text(re.sub(r"raise NotImplementedError.*", line, starter))
     out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
     assert says in " ".join(out.split()), out
@@ -125,6 +125,6 @@ def scale_down(parameters, clip, norm):
     for parameter in parameters:
         parameter.grad *= min(1.0, clip / norm)
 """
-    starter, path = (LABS / "mean.py").read_text(), tmp_path / "mean.py"
+    starter, path = run.starter_of("mean"), tmp_path / "mean.py"
     path.write_text(re.sub(r"raise NotImplementedError.*", lambda _: body, starter))
     lab("check", "mean", "--file", path, "--ranks", 3)

@@ -1,0 +1,222 @@
+"""The student's function, as a check calls it.
+
+What it is given has to stay as it was, and what would escape the counts is refused. In a second run
+of a check, AGAIN is true: each function is called twice more, with other numbers, before anybody
+uses what it returned first. Whoever keeps something between calls gets wrong numbers then.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from labs.machinery.ranks import NotedWork
+
+AGAIN = False
+ONCE = (
+    "Right if it is called once. But between a call and the use of what it returned, it may be "
+    "called again, with other tensors: keep nothing outside of what you return, or of ctx."
+)
+TORCH = str(Path(torch.__file__).parent)
+HIDDEN = "distributed_c10d", "torch.ops", "_getframe", "get_objects"
+MOVED = (
+    "{} takes numbers out of tensors, and memory is counted in tensors: keep what you need as one."
+)
+
+
+class Misuse(Exception):
+    """The student's function did what it must not, in a sentence for the student."""
+
+
+class Barred(Exception):
+    """The student used what the lab is to replace."""
+
+
+class Refused:
+    """Stands for what is barred: calling it, or using what belongs to it, raises Barred. PyTorch's
+    own code may go on using it."""
+
+    def __init__(self, name: str, original: object):
+        self.name, self.original = name, original
+
+    def __call__(self, *args, **kwargs):
+        self._refuse(sys._getframe(1))
+        return self.original(*args, **kwargs)
+
+    def __getattr__(self, attribute: str):
+        self._refuse(sys._getframe(1))
+        return getattr(self.original, attribute)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self.original)
+
+    def _refuse(self, caller) -> None:
+        if not caller.f_code.co_filename.startswith(TORCH):
+            raise Barred(f"{self.name} is what you are to write")
+
+
+@contextlib.contextmanager
+def barred(*places: str) -> Iterator[None]:
+    """Within this context, what stands at `places`, as "module.name", raises Barred when used."""
+    originals = []
+    for place in places:
+        path, _, name = place.rpartition(".")
+        module = importlib.import_module(path)
+        originals.append((module, name, getattr(module, name)))
+        setattr(module, name, Refused(name, originals[-1][2]))
+    try:
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+def load_function(path: Path, name: str, overwrites: bool = False) -> Callable:
+    """Return a function of the student's file, watched; it `overwrites` what it is given if its
+    docstring says so."""
+    refuse_what_is_not_counted(path)
+    return watched(read_function(path, name), overwrites)
+
+
+def read_function(path: Path, name: str) -> Callable:
+    """Return a function of the student's file. Raises AttributeError if it is not there."""
+    spec = importlib.util.spec_from_file_location("student", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise AttributeError(f"{path.name} defines no function {name}")
+    return getattr(module, name)
+
+
+def refuse_what_is_not_counted(path: Path) -> None:
+    """Let threads, PyTorch's inner modules and numpy raise Misuse in the student's file."""
+    for word in HIDDEN:
+        if word in path.read_text():
+            raise Misuse(f"{word} goes past what is counted here: write it without.")
+
+    def refused(original: Callable, text: str) -> Callable:
+        def call(*args, **kwargs):
+            if sys._getframe(1).f_code.co_filename == str(path):
+                raise Misuse(text)
+            return original(*args, **kwargs)
+
+        return call
+
+    threads = "What threads send and keep is not counted here: write it without a thread."
+    threading.Thread.start = refused(threading.Thread.start, threads)
+    for method in ("numpy", "__array__"):
+        setattr(Tensor, method, refused(getattr(Tensor, method), MOVED.format(method)))
+
+
+def watched(function: Callable, overwrites: bool = False) -> Callable:
+    """Return the student's function with checks of what a call leaves behind."""
+    is_new = True
+
+    @functools.wraps(function, assigned=("__name__",))
+    def call(*args, **kwargs):
+        nonlocal is_new
+        with _disable_current_modes():
+            given = contents(args)
+            groups = len(dist.distributed_c10d._world.pg_map)
+        result = function(*args, **kwargs)
+        with _disable_current_modes():
+            if not overwrites and changed(args, given):
+                raise Misuse(
+                    f"After the call of {function.__name__} a tensor that it was given has other "
+                    f"numbers. It belongs to the caller: work on a copy."
+                )
+            if makes_functions(result):
+                return tree_map(lambda r: watched(r) if callable(r) else r, result)
+            if len(dist.distributed_c10d._world.pg_map) > groups:
+                raise Misuse(
+                    f"{function.__name__} makes a group in every call, for which all ranks wait: "
+                    f"make it once."
+                )
+            if AGAIN and is_new and given and not any(map(is_module, tree_leaves(args))):
+                is_new = False
+                call_again(function, args, result)
+        return result
+
+    return call
+
+
+def call_again(function: Callable, args: tuple, result: object) -> None:
+    """Call the student's function twice more, with other numbers. Raises Misuse if that changes
+    what it returned first, or if each call leaves something in memory."""
+    first, alive = contents(result), []
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(2):
+            function(*tree_map(other_numbers, args))
+            alive.append(tensors_alive(at_most=alive[0] if alive else 0))
+    if changed(result, first):
+        raise Misuse(
+            f"The second call of {function.__name__} changes what the first returned: return a "
+            f"tensor of its own each time."
+        )
+    if alive[1] > alive[0]:
+        raise Misuse(
+            f"Each call of {function.__name__} keeps {alive[1] - alive[0]} more tensors or handles "
+            f"in memory, for ever: drop what is no longer needed."
+        )
+
+
+def is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def makes_functions(result: object) -> bool:
+    return any(callable(r) and not isinstance(r, Tensor) for r in tree_leaves(result))
+
+
+def contents(values: object) -> list[Tensor]:
+    return [v.detach().clone() for v in tree_leaves(values) if isinstance(v, Tensor)]
+
+
+def changed(values: object, before: list[Tensor]) -> bool:
+    now = [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
+    return not all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(now, before))
+
+
+def other_numbers(value: object) -> object:
+    """Return a tensor like this one, with its numbers in the opposite order; integers stay."""
+    if not isinstance(value, Tensor):
+        return value
+    other = value.detach().clone()
+    if value.is_floating_point() and value.dim():
+        other = value.detach().flip(*range(value.dim()))
+    other = nn.Parameter(other) if isinstance(value, nn.Parameter) else other
+    other.requires_grad_(value.requires_grad)
+    other.grad = value.grad.clone() if value.is_leaf and value.grad is not None else None
+    return other
+
+
+def tensors_alive(at_most: int) -> int:
+    """Return the number of tensors and handles of collectives that Python knows. While it is more
+    than `at_most`, wait a little: a collective may free its tensors later."""
+    for _ in range(20):
+        gc.collect()
+        number = sum(issubclass(type(thing), Tensor | NotedWork) for thing in gc.get_objects())
+        if number <= at_most:
+            break
+        time.sleep(0.01)
+    return number
+
+
+def check_returned(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise TypeError if a student's function did not return this kind of value, named `what`."""
+    values = value if isinstance(kind, tuple) and isinstance(value, tuple) else (value,)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
+        got = ", ".join(type(v).__name__ for v in values) if value is not None else "None"
+        raise TypeError(f"your function returned {got}, and should return {what}")
