@@ -27,8 +27,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3208, "techniques": 2654, "text": 978, "files": 1359, "runs": 1062,
-    "costs": 1685, "perf": 2996, "plumbing": 652, "labs": 13092, "tests": 14392,
+    "top": 3207, "techniques": 2653, "text": 978, "files": 1359, "runs": 1062,
+    "costs": 1688, "perf": 2997, "plumbing": 656, "labs": 12795, "tests": 13526,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -207,7 +207,7 @@ def different_groups(calls: list[list[Call]]) -> str:
 
 
 def where_they_parted(ended: Ended) -> str:
-    """Return why ranks wait for ever, as far as their calls show it (the lab hang finds who)."""
+    """Return why ranks wait for ever, as far as their calls show it (labs/hang finds who)."""
     if elsewhere := [rank for rank in range(len(ended.calls)) if is_elsewhere(ended, rank)]:
         rank = elsewhere[0]
         return f"Rank {rank} does not come out of line {ended.lines[rank]}."
