@@ -4,10 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
-import clinic
 import pytest
 from conftest import ROOT, in_copy, launch, refused
 
+from labs import clinic
 from plumbing.processes import UserError
 
 # What the cure divides the measured quantity by, at least.

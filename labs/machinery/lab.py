@@ -152,7 +152,8 @@ def compare_tensors(
     `mistakes` maps a sentence to what the mistake gives on each rank; `otherwise` is the sentence
     for values that none of them gives."""
     wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
-             if not same(found[rank][key], of_rank[key])]  # fmt: skip
+             if not same(found[rank][key], of_rank[key])
+             or found[rank][key].dtype != of_rank[key].dtype]  # fmt: skip
     if not wrong:
         return Property(name, f"{reference}, on all ranks", True)
     rank, key = wrong[0]
@@ -166,6 +167,8 @@ def compare_tensors(
     where = f"{key} on rank {rank}"
     if not isinstance(one, Tensor):
         return Property(name, f"{where} is {one}", False, otherwise)
+    if one.dtype != other.dtype:
+        return Property(name, f"{where} is in {one.dtype}, not in {other.dtype}", False, otherwise)
     if one.shape != other.shape:
         text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
         return Property(name, text, False, otherwise)
