@@ -1,8 +1,10 @@
 """The check of labs/ddp."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from labs.machinery.lab import (
     unexpected,
     world_of,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.ranks import NotedWork
+from labs.machinery.student import Misuse, barred, check_returned, load_function, tensors_alive
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -44,12 +47,17 @@ HINTS = (
     "function that waits for each and divides.",
 )
 STEPS, LR = 3, 0.01
+SUMS = "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"
+KEPT = (
+    "Each step keeps more tensors or handles in memory than the one before, for ever: empty the "
+    "list of what was under way."
+)
 
 
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Train a few steps with the student's function. Return gradients, what was sent, and when."""
     world, model = world_of(rank, size), small_model(seed)
-    share, events, gradients = share_of(batch_of(seed), rank, size), [], []
+    share, events, gradients, alive = share_of(batch_of(seed), rank, size), [], [], []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
     with barred(*BARRED), noted_order(events):
@@ -63,43 +71,35 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
                 finish()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             torch.optim.SGD(model.parameters(), LR).step()
+            ours = sum(map(len, gradients))
+            alive.append(tensors_alive(at_most=ours + (alive[-1] if alive else 0)) - ours)
+    if alive[-1] > alive[-2]:
+        raise Misuse(KEPT)
     return {"gradients": gradients, "sent": counted.sent, "events": events}
 
 
-class NotedWork:
-    """What an asynchronous collective returned, with a note of when it was waited for."""
+def noted_order(events: list[str]) -> contextlib.AbstractContextManager:
+    """Return a context within which `events` gets when a sum is sent and waited for."""
 
-    def __init__(self, work: dist.Work, events: list[str]):
-        self.work, self.events, self.waited_for = work, events, False
+    def noting(name: str) -> Callable:
+        original = getattr(dist, name)
 
-    def wait(self, *args):
-        if not self.waited_for:
-            self.events.append("waited")
-        self.waited_for = True
-        return self.work.wait(*args)
+        def call(*args, **kwargs):
+            events.append("sent")
+            work, is_over = original(*args, **kwargs), []
 
-    def __getattr__(self, name: str):
-        return getattr(self.work, name)
+            def on_wait() -> None:
+                if not is_over:
+                    is_over.append(events.append("waited"))
 
+            if work is None:
+                on_wait()
+                return None
+            return NotedWork(work, on_wait)
 
-@contextlib.contextmanager
-def noted_order(events: list[str]) -> Iterator[None]:
-    """Within this context, append to `events` when an all-reduce is sent and waited for."""
-    original = dist.all_reduce
+        return call
 
-    def all_reduce(*args, **kwargs):
-        events.append("sent")
-        work = original(*args, **kwargs)
-        if work is None:
-            events.append("waited")
-            return None
-        return NotedWork(work, events)
-
-    dist.all_reduce = all_reduce
-    try:
-        yield
-    finally:
-        dist.all_reduce = original
+    return mock.patch.multiple(dist, **{name: noting(name) for name in SUMS})
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
@@ -108,15 +108,15 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     sent, waited = max(counts, key=lambda n: n[0] - n[1])
     yield Property(
         "waited for",
-        f"{waited} of {sent} all-reduces",
+        f"{waited} of {sent} sums",
         waited == sent,
-        f"{plural(sent - waited, 'all-reduce')} {'was' if sent - waited == 1 else 'were'} not "
+        f"{plural(sent - waited, 'sum')} {'was' if sent - waited == 1 else 'were'} not "
         f"waited for: the optimizer would use gradients that are still "
         f"under way.",
     )
     model, batch = small_model(seed), batch_of(seed)
     expected = sum(p.nbytes for p in model.parameters())
-    nbytes = unexpected([sum(n for _, n in r["sent"].values()) for r in results], expected)
+    nbytes = unexpected([bytes_of(r["sent"], expected) for r in results], expected)
     mistakes = {
         expected + model.output.weight.nbytes: "A matrix that two layers share is one parameter, "
         "and is sent once.",
@@ -150,27 +150,43 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         for name, parameter in model.named_parameters():
             parameter.data -= LR * average[name]
     yield found
-    events = results[0]["events"]
-    ready = events.count("ready")
-    last_ready = len(events) - events[::-1].index("ready")
-    early = events[:last_ready].count("sent")
+    early, sent = min((left_early(r["events"]) for r in results), key=lambda n: n[0] / n[1])
     yield Property(
         "leave early",
-        f"{early} of {ready} left before the last gradient was ready",
-        early >= ready / 2,
-        "You send when backward is over, so gradients wait for all others. A gradient may leave as "
-        "soon as it is there.",
+        f"{early} of {sent} left before the last gradient was ready",
+        early >= sent / 2,
+        "A rank sends when backward is over, so gradients wait for all others. A gradient may "
+        "leave as soon as it is there.",
     )
-    under_way = most = 0
-    for event in events:
-        under_way += {"sent": 1, "waited": -1, "ready": 0}[event]
-        most = max(most, under_way)
+    most = min(most_under_way(r["events"]) for r in results)
     yield Property(
         "under way",
         f"at most {most} at once",
         most > 1,
-        "Each all-reduce is waited for before the next is sent: backward stands still meanwhile.",
+        "A rank waits for each all-reduce before it sends the next: backward stands still "
+        "meanwhile.",
     )
+
+
+def bytes_of(sent: dict, expected: int) -> int:
+    """Return a rank's bytes. A reduce-scatter and an all-gather, a little padded, are what an
+    all-reduce is."""
+    of_kind = {kind: nbytes for (_, kind), (_, nbytes) in sent.items()}
+    if of_kind.keys() == {"reduce-scatter", "all-gather"}:
+        if all(expected <= nbytes < 1.02 * expected for nbytes in of_kind.values()):
+            return expected
+    return sum(of_kind.values())
+
+
+def left_early(events: list[str]) -> tuple[int, int]:
+    """Return how many sums left before the last gradient was ready, and of how many."""
+    last_ready = len(events) - events[::-1].index("ready")
+    return events[:last_ready].count("sent"), events.count("sent")
+
+
+def most_under_way(events: list[str]) -> int:
+    under_way = itertools.accumulate({"sent": 1, "waited": -1, "ready": 0}[e] for e in events)
+    return max(under_way)
 
 
 # ----------------------------------------------------------------- in training
