@@ -39,8 +39,8 @@ HINTS = (
     "gathers again, takes two products, and reduce-scatters the padded gradient.",
 )
 # A stack of matrices, which weigh more than the few tokens that pass through. Neither 3 nor 4 ranks
-# divide their rows.
-WIDTHS = [50, 97] * 6 + [50]
+# divide their rows; of the last one's, the last of 4 ranks has none.
+WIDTHS = [50, 97] * 6 + [50, 5]
 TOKENS = 5  # of a rank
 # Bytes that may be kept from forward to backward: input and output of each tanh, and one matrix.
 LIMIT = sum(2 * TOKENS * width * 8 for width in WIDTHS[1:]) + 97 * 50 * 8
@@ -54,6 +54,12 @@ def matrices(seed: int) -> list[Tensor]:
     return [torch.randn(o, i, generator=generator, dtype=torch.float64) / i**0.5 for o, i in shapes]
 
 
+def rows_of(matrix: Tensor, rank: int, size: int) -> Tensor:
+    """Return a rank's chunk of the rows, none where there are too few."""
+    most = -(-len(matrix) // size)
+    return matrix[rank * most : (rank + 1) * most]
+
+
 def input_of(seed: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(TOKENS, WIDTHS[0], generator=generator, dtype=torch.float64)
@@ -62,7 +68,7 @@ def input_of(seed: int, rank: int) -> Tensor:
 
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Run forward and backward of the stack, sharded. Return gradients, what was sent and held."""
-    slices = [weight.chunk(size)[rank].clone().requires_grad_() for weight in matrices(seed)]
+    slices = [rows_of(weight, rank, size).clone().requires_grad_() for weight in matrices(seed)]
     x = input_of(seed, rank)
     with barred(*BARRED):
         sharded_linear = load_function(path, FUNCTION)
@@ -115,7 +121,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         return
 
     def sliced(of_matrices: list[Tensor], rank: int) -> dict[str, Tensor]:
-        return {name: g.chunk(size)[rank] for name, g in zip(names, of_matrices)}
+        return {name: rows_of(g, rank, size) for name, g in zip(names, of_matrices)}
 
     sums = [sum(of_matrix) for of_matrix in zip(*(g[1:] for g in of_ranks))]
     xs = [{"x": g[0]} for g in of_ranks]

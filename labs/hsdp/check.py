@@ -13,14 +13,15 @@ from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
-from perf.instruments import Counted
+from perf.instruments import Counted, Live
 
 FUNCTION = "hybrid_sharding"
 ABOUT = "the groups of two nodes, and two reductions"
 NEEDS = "process groups"
 POINT = "the same numbers, over the wrong link"
 LEADS_TO = "parallel.py", "with_mesh"
-SIZES = 4, 6  # two nodes of two and of three ranks
+SIZES = 4, 6, 8
+NODES = {4: 2, 6: 2, 8: 4}  # of so many ranks
 BARRED = (
     "torch.distributed.fsdp.fully_shard",
     "torch.distributed.fsdp.FullyShardedDataParallel",
@@ -35,8 +36,11 @@ HINTS = (
     "A mesh of nodes by ranks of a node, and the groups of its two dimensions. Gather within the "
     "node; reduce-scatter within the node, then all-reduce the slices across.",
 )
-NODES = 2
-ROWS, WIDTH = 36, 7  # of the weight
+ROWS, WIDTH = 48, 7  # of the weight
+VIEW = (
+    "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the rows and "
+    "nothing else."
+)
 
 
 def tensors(seed: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -50,11 +54,14 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Shard, gather and reduce with the student's functions. Return what came out and was sent."""
     weight, gradient = tensors(seed, rank)
     with barred(*BARRED):
-        three = load_function(path, FUNCTION)(size // NODES)
+        three = load_function(path, FUNCTION)(size // NODES[size])
         check_returned(three, (Callable,) * 3, "three functions: shard, gather and reduce")
         shard, gather, reduce = three
-        rows = shard(weight)
+        with Live([weight]) as live:
+            rows = shard(weight)
         check_returned(rows, Tensor, "the rows of a rank from shard, a tensor")
+        del weight  # from here on it lives only if the student keeps it
+        kept = live.now
         with Counted(None) as gathered:
             whole = gather(rows + 1)  # as after an update
         with Counted(None) as reduced:
@@ -63,6 +70,7 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))
     return {
         "rows": [int(i) for i in numbered[:, 0]],
+        "kept": kept,
         "whole": whole,
         "sum": total,
         "gather": gathered.sent,
@@ -72,13 +80,15 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     """Yield what is checked, in order, with what known mistakes would give."""
-    per_node = size // NODES
+    per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
     gradients = [tensors(seed, rank)[1] for rank in range(size)]
     total = sum(gradients)
     rows = [r["rows"] for r in results]
     counts = [len(own) for own in rows]
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
+    kept, limit = max(r["kept"] for r in results), max(counts) * WIDTH * 8
+    yield Property("kept", f"{kept:,} bytes on a rank, and may be {limit:,}", kept <= limit, VIEW)
     yield compare_tensors(
         "gathered",
         [{"weight": r["whole"]} for r in results],
@@ -90,7 +100,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     def slices(of_ranks: list[Tensor]) -> list[dict[str, Tensor]]:
         return [{"slice": value[own]} for value, own in zip(of_ranks, rows)]
 
-    node_of = [range(per_node), range(per_node, size)]
+    node_of = [range(first, first + per_node) for first in range(0, size, per_node)]
     of_nodes = [sum(gradients[rank] for rank in node) for node in node_of]
     own_node = [of_nodes[rank // per_node] for rank in range(size)]
     twice = [sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
@@ -110,15 +120,26 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "the sum over all ranks",
     )
 
-    def exchanges(what: str, across: bool) -> list[tuple]:
-        """Return rank 0's collectives that cross between nodes, or do not: (name, bytes, ranks)."""
-        return [(name, nbytes, ranks) for (ranks, name), (_, nbytes) in results[0][what].items()
-                if (len({rank // per_node for rank in ranks}) > 1) == across]  # fmt: skip
+    def exchanges(what: str, across: bool) -> list[list[tuple]]:
+        """Return each rank's collectives that cross between nodes, or do not: (name, bytes,
+        ranks)."""
+        return [[(name, nbytes, ranks) for (ranks, name), (_, nbytes) in r[what].items()
+                 if (len({rank // per_node for rank in ranks}) > 1) == across]
+                for r in results]  # fmt: skip
 
-    def show(found: list[tuple]) -> str:
+    def show(found: list[list[tuple]], rank: int) -> str:
         return "; ".join(f"{name} of {nbytes:,} bytes over ranks {', '.join(map(str, ranks))}"
-                         for name, nbytes, ranks in found) or "nothing"  # fmt: skip
+                         for name, nbytes, ranks in found[rank]) or "nothing"  # fmt: skip
 
+    def compare(name: str, found: list, is_right: Callable, mistake: str) -> Property:
+        wrong = next((rank for rank in range(size) if not is_right(found[rank], rank)), None)
+        where = f" on rank {wrong}" if wrong else ""
+        return Property(name, show(found, wrong or 0) + where, wrong is None, mistake)
+
+    def in_node(name: str) -> Callable:
+        return lambda found, rank: found == [(name, nbytes, tuple(node_of[rank // per_node]))]
+
+    nbytes, expected = weight.nbytes, weight.nbytes // per_node
     crossing = exchanges("gather", across=True)
     mistake = (
         "The ranks that share one copy of the weights are in different nodes: every all-gather "
@@ -129,25 +150,22 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
             "all-gathers cross the slow link."
         )
-    yield Property("gather crosses", show(crossing), not crossing, mistake)
+    yield compare("gather crosses", crossing, lambda found, _: not found, mistake)
     within = exchanges("gather", across=False)
-    one = [("all-gather", weight.nbytes, tuple(range(per_node)))]
-    yield Property("gather in node", show(within), within == one, "One all-gather is enough.")
-    crossing, expected = exchanges("reduce", across=True), weight.nbytes // per_node
-    nbytes = sum(n for _, n, _ in crossing)
-    yield Property(
+    yield compare("gather in node", within, in_node("all-gather"), "One all-gather is enough.")
+    crossing = exchanges("reduce", across=True)
+    total = [sum(n for _, n, _ in found) for found in crossing]
+    yield compare(
         "reduce crosses",
-        show(crossing),
-        nbytes == expected,
+        crossing,
+        lambda _, rank: total[rank] == expected,
         f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
-        f"the node first." * (nbytes == per_node * expected),
+        f"the node first." * (per_node * expected in total),
     )
-    within = exchanges("reduce", across=False)
-    one = [("reduce-scatter", weight.nbytes, tuple(range(per_node)))]
-    yield Property(
+    yield compare(
         "reduce in node",
-        show(within),
-        within == one,
+        exchanges("reduce", across=False),
+        in_node("reduce-scatter"),
         "Within the node each rank needs its slice of the sum: one reduce-scatter.",
     )
 
