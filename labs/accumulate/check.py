@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 import train
+from labs.machinery import student
 from labs.machinery.lab import (
     Property,
     batch_of,
     compare_numbers,
     compare_tensors,
+    plural,
     share_of,
     small_model,
     summed_gradients,
@@ -37,6 +39,11 @@ HINTS = (
     "A loop; in it one `with`, whose context depends on whether this is the last; forward and "
     "backward inside.",
 )
+GRADIENTS = "replicate", "all-reduce"
+KEPT = (
+    "Each call keeps more tensors in memory than the one before, for ever: a sum of the losses "
+    "needs one."
+)
 
 
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
@@ -51,14 +58,26 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         runner(*microbatches[-1]).backward()
     peaks.append(live.peak)
     model.zero_grad()
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
     with barred(*BARRED):
         accumulate = load_function(path, FUNCTION)
         with Live(model.parameters()) as live, Counted(world) as counted:
             loss = accumulate(runner, microbatches)
-    check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
-    peaks.append(live.peak)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+        check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
+        peaks.append(live.peak)
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        ran, off = len(forwards), not runner.require_backward_grad_sync
+        if student.AGAIN:
+            alive = []
+            for _ in range(2):
+                accumulate(runner, microbatches)
+                alive.append(student.tensors_alive(at_most=alive[0] if alive else 0))
+            if alive[1] > alive[0]:
+                raise student.Misuse(KEPT)
     return {
+        "forwards": ran,
+        "off": off,
         "loss": loss.item(),
         "has a graph": loss.requires_grad,
         "gradients": gradients,
@@ -107,15 +126,29 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         },
     )
     expected = sum(p.nbytes for p in model.parameters())
-    sent = unexpected(
-        [r["sent"].get(("replicate", "all-reduce"), (0, 0))[1] for r in results], expected
-    )
+    sent = unexpected([r["sent"].get(GRADIENTS, (0, 0))[1] for r in results], expected)
     yield Property(
         "bytes a step",
         f"{sent:,}; gradients have {expected:,}",
         sent == expected,
         f"Gradients are sent in each of the {m} microbatches: numbers are right, and slow."
         * (sent == m * expected),
+    )
+    others = {name for r in results for key in r["sent"] if key != GRADIENTS for name in key[1:]}
+    yield Property("nothing else", ", ".join(sorted(others)) or "is sent", not others)
+    forwards = unexpected([r["forwards"] for r in results], m)
+    yield Property(
+        "forwards",
+        f"{forwards}; there are {plural(m, 'microbatch')}",
+        forwards == m,
+        "Each microbatch runs forward once: what runs again costs a third of a step.",
+    )
+    off = any(r["off"] for r in results)
+    yield Property(
+        "afterwards",
+        f"DDP {'does not send' if off else 'sends'} in the next backward",
+        not off,
+        "no_sync is still on when your function returns: leave its context.",
     )
     one, most = max((r["peaks"] for r in results), key=lambda peaks: peaks[1] / peaks[0])
     yield Property(
@@ -124,10 +157,11 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         most < 1.5 * one,
         "Activations of all microbatches exist at once: backward of each frees them.",
     )
+    has_graph = any(r["has a graph"] for r in results)
     yield Property(
         "returned loss",
-        "without a graph" if not results[0]["has a graph"] else "with its graph",
-        not results[0]["has a graph"],
+        "with its graph" if has_graph else "without a graph",
+        not has_graph,
         "Who keeps this loss keeps what its graph holds: detach it.",
     )
 

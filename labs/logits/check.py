@@ -10,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel
+from labs.machinery import student
 from labs.machinery.lab import Property, compare_numbers, compare_tensors, same
 from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
-from perf.instruments import Counted
+from perf.instruments import Counted, Live
 from runs import setup
 
 FUNCTION = "cross_entropy"
@@ -69,19 +70,27 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
     both, targets = tensors(seed)
     starts = [0, *(part.shape[1] for part in both[0].chunk(size, 1))]
-    losses, gradients = [], []
+    losses, gradients, kept = [], [], []
     with barred(*BARRED):
         cross_entropy = load_function(path, FUNCTION)
         for whole in both:
             logits = whole.chunk(size, 1)[rank].clone().requires_grad_()
             with LargestTensor() as largest, Counted(None) as counted:
-                loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
-                check_returned(loss, Tensor, "the loss, a tensor")
-                (loss * SCALE).backward()
+                with Live([logits, targets]) as live:
+                    before = live.now
+                    loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
+                    check_returned(loss, Tensor, "the loss, a tensor")
+                    kept.append((live.now - before) / logits.nbytes)
+                scaled = loss * SCALE
+                if student.AGAIN:  # what backward needs is still there after a backward
+                    torch.autograd.grad(scaled, logits, retain_graph=True)
+                scaled.backward()
             losses.append(loss.detach().squeeze())
             gradients.append(logits.grad)
     sent = sum(nbytes for _, nbytes in counted.sent.values())
-    return {"losses": losses, "gradients": gradients, "largest": largest.shape, "sent": sent}
+    return {"losses": losses, "gradients": gradients, "largest": largest.shape, "sent": sent} | {
+        "kept": max(kept)
+    }
 
 
 class LargestTensor(TorchDispatchMode):
@@ -203,6 +212,14 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         shape.numel() <= TOKENS * width,
         "A tensor has the logits of the whole vocabulary: then each rank needs as much memory as "
         "without tensor parallelism.",
+    )
+    kept = max(r["kept"] for r in results)
+    yield Property(
+        "kept",
+        f"{kept:.1f} times the bytes of a rank's logits between forward and backward",
+        kept < 2.5,
+        "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "
+        "for nothing.",
     )
     sent, limit = max(r["sent"] for r in results), NUMBERS * size * TOKENS * 8
     yield Property(

@@ -136,7 +136,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         sharded == len(factors),
         "fully_shard turns what it shards into DTensors: here some factors are none.",
     )
-    with_gradients = results[0]["with gradients"]
+    with_gradients = max((r["with gradients"] for r in results), key=len)
     yield Property(
         "frozen base",
         f"{len(with_gradients)} of its {len(base)} parameters have a gradient",

@@ -39,17 +39,23 @@ HINTS = (
     "One all-reduce for loss and number of targets; one for each gradient; divide; then the norm.",
 )
 CLIPS = 1e9, 0.01  # above the norms here, and below
+NONE = "A rank may have no targets, and 0 / 0 is NaN: divide by the number of targets of all ranks."
+ADDED = (
+    "Norms are added up: the norm of all gradients together is the root of the sum of their "
+    "squared norms."
+)
+CASES = [(clip, False) for clip in CLIPS] + [(CLIPS[0], True)]  # True: rank 0 has no targets
 
 
 def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     """Run the student's function on a rank, without and with clipping. Return what it gave and
     sent."""
-    world, batch = world_of(rank, size), share_of(batch_of(seed), rank, size)
-    targets, gradients = int((batch.targets != IGNORE).sum()), []
+    world, gradients, reported = world_of(rank, size), [], []
     with barred(*BARRED):
         average = load_function(path, FUNCTION)
-        for clip in CLIPS:
-            model = small_model(seed)
+        for clip, is_empty in CASES:
+            model, batch = small_model(seed), share(seed, rank, size, is_empty)
+            targets = int((batch.targets != IGNORE).sum())
             loss = model(*batch.inputs)
             loss.backward()
             with Counted(world) as counted:
@@ -57,8 +63,17 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             number = Tensor | float
             check_returned(result, (number, number), "the mean loss and the norm, two numbers")
             gradients.append({name: p.grad for name, p in model.named_parameters()})
-    mean, norm = (v.item() if isinstance(v, torch.Tensor) else v for v in result)
-    return {"loss": mean, "norm": norm, "gradients": gradients, "sent": counted.sent}
+            reported.append([v.item() if isinstance(v, torch.Tensor) else v for v in result])
+    return {"reported": reported, "gradients": gradients, "sent": counted.sent}
+
+
+def share(seed: int, rank: int, size: int, is_empty: bool) -> Batch:
+    """Return a rank's rows. If it `is_empty`, rank 0 has no targets, as in answers that are
+    masked."""
+    batch = share_of(batch_of(seed), rank, size)
+    if is_empty and rank == 0:
+        batch.targets.fill_(IGNORE)
+    return batch
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
@@ -81,7 +96,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     yield compare_numbers(
         "loss",
-        [r["loss"] for r in results],
+        [r["reported"][0][0] for r in results],
         [total / count] * size,
         {
             "The loss is the mean over this rank's own targets: ranks report different losses.": [
@@ -92,7 +107,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
     mean = scaled(sums, 1 / count)
-    plain, clipped = ([r["gradients"][i] for r in results] for i in range(2))
+    plain, clipped, empty = ([r["gradients"][i] for r in results] for i in range(3))
     yield compare_tensors(
         "gradients",
         plain,
@@ -114,6 +129,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         },
     )
     norm, clip = norm_of(mean), CLIPS[1]
+    added = float(sum(g.norm() for g in mean.values()))
     right = scaled(mean, clip / norm)
     as_torch = scaled(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
     near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in clipped)
@@ -127,9 +143,34 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
                 scaled(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
             ],
             "The gradient is not clipped.": [mean] * size,
+            "Each gradient is clipped by its own norm, which changes the direction of the step: "
+            "one norm is that of all together.": [
+                {name: g * min(1.0, clip / float(g.norm())) for name, g in mean.items()}
+            ]
+            * size,
+            ADDED: [scaled(mean, clip / added)] * size,
         },
     )
-    yield compare_numbers("norm", [r["norm"] for r in results], [norm] * size, {})
+    yield compare_numbers(
+        "norm",
+        [r["reported"][1][1] for r in results],
+        [norm] * size,
+        {
+            ADDED: [added] * size,
+            "This is the norm after clipping: the one before is wanted.": [clip] * size,
+            "This is the norm of the sum over all targets, and not of the mean.": [norm * count]
+            * size,
+        },
+    )
+    with_none = [summed_gradients(model, share(seed, rank, size, True)) for rank in range(size)]
+    count = sum(n for _, n, _ in with_none)
+    expected = {name: sum(g[name] for *_, g in with_none) / count for name in sums}
+    expected["loss"] = torch.tensor(sum(loss for loss, *_ in with_none) / count)
+    for r, of_rank in zip(results, empty):
+        of_rank["loss"] = torch.tensor(r["reported"][2][0])
+    is_nan = any(bool(g.isnan().any()) for of_rank in empty for g in of_rank.values())
+    name = "the mean where rank 0 has no targets"
+    yield compare_tensors("one empty", empty, [expected] * size, {}, name, NONE * is_nan)
     expected = sum(p.nbytes for p in model.parameters())
     most = max(totals(r["sent"]) for r in results)
     yield Property(

@@ -101,8 +101,11 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         for name, matrix in matrices(seed).items():
             packed = quantize(matrix)
             check_returned(packed, (Tensor, Tensor), "codes and scales from quantize, two tensors")
-            matrix = dequantize(*packed, torch.float32)
+            dtype = torch.float64 if name == "with zeros" else torch.float32
+            matrix = dequantize(*packed, dtype)
             check_returned(matrix, Tensor, "the matrix from dequantize, a tensor")
+            if matrix.dtype != dtype:
+                raise TypeError(f"dequantize gives {matrix.dtype} where it is asked for {dtype}")
             found["matrices"][name] = matrix
             if name == "normal":
                 found["codes"] = packed[0]
@@ -114,6 +117,10 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             before = live.now
             out = run(x, factors, products)
             found["kept"] = live.now - before
+            before, alone = live.now, x * 1
+            product = multiply(alone, *packed[0])
+            del alone
+            found["for x"] = live.now - before - product.nbytes
             if out.requires_grad:
                 (out**2).sum().backward()
     found["output"] = out.detach()
@@ -279,6 +286,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "half."
         if second
         else f"They are uint8 {[ROWS, COLUMNS // 2]}, in the order of the weights.",
+    )
+    yield Property(
+        "saved for x",
+        f"{result['for x']:,} bytes of one product",
+        result["for x"] < TOKENS * WIDTHS[0] * 8,
+        "x is kept until backward: only the gradient of a matrix needs it, and this one is frozen.",
     )
     yield Property(
         "live memory",

@@ -12,8 +12,8 @@ from torch import Tensor
 from costs.machines import assumed_machine
 from costs.seconds import step_time
 from costs.work import Work
-from labs.machinery.lab import CONFIG, Property, batch_of, compare_tensors, summed_gradients
-from labs.machinery.student import Refused, barred, check_returned, load_function
+from labs.machinery.lab import CONFIG, Property, batch_of, compare_tensors, plural, summed_gradients
+from labs.machinery.student import Misuse, Refused, barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import PRESETS, Llama
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -68,10 +68,13 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         schedule = load_function(path, FUNCTION)
         texts = {}
         for split in (False, True):
-            for m in CASES:
-                lines = schedule(size, m, split)
+            for m in [*CASES, larger(seed)]:
+                ranks = size if m in CASES else size + 3
+                lines = schedule(ranks, m, split)
                 check_returned(lines, list, "a list of strings, one for each rank")
-                check_returned(tuple(lines), (str,) * size, f"{size} strings, one for each rank")
+                check_returned(tuple(lines), (str,) * ranks, f"{ranks} strings, one for each rank")
+                if schedule(ranks, m, split) != lines:
+                    raise Misuse("A second call with the same arguments gives other lines.")
                 texts[m, split] = lines
     gradients = {}
     for split in (False, True):
@@ -79,6 +82,11 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         if not problem(lines, MICROBATCHES, split):
             gradients[split] = gradients_by(lines, size, seed, rank)
     return {"texts": texts, "gradients": gradients}
+
+
+def larger(seed: int) -> int:
+    """Return a number of microbatches for which lines of more ranks than here are checked, too."""
+    return 11 + seed % 7
 
 
 def gradients_by(lines: list[str], size: int, seed: int, rank: int) -> dict[str, Tensor]:
@@ -120,8 +128,9 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     model = Llama(CONFIG).double()
     model.init_weights(seed)
     _, _, expected = summed_gradients(model, batch_of(seed))
+    cases = [*CASES, larger(seed)]
     for split in (False, True):
-        suffix, texts = " W" * split, {m: results[0]["texts"][m, split] for m in CASES}
+        suffix, texts = " W" * split, {m: results[0]["texts"][m, split] for m in cases}
         yield first_wrong(check_order("order" + suffix, *case, split) for case in texts.items())
         found = [r["gradients"][split] for r in results]
         wanted = [{name: expected[name] for name in of_rank} for of_rank in found]
@@ -202,13 +211,19 @@ def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
 
 
 def picture(results: list[dict], size: int, seed: int) -> str:
-    """Draw what can be carried out, and say how long a step would take on GPUs."""
+    """Draw what can be carried out, for the first number of microbatches that is wrong if there is
+    one, and say how long a step would take on GPUs."""
     drawn = []
     for split in (False, True):
-        texts = {m: results[0]["texts"][m, split] for m in CASES}
+        texts = {m: results[0]["texts"][m, split] for m in [*CASES, larger(seed)]}
         if any(problem(lines, m, split) for m, lines in texts.items()):
             break
-        _, spans = timed(texts[MICROBATCHES], MICROBATCHES)
+        checks = check_held, check_waiting
+        wrong = (m for m, lines in texts.items() if not all(c("", m, lines, split).ok
+                                                            for c in checks))  # fmt: skip
+        shown = next(wrong, MICROBATCHES)
+        drawn += [f"{plural(shown, 'microbatch')}:"] * (shown != MICROBATCHES)
+        _, spans = timed(texts[shown], shown)
         rows = timeline.draw_text(spans).splitlines()
         drawn += [row if len(row) <= WIDTH else f"{row[:WIDTH]} ..." for row in rows]
         drawn.append(

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from labs.machinery.lab import CONFIG, Property, batch_of, compare_tensors, plural, same, share_of
+from labs.machinery.lab import (
+    CONFIG,
+    Property,
+    batch_of,
+    compare_tensors,
+    plural,
+    same,
+    share_of,
+)
 from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run
 from model import Llama

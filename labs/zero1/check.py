@@ -9,6 +9,7 @@ import torch.distributed.optim  # imports more than torch does: here once, and n
 from torch import Tensor, nn
 
 import train
+from labs.machinery import student
 from labs.machinery.lab import Property, compare_tensors, plural, unexpected
 from labs.machinery.student import barred, check_returned, load_function
 from labs.machinery.training import Run, replace_ddp
@@ -60,6 +61,10 @@ VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
 P = sum(torch.Size(shape).numel() for shape in (MATRICES | VECTORS).values())
 DECAYS = 0.1, 0.0  # of matrices and vectors
 LRS = 0.01, 0.02, 0.03, 0.02, 0.01
+CHANGED = (
+    "A step has changed parameter.grad, which the caller may still use: average into a tensor of "
+    "your own."
+)
 PADDED = 1.1  # times as many numbers, at most
 
 
@@ -90,16 +95,23 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     named, groups = parameters_of(seed)
     live = Live(named.values())
     held = live.now
+    others = parameters_of(seed + 1)
     with barred(*BARRED):
         sharded_adamw = load_function(path, FUNCTION)
         with live:
             step = sharded_adamw(groups)
         check_returned(step, Callable, "a function: step")
+        step_others = sharded_adamw(others[1]) if student.AGAIN else lambda lr: None
         for number, lr in enumerate(LRS):
-            for name, gradient in gradients_of(seed, number, rank).items():
-                named[name].grad = gradient
+            gradients = gradients_of(seed, number, rank)
+            for name, gradient in gradients.items():
+                named[name].grad = gradient.clone()
+                others[0][name].grad = -gradient
+            step_others(lr)
             with live, Counted(None) as counted:
                 step(lr)
+            if not all(torch.equal(named[name].grad, g) for name, g in gradients.items()):
+                raise student.Misuse(CHANGED)
             for parameter in named.values():
                 parameter.grad = None
     for _ in range(20):  # a collective may free its buffers a little later
