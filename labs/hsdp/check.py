@@ -87,8 +87,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     rows = [r["rows"] for r in results]
     counts = [len(own) for own in rows]
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
-    kept, limit = max(r["kept"] for r in results), max(counts) * WIDTH * 8
-    yield Property("kept", f"{kept:,} bytes on a rank, and may be {limit:,}", kept <= limit, VIEW)
     yield compare_tensors(
         "gathered",
         [{"weight": r["whole"]} for r in results],
@@ -168,6 +166,8 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         in_node("reduce-scatter"),
         "Within the node each rank needs its slice of the sum: one reduce-scatter.",
     )
+    kept, limit = max(r["kept"] for r in results), max(counts) * WIDTH * 8
+    yield Property("kept", f"{kept:,} bytes on a rank, and may be {limit:,}", kept <= limit, VIEW)
 
 
 # ----------------------------------------------------------------- in training

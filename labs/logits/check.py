@@ -213,14 +213,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "A tensor has the logits of the whole vocabulary: then each rank needs as much memory as "
         "without tensor parallelism.",
     )
-    kept = max(r["kept"] for r in results)
-    yield Property(
-        "kept",
-        f"{kept:.1f} times the bytes of a rank's logits between forward and backward",
-        kept < 2.5,
-        "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "
-        "for nothing.",
-    )
     sent, limit = max(r["sent"] for r in results), NUMBERS * size * TOKENS * 8
     yield Property(
         "bytes",
@@ -228,6 +220,14 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         0 < sent <= limit,
         "Here the numbers of whole parts of the vocabulary are sent. What others need of a part is "
         "its largest logit, its sum of exponentials, and the target's logit." * (sent > 0),
+    )
+    kept = max(r["kept"] for r in results)
+    yield Property(
+        "kept",
+        f"{kept:.1f} times the bytes of a rank's logits between forward and backward",
+        kept < 2.5,
+        "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "
+        "for nothing.",
     )
 
 

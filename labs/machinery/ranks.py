@@ -201,14 +201,21 @@ def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
     its main thread is. End it when the process that started it has ended, even if it waits."""
     main = threading.main_thread().ident
     while os.getppid() == parent:
-        frame = sys._current_frames().get(main)
-        while frame and frame.f_code.co_filename != str(student):
-            frame = frame.f_back
+        line = _line_of(main, str(student))
         with contextlib.suppress(OSError):  # the directory is gone when all is over
             (directory / f"seconds-{rank}").write_text(f"{time.process_time():9.2f}")
-            (directory / f"line-{rank}").write_text(str(frame.f_lineno) if frame else "")
+            (directory / f"line-{rank}").write_text(line)
         time.sleep(0.1)
     os._exit(1)
+
+
+def _line_of(thread: int, file: str) -> str:
+    """Return the line of a file in which a thread is, or ''. Keeps no frame, whose tensors would
+    live on."""
+    frame = sys._current_frames().get(thread)
+    while frame and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return str(frame.f_lineno) if frame else ""
 
 
 def _read_line(path: Path) -> int | None:

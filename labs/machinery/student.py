@@ -1,8 +1,9 @@
 """The student's function, as a check calls it.
 
-What it is given has to stay as it was, and what would escape the counts is refused. In a second run
-of a check, AGAIN is true: each function is called twice more, with other numbers, before anybody
-uses what it returned first. Whoever keeps something between calls gets wrong numbers then.
+What would escape the counts is refused. If a check finds nothing wrong, it runs again, and AGAIN is
+true: what a function is given has to stay as it was, and it is called twice more, with other
+numbers, before anybody uses what it returned first. Whoever keeps something between calls gets
+wrong numbers then.
 """
 
 import contextlib
@@ -131,7 +132,7 @@ def watched(function: Callable, overwrites: bool = False) -> Callable:
             groups = len(dist.distributed_c10d._world.pg_map)
         result = function(*args, **kwargs)
         with _disable_current_modes():
-            if not overwrites and changed(args, given):
+            if AGAIN and not overwrites and changed(args, given):
                 raise Misuse(
                     f"After the call of {function.__name__} a tensor that it was given has other "
                     f"numbers. It belongs to the caller: work on a copy."

@@ -288,17 +288,17 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         else f"They are uint8 {[ROWS, COLUMNS // 2]}, in the order of the weights.",
     )
     yield Property(
-        "saved for x",
-        f"{result['for x']:,} bytes of one product",
-        result["for x"] < TOKENS * WIDTHS[0] * 8,
-        "x is kept until backward: only the gradient of a matrix needs it, and this one is frozen.",
-    )
-    yield Property(
         "live memory",
         f"{result['kept']:,} bytes between forward and backward, and may be {LIMIT:,}",
         result["kept"] <= LIMIT,
         "Every layer keeps its full matrix until backward, as autograd does for the gradient of x. "
         "Keep the codes, and dequantize them again.",
+    )
+    yield Property(
+        "saved for x",
+        f"{result['for x']:,} bytes of one product",
+        result["for x"] < TOKENS * WIDTHS[0] * 8,
+        "x is kept until backward: only the gradient of a matrix needs it, and this one is frozen.",
     )
 
 

@@ -45,8 +45,8 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
     groups: as in torch.optim.AdamW, dicts with "params", a list, and their "weight_decay"
     Before each step, parameter.grad is the gradient of this rank's own sequences. The update is by
     the average over all ranks; parameter.grad stays as it was. Parameters have any shapes; some
-    have fewer numbers than there are ranks. Between two steps, a rank keeps the two moments of 1 / ranks of the weights, a little
-    padding, and at most a copy of those weights.
+    have fewer numbers than there are ranks. Between two steps, a rank keeps the two moments of
+    1 / ranks of the weights, a little padding, and at most a copy of those weights.
     """
     # >>>
     rank, size = dist.get_rank(), dist.get_world_size()

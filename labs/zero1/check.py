@@ -110,7 +110,9 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             step_others(lr)
             with live, Counted(None) as counted:
                 step(lr)
-            if not all(torch.equal(named[name].grad, g) for name, g in gradients.items()):
+            if student.AGAIN and not all(
+                torch.equal(named[name].grad, g) for name, g in gradients.items()
+            ):
                 raise student.Misuse(CHANGED)
             for parameter in named.values():
                 parameter.grad = None
