@@ -1,4 +1,4 @@
-"""Losses as a student would write them in model.py. Run by torchrun on two ranks, FILE, PLAN: saves
+"""Losses as a student would write them in model.py. Run on two ranks with FILE as argument: saves
 the loss, and the gradient of each parameter, that a small model has with each of them."""
 
 import sys
