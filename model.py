@@ -323,8 +323,8 @@ class Llama(nn.Module):
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
                 return self.output(x)
-            operands = self.vocabulary.operands(x, self.output.weight)
-            return self.loss(*operands, targets, self.vocabulary)
+            hidden, weight = self.vocabulary.local_operands(x, self.output.weight)
+            return self.loss(hidden, weight, targets, self.vocabulary)
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
@@ -370,51 +370,51 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def loss_of(logits: Tensor, targets: Tensor, vocabulary: "Vocabulary") -> Tensor:
     """Return the loss of each token in training, in nats.
 
-    Under tensor parallelism a rank has the logits of a shard of the vocabulary, so what depends on
-    all of them must ask `vocabulary`. What is returned for a target of IGNORE does not count.
+    Under tensor parallelism a rank has the logits of one shard of the vocabulary, so `vocabulary`
+    computes every sum and logsumexp over all of them. What is returned for IGNORE is dropped.
     logits [n, V] in float32 or float64, targets [n] -> [n]."""
     return vocabulary.cross_entropy(logits, targets)
 
 
 class Vocabulary:
-    """What a loss asks of the whole vocabulary, given the logits [n, V] of n tokens. Under tensor
-    parallelism a rank has the logits of a shard, and parallel.py says what the other ranks have."""
+    """Reductions over the whole vocabulary for loss_of, from the logits [n, V] of n tokens. Under
+    tensor parallelism a rank has the logits of one shard: see ShardedVocabulary in parallel.py."""
 
     def __init__(self, size: int):
-        self.size, self.first = size, 0  # V, and the entry of this rank's first logit
+        self.size, self.start = size, 0  # V, and the first entry of this rank's shard
 
-    def operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what this rank multiplies for its logits."""
+    def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states and the weight whose product is this rank's logits."""
         return hidden, weight
 
-    def of_ranks(self, x: Tensor) -> Tensor:
-        """Return x [...] of each rank that has a shard: [ranks, ...]."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All-gather x [...] from the ranks that have shards -> [ranks, ...]; here there is one."""
         return x[None]
 
     def sum(self, logits: Tensor) -> Tensor:
-        return self.of_ranks(logits.sum(-1)).sum(0)  # [n]
+        return self.all_gather(logits.sum(-1)).sum(0)  # [n]
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        return self.of_ranks(logits.logsumexp(-1)).logsumexp(0)  # [n]
+        return self.all_gather(logits.logsumexp(-1)).logsumexp(0)  # [n]
 
-    def rows_of(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the place of each target in this rank's logits, and if it is there: [n, 1]."""
-        row = targets[:, None] - self.first
-        is_here = (row >= 0) & (row < logits.shape[-1])
-        return torch.where(is_here, row, 0), is_here
+    def local_index(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the index of each target in this rank's logits, and if it is there: [n, 1]."""
+        index = targets[:, None] - self.start
+        is_local = (index >= 0) & (index < logits.shape[-1])
+        return torch.where(is_local, index, 0), is_local
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return -log softmax(logits)[target] [n]. In training techniques/passes.py replaces it."""
-        row, is_here = self.rows_of(targets, logits)
-        own_logit = torch.where(is_here, logits.gather(-1, row), 0)  # [n, 1]
-        return self.logsumexp(logits) - self.sum(own_logit)
+        index, is_local = self.local_index(targets, logits)
+        target_logit = torch.where(is_local, logits.gather(-1, index), 0)  # [n, 1], 0 on the others
+        return self.logsumexp(logits) - self.sum(target_logit)
 
 
 def sum_of_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
-    """Return the sum of loss_of over all targets but IGNORE; without gradients, as in validation,
-    of their cross entropies.
+    """Return the sum of loss_of over all targets but IGNORE. In validation, where gradients are
+    disabled, return the sum of the cross entropies instead.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
     logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]

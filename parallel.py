@@ -469,19 +469,19 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
 
 class ShardedVocabulary(Vocabulary):
     """Loss parallelism: each rank computes the logits of a shard of the vocabulary, and no rank
-    holds [N, V]. Ranks exchange the logsumexp of their logits and the target's logit, two numbers a
-    token, so that all have the same loss; a rank's gradients are those of its own logits. hidden
+    holds [N, V]. For each token, ranks exchange two scalars: the logsumexp of their logits, and the
+    target's logit or 0. So all have the same loss, and each the gradients of its own logits. hidden
     [B, T, D] is sharded by tokens, weight [V, D] by rows. labs/logits writes it by hand."""
 
     def __init__(self, size: int, mesh: DeviceMesh):
         super().__init__(size)
-        self.mesh, self.first = mesh, math.ceil(size / mesh.size()) * mesh.get_local_rank()
+        self.mesh, self.start = mesh, math.ceil(size / mesh.size()) * mesh.get_local_rank()
 
-    def operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         # An all-gather of the tokens; in backward a reduce-scatter.
         hidden = hidden.redistribute(placements=[Replicate()])
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local()
 
-    def of_ranks(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All-gather x [...] -> [tp, ...]; backward keeps this rank's part of the gradient."""
         return DTensor.from_local(x[None], self.mesh, [Shard(0)], run_check=False).full_tensor()

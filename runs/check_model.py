@@ -1,5 +1,4 @@
-"""Check that model.py, as it may have been changed, trains what it computes, and the same on
-every split.
+"""Check a model.py that may have been changed: right gradients, and the same loss on every mesh.
 
 Before a run, a small model with fixed weights computes a loss and its gradients, as a step of the
 run will: through parallelize() and train.py's `accumulate`, in float64. On one process each
@@ -38,16 +37,16 @@ HINTS = {
 
 
 # What a changed model may raise.
-BROKEN = TypeError, AttributeError, ValueError, RuntimeError, LookupError
+MODEL_ERRORS = TypeError, AttributeError, ValueError, RuntimeError, LookupError
 # accumulate(runner, batch, microbatch, world) runs forward and backward, and returns the loss.
 Accumulate = Callable[[nn.Module, Batch, int, World], Tensor]
 
 
 def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> None:
-    """Raise UserError on all ranks if a small model has gradients that are not the slope of its
-    loss, another loss or gradient when it is split as the run's model is, or other logits by the
-    kernel for documents. Of splits, only --tp, --pp and --cp are looked at: with replicas and FSDP
-    each rank computes whole layers."""
+    """Raise UserError on all ranks if a small model fails one of three checks: its gradients are
+    the slope of its loss; --tp, --pp and --cp do not change loss or gradients (under DDP and FSDP
+    each rank computes whole layers, so nothing is checked); and the kernel for documents computes
+    the same logits as a mask."""
     small = small_config(config, n_layers=2)
     try:
         Llama(small).init_weights()
@@ -60,12 +59,12 @@ def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> No
         n_layers = config.n_layers  # so that stages begin where those of the run do
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
-    # With cp, only long rows show a sliding window, whole or packed.
+    # (tokens of a row, whether packed). Under --cp a sliding window changes long rows only.
     cases = [(768, False), (768, True)] if cp > 1 else [(8, False)] * (pp * tp > 1)
     small = small_config(config, n_layers, tp)
     for length, packed in cases:
         T = math.ceil(length / (2 * cp * tp)) * 2 * cp * tp
-        batch = sequences(rows, T, small, packed).to(world.device)
+        batch = small_batch(rows, T, small, packed).to(world.device)
         if difference := difference_by_split(small, batch, world, accumulate):
             flags = [flag for flag in HINTS if getattr(parallel, flag) > 1]
             raise UserError(
@@ -75,16 +74,16 @@ def check_model(config: LlamaConfig, world: World, accumulate: Accumulate) -> No
     check_documents(config, world)
 
 
-def alone(world: World) -> World:
-    """Return the world of one process that computes by itself, in float64."""
+def one_process(world: World) -> World:
+    """Return the world of this process without the others, in float64."""
     return replace(world, size=1, cp_mesh=None, parallel=ParallelConfig(dtype=torch.float64))
 
 
 def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -> None:
     """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
-    forward of an autograd.Function was changed and its backward was not; or if the loss is no sum
-    over targets, of which IGNORE does not count."""
-    world, batch = alone(world), sequences(1, 8, config).to(world.device)
+    forward of an autograd.Function was changed and its backward was not; or if the loss is not a
+    sum over the targets that are not IGNORE."""
+    world, batch = one_process(world), small_batch(1, 8, config).to(world.device)
     model, runner = small_model(config, world)
     loss = accumulate(runner, batch, 1, world).item()
     gradients = gradients_of(model)
@@ -95,7 +94,7 @@ def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -
             "another row without targets changes the loss, since model.py was changed: the loss "
             "must be a sum over targets, of which IGNORE does not count"
         )
-    # From the last: what comes after a fault is right.
+    # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
     for name, parameter in reversed(optimizer_parameters(model).items()):
         step, losses = fixed_weight(f"step of {name}", parameter).to(parameter), []
         step *= 1e-6 / step.norm()
@@ -103,6 +102,7 @@ def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -
             parameter.data.add_(step, alpha=sign)
             losses.append(runner(*batch.inputs).item())  # with gradients enabled, as in training
             parameter.data.sub_(step, alpha=sign)
+        # The change of the loss along `step`, measured and as the gradient predicts it.
         slope, found = (losses[0] - losses[1]) / 2, (gradients[name] * step).sum().item()
         rounding = 1e-13 * abs(loss)
         if not abs(found - slope) <= 1e-5 * step.norm() * gradients[name].norm() + rounding:
@@ -116,16 +116,16 @@ def check_gradients(config: LlamaConfig, world: World, accumulate: Accumulate) -
 def difference_by_split(
     config: LlamaConfig, batch: Batch, world: World, accumulate: Accumulate
 ) -> str:
-    """Return what a split model computes otherwise than one process does, or "".
+    """Return in words how the split model differs from the same model on one process, or "".
 
     Raises UserError where --async-tp cannot compute it."""
     plain = dict(compile=False, float8="none", offload=False, offload_activations=False)
     parallel = replace(world.parallel, dtype=torch.float64, **plain)
-    expected_loss, expected = loss_and_gradients(config, batch, alone(world), accumulate)
+    expected_loss, expected = loss_and_gradients(config, batch, one_process(world), accumulate)
     split = replace(world, parallel=parallel)
     try:
         loss, found = loss_and_gradients(config, batch, split, accumulate)
-    except BROKEN as error:
+    except MODEL_ERRORS as error:
         if isinstance(error, torch.OutOfMemoryError | DistError) or "gloo" in str(error):
             raise  # not because of the model
         if parallel.async_tp:
@@ -135,25 +135,25 @@ def difference_by_split(
             )
         remedy = '; PLAN["layers.*.attention"] lists the inputs of attention' * (parallel.tp > 1)
         return f"fails where one process does not ({describe(error)}{remedy})"
-    # Ranks along cp compute parts of a sum, and DDP and FSDP average them.
+    # Ranks along cp compute partial sums, which DDP and FSDP average.
     names, cp = list(expected), parallel.cp
     wrong = [names.index(n) for n in found if differs(found[n], expected[n] / cp)]
     rows = world.all_gather_scalars([loss, max(wrong, default=-1)])
     if differs(rows[:, 0].sum() / world.size * parallel.pp, expected_loss / cp):
         return "computes another loss than one process"
-    last = int(rows[:, 1].max())  # backward goes from the last: those after a fault are right
+    last = int(rows[:, 1].max())  # the first that backward computes
     return f"computes another gradient of {names[last]} than one process" if last >= 0 else ""
 
 
 @torch.no_grad()
 def differs(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> bool:
-    """Return whether a tensor, or this rank's shard of it, is not that of `expected`."""
+    """Return whether a tensor, or this rank's shard of it, differs from that of `expected`."""
     assign_shard(own := torch.empty_like(found), expected)
     return not to_local(found - own).norm() <= tolerance * expected.norm()  # NaN differs, too
 
 
 def describe(error: Exception) -> str:
-    """Return an error in a line, with the last line of model.py that it passed."""
+    """Return an error as one line, with the line of model.py in which it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" in line {f.lineno} of model.py" for f in frames if f.filename.endswith("/model.py")]
     return f"{type(error).__name__}{''.join(lines[-1:])}: {str(error).splitlines()[0]}"
@@ -162,7 +162,7 @@ def describe(error: Exception) -> str:
 def loss_and_gradients(
     config: LlamaConfig, batch: Batch, world: World, accumulate: Accumulate
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of this rank's tokens, and the gradients of its parameters by name, of a
+    """Return the loss of this rank's tokens and the gradients of its parameters by name, for a
     model with fixed weights."""
     model, runner = small_model(config, world)
     loss = accumulate(runner, share_sequences(batch, world), 1, world)
@@ -170,7 +170,7 @@ def loss_and_gradients(
 
 
 def small_model(config: LlamaConfig, world: World) -> tuple[Llama, nn.Module]:
-    """Return a model with fixed weights and what a training step calls, as parallelize makes it."""
+    """Return a model with fixed weights, and what parallelize makes of it, as in a run."""
     with torch.device("meta"):
         model = Llama(config)
     return model, parallelize(model, world, with_fixed_weights)
@@ -184,9 +184,9 @@ def gradients_of(model: Llama) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_documents(config: LlamaConfig, world: World) -> None:
-    """Raise UserError if a small model computes other logits with a mask than by the kernel for
-    documents, which in training takes the place of document_mask, where there is one; or if --cp
-    has none for heads of this width."""
+    """Raise UserError if a small model has different logits with document_mask and with the kernel
+    that replaces it in training on a GPU; or if that kernel, which --cp needs there, does not take
+    heads of this width."""
     device, dtype, cp = world.device, world.parallel.dtype, world.parallel.cp
     if config.head_dim not in (widths := kernel_widths(device.type, dtype)):
         if widths and cp > 1:
@@ -198,7 +198,7 @@ def check_documents(config: LlamaConfig, world: World) -> None:
     model = with_fixed_weights(Llama(small := small_config(config, 4)).double()).to(device, dtype)
     rank = world.cp_mesh.get_local_rank() if cp > 1 else 0
     for packed in (False, True) if cp > 1 else (True,):
-        batch = sequences(1, math.ceil(512 / cp) * 2 * cp, small, packed).to(device)
+        batch = small_batch(1, math.ceil(512 / cp) * 2 * cp, small, packed).to(device)
         own = share_sequences(batch, world)
         found = model(own.tokens, positions=own.positions, documents=own.documents)
         expected = own_tokens(model(batch.tokens, positions=batch.positions), rank, cp)
@@ -210,12 +210,12 @@ def check_documents(config: LlamaConfig, world: World) -> None:
 
 
 def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
-    """Return small sizes, which tp divides."""
+    """Return `config` with small sizes, which tp divides."""
     sizes = dict(dim=32 * tp, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp, vocab_size=5 * tp)
     return replace(config, n_layers=n_layers, **sizes)
 
 
-def sequences(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
+def small_batch(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
     """Return rows of T tokens, a third of them without a target. If packed, a row has three
     documents, the second of one token."""
     index = torch.arange(rows * T).view(rows, T)
@@ -227,8 +227,8 @@ def sequences(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> B
 
 @torch.no_grad()
 def layers_caveat(whole: Llama, float8: str) -> str:
-    """Return a one-line warning if adapters or 8 bits, which replace linear layers, have no effect
-    somewhere, since a small model does not call the layer; else ""."""
+    """Return a one-line warning if model.py does not call some linear layer, so that what replaces
+    it, an adapter or a layer in 8 bits, has no effect; else ""."""
     if float8 == "none" and all(parameter.requires_grad for parameter in whole.parameters()):
         return ""
     model = with_fixed_weights(Llama(small := small_config(whole.config)).double())
@@ -236,7 +236,7 @@ def layers_caveat(whole: Llama, float8: str) -> str:
     not_called = set(layers)
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: not_called.discard(name))
-    model(sequences(1, 4, small).tokens)
+    model(small_batch(1, 4, small).tokens)
     if not not_called:
         return ""
     name = min(not_called).partition(".")[2]  # without the number of the block
@@ -248,10 +248,10 @@ def layers_caveat(whole: Llama, float8: str) -> str:
 
 @torch.no_grad()
 def generation_caveat(config: LlamaConfig) -> str:
-    """Return one-line warnings, or "", where generation differs: if the loss in validation is not
-    the cross entropy of its logits, or if they are others with a cache than without."""
+    """Return a line for each way in which generation differs from training, or "": the loss in
+    validation is not the cross entropy of its logits; a cache changes the logits."""
     model = with_fixed_weights(Llama(small := small_config(config, n_layers=4)).double())
-    tokens, cache, notes = sequences(2, 6, small).tokens, KVCache(), []
+    tokens, cache, notes = small_batch(2, 6, small).tokens, KVCache(), []
     logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
     if not torch.isclose(model(tokens, targets=tokens), loss, rtol=1e-9):
@@ -263,7 +263,7 @@ def generation_caveat(config: LlamaConfig) -> str:
         for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
             last = model(tokens[:, part], positions=positions[:, part], cache=cache)
         problem = "computes other logits than training" * differs(last[:, 0], logits[:, -1])
-    except BROKEN as error:
+    except MODEL_ERRORS as error:
         problem = f"fails ({describe(error)})"
     if problem:
         notes.append(
@@ -279,7 +279,7 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     other files on a second node or weights drawn differently. Compares norms, and sums of codes."""
     local = [to_local(p) for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm([p for p in local if p.is_floating_point()])
-    codes = sum(p.sum() for p in local if not p.is_floating_point())  # of matrices in 4 bits
+    codes = sum(p.sum() for p in local if not p.is_floating_point())  # NF4
     parallel = world.parallel
     of_replica = parallel.shard * parallel.tp
     norms = world.all_gather_scalars([norm, codes])

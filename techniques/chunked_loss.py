@@ -5,11 +5,11 @@ times: the logits, what backward needs of them, and their gradient. Here they ar
 LOSS_CHUNK tokens at a time. Forward also computes the gradients of a chunk, while its logits exist,
 and so backward has nothing to recompute: it scales them by the gradient of the loss.
 
-    plain      3 N V numbers
-    in chunks  3 LOSS_CHUNK V numbers, and N D + V D of gradients, which backward would make anyway
+    plain      3 N V elements
+    in chunks  3 LOSS_CHUNK V elements, and N D + V D of gradients, which a plain loss has as well
 
-Autograd differentiates a chunk, whatever logits_of and loss_of of model.py compute. Where that is
-the cross entropy, techniques/passes.py computes it in fewer passes.
+Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. The
+cross entropy in them is that of techniques/passes.py, with fewer passes over memory.
 """
 
 import torch
@@ -25,7 +25,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vo
 
     hidden [..., D], weight [V, D], targets [...] -> scalar."""
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # once, and not for each chunk
+    if torch.is_autocast_enabled(device):  # cast once, and not in each chunk
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     hidden, targets, in_training = hidden.flatten(0, -2), targets.flatten(), torch.is_grad_enabled()
@@ -33,26 +33,26 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vo
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """hidden [N, D], weight [V, D], targets [N]. `in_training`: gradients are wanted; inside of a
-    Function they are always disabled."""
+    """hidden [N, D], weight [V, D], targets [N]. `in_training` says whether to compute gradients:
+    within a Function, torch.is_grad_enabled() is always False."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocabulary, in_training):
-        wants_weight = in_training and ctx.needs_input_grad[1]  # it is not frozen
+        weight_trains = in_training and ctx.needs_input_grad[1]
         sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if in_training else None
-        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
-        w = weight.detach().requires_grad_(wants_weight)
+        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if weight_trains else None
+        w = weight.detach().requires_grad_(weight_trains)
         for start in range(0, len(targets), LOSS_CHUNK):
             chunk = slice(start, start + LOSS_CHUNK)
             h = hidden[chunk].detach().requires_grad_(in_training)
             with torch.set_grad_enabled(in_training):
                 chunk_loss = sum_of_losses(h, w, targets[chunk], vocabulary)
             loss += chunk_loss.detach()
-            if wants_weight:
-                hidden_grad[chunk], of_weight = torch.autograd.grad(chunk_loss, (h, w))
-                weight_grad += of_weight
+            if weight_trains:
+                hidden_grad[chunk], w_grad = torch.autograd.grad(chunk_loss, (h, w))
+                weight_grad += w_grad
             elif in_training:
                 (hidden_grad[chunk],) = torch.autograd.grad(chunk_loss, (h,))
         ctx.save_for_backward(hidden_grad, weight_grad)

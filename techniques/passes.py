@@ -171,27 +171,27 @@ def cross_entropy_in_few_passes(vocabulary: Vocabulary, logits: Tensor, targets:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Saves log softmax of a rank's logits alone, and turns it into their gradient in place:
+    """Saves only the log softmax of this rank's logits, and turns it into their gradient in place:
     softmax over the whole vocabulary, minus 1 at the target."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocabulary):
         log_p = F.log_softmax(logits, -1)  # [n, V], over this rank's shard of the vocabulary
-        row, is_here = vocabulary.rows_of(targets, logits)
-        own_logit = torch.where(is_here, logits.gather(-1, row), 0)
-        own = torch.cat([logits[:, :1] - log_p[:, :1], own_logit], 1)  # with its logsumexp, [n, 2]
-        lse, logit = vocabulary.of_ranks(own).unbind(-1)  # [ranks, n]
-        ctx.is_whole, lse = len(lse) == 1, lse.logsumexp(0)
-        ctx.save_for_backward(log_p, own[:, :1] - lse[:, None], row, is_here)
+        index, is_local = vocabulary.local_index(targets, logits)
+        target_logit = torch.where(is_local, logits.gather(-1, index), 0)
+        local_lse = logits[:, :1] - log_p[:, :1]  # logsumexp over the shard, [n, 1]
+        lse, logit = vocabulary.all_gather(torch.cat([local_lse, target_logit], 1)).unbind(-1)
+        ctx.is_whole, lse = len(lse) == 1, lse.logsumexp(0)  # from [ranks, n]
+        ctx.save_for_backward(log_p, local_lse - lse[:, None], index, is_local)
         return lse - logit.sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        log_p, rest, row, is_here = ctx.saved_tensors
-        p = log_p.exp_() if ctx.is_whole else log_p.add_(rest).exp_()
+        log_p, log_share, index, is_local = ctx.saved_tensors  # log of the shard's probability
+        p = log_p.exp_() if ctx.is_whole else log_p.add_(log_share).exp_()
         grad = grad[:, None]
-        return p.mul_(grad).scatter_add_(1, row, -grad * is_here), None, None
+        return p.mul_(grad).scatter_add_(1, index, -grad * is_local), None, None
 
 
 def in_float(x: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ FAULTS = {
         ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
     ],
     "chunked_loss": [
-        ("weight_grad += of_weight", "weight_grad = of_weight"),
-        ("hidden_grad[chunk], of_weight =", "hidden_grad[:1], of_weight ="),
+        ("weight_grad += w_grad", "weight_grad = w_grad"),
+        ("hidden_grad[chunk], w_grad =", "hidden_grad[:1], w_grad ="),
     ],
     "passes": [
         ("log_p.exp_() if ctx.is_whole", "log_p.exp_() if True"),

@@ -10,7 +10,7 @@ from workers.losses import CONFIG, LOSSES, ROWS
 import model
 from files.published import with_fixed_weights
 from model import IGNORE, Llama
-from runs.check_model import sequences
+from runs.check_model import small_batch
 from techniques import passes
 from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
 
@@ -36,7 +36,7 @@ def sharded(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_in_chunks_and_over_shards_is_that_of_pytorch(name, ranks, request, monkeypatch):
-    batch = sequences(*ROWS, CONFIG)
+    batch = small_batch(*ROWS, CONFIG)
     assert batch.tokens.numel() > LOSS_CHUNK
     llama = with_fixed_weights(Llama(CONFIG).double())
     logits = llama(batch.tokens)

@@ -241,7 +241,7 @@ def install(cross_entropy: Callable) -> None:
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
         logits = hidden.flatten(0, 1) @ weight.T
-        return cross_entropy(logits, targets.flatten(), vocabulary.first)
+        return cross_entropy(logits, targets.flatten(), vocabulary.start)
 
     parallel.chunked_loss = loss
     setup.check_model = lambda *_: None  # it would find a wrong loss before training

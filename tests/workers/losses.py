@@ -1,4 +1,4 @@
-"""Losses as a student would write them in model.py. Run by torchrun on two ranks, FILE, PLAN: saves
+"""Losses as a student would write them in model.py. Run on two ranks with FILE as argument: saves
 the loss, and the gradient of each parameter, that a small model has with each of them."""
 
 import sys
@@ -14,7 +14,7 @@ from files.published import with_fixed_weights
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
 from plumbing.processes import init_distributed, run
-from runs.check_model import sequences
+from runs.check_model import small_batch
 
 CONFIG = LlamaConfig(32, 1, 4, 2, 24, vocab_size=101)
 ROWS = 45, 15  # sequences, tokens of each: two chunks, and a third of the tokens have no target
@@ -51,7 +51,7 @@ LOSSES = {
 
 def main():
     world = with_mesh(init_distributed(), ParallelConfig(tp=2, dtype=torch.float64))
-    batch, results = sequences(*ROWS, CONFIG), {}
+    batch, results = small_batch(*ROWS, CONFIG), {}
     for name, changes in LOSSES.items():
         vars(model).update(PLAIN | changes)
         with torch.device("meta"):
