@@ -130,12 +130,13 @@ def list_labs(args: argparse.Namespace) -> Iterator[str]:
 
 def check_lab(args: argparse.Namespace) -> Iterator[str]:
     """Check on several numbers of ranks, or on --ranks, until one case fails."""
-    module, path = check_of(args.lab), file_of(args)
+    module = check_of(args.lab)
     if args.ranks and args.ranks not in module.SIZES:
         sizes = ", ".join(map(str, module.SIZES))
         raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
     if args.plot and not hasattr(module, "drawing"):
         raise UserError(f"--plot: {args.lab} has no time line; buckets and pipeline have")
+    path = file_of(args)
     for size in [args.ranks] if args.ranks else module.SIZES:
         report = check(args.lab, size, args.seed or 0, path)
         yield report.text

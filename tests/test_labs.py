@@ -101,6 +101,7 @@ def test_commands(copy):
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
     assert ["This was the last hint" in hint for hint in hints] == [False, False, True, True]
     in_copy(copy, "why", name, code=2)
+    assert "mean.py is not written yet" in in_copy(copy, "train", name, code=2)
     assert "# >>>" in in_copy(copy, "why", name, "--give-up")
     solved = student_file(name, copy / "labs/work").read_text()
     assert "passed on 2 ranks" in in_copy(copy, "check", name, "--ranks", 2)
@@ -128,7 +129,6 @@ def test_commands(copy):
         (["predict", "bubble", "--ranks", "7"], "predict takes no --ranks"),
         (["hint", "mean", "--class", "key"], "hint takes no --class"),
         (["check", "mean", "--plot", "a.svg"], "mean has no time line; buckets and pipeline have"),
-        (["train", "mean"], "mean.py is not written yet"),
         (["train", "mean", "--file", "no.py"], "no.py does not exist"),
         (["release"], "release which directory?"),
         (["release", str(ROOT)], "exists: name a new directory"),
@@ -138,7 +138,7 @@ def test_wrong_commands_are_refused(arguments, says):
     refused(launch("labs/run.py", *arguments), says)
 
 
-@pytest.mark.parametrize("arguments", ["labs/run.py", "labs/run.py check mean", "bench.py plan"])
+@pytest.mark.parametrize("arguments", ["labs/run.py", "labs/run.py why ring --give-up", "bench.py plan"])
 def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
     """As in `python labs/run.py | head -1`."""
     script, *others = arguments.split()

@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3207, "techniques": 2653, "text": 978, "files": 1359, "runs": 1062,
-    "costs": 1688, "perf": 2997, "plumbing": 656, "labs": 12795, "tests": 13526,
+    "costs": 1688, "perf": 2997, "plumbing": 656, "labs": 12289, "tests": 13526,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -106,6 +106,7 @@ def test_flags_stop_at_the_door():
 
 def test_folders_and_files_are_small():
     labs, tests = (list((ROOT / folder).rglob("*.py")) for folder in ("labs", "tests"))
+    labs = [path for path in labs if path.parent.name != "work"]  # a student's
     too_long = [path for path in (*FILES.values(), *labs) if lines_of(path) > 500]
     assert too_long == []
     held = {"labs": sum(map(lines_of, labs)), "tests": sum(map(lines_of, tests))}

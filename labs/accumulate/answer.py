@@ -137,15 +137,4 @@ WRONG = [
         numbers="right",
         change={"total += loss.detach()": "total += loss"},
     ),
-    dict(
-        name="the project's",
-        says="accumulate is what you are to write",
-        change={
-            "    total = 0.0": """\
-    import train
-
-    train.accumulate(runner, None, 1, None)
-    total = 0.0"""
-        },
-    ),
 ]

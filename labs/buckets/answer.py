@@ -141,36 +141,8 @@ WRONG = [
         },
     ),
     dict(
-        name="tied matrix in a bucket twice",
-        says="A matrix that two layers share is one parameter",
-        numbers="right",
-        change={
-            """
-    for parameter in model.parameters():
-        parameter.register""": """
-    for parameter in [p for m in model.modules() for p in m.parameters(recurse=False)]:
-        parameter.register"""
-        },
-    ),
-    dict(
-        name="sum instead of average",
-        says="This is the sum over the ranks",
-        change={" / dist.get_world_size()": ""},
-    ),
-    dict(
         name="never waits",
         says="were not waited for",
         change={"            work.wait()\n": ""},
-    ),
-    dict(
-        name="DistributedDataParallel",
-        says="DistributedDataParallel is what you are to write",
-        change={
-            "    limit = 25_000": """\
-    from torch.nn.parallel import DistributedDataParallel
-
-    DistributedDataParallel(model, bucket_cap_mb=25)
-    limit = 25_000"""
-        },
     ),
 ]

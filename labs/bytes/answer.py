@@ -90,12 +90,6 @@ WRONG = [
         change={"-(-rows // shard) * shard * columns": "rows * columns"},
     ),
     dict(
-        name="the sum is rounded up, and not the rows",
-        says="You round up the number of elements",
-        numbers="right",
-        change={"-(-rows // shard) * shard * columns": "-(-rows * columns // shard) * shard"},
-    ),
-    dict(
         name="backward's all-gather under none",
         says="Under none the weights stay until the step ends",
         numbers="right",
@@ -116,11 +110,6 @@ WRONG = [
         },
     ),
     dict(
-        name="gathered in forward alone",
-        says="A block's weights are freed after forward",
-        change={"= microbatches, 2 * microbatches": "= microbatches, microbatches"},
-    ),
-    dict(
         name="gradients of each microbatch under weights (torchtune #1275, cosmos-framework #161)",
         says="You reduce-scatter in each of",
         numbers="right",
@@ -133,42 +122,9 @@ WRONG = [
         change={'microbatches if reshard == "all" else 1': "1"},
     ),
     dict(
-        name="gradients in the weights' dtype",
-        says="A gradient travels in 4 bytes",
-        numbers="right",
-        change={"times * P * grad_bytes": "times * P * weight_bytes"},
-    ),
-    dict(
         name="the whole gradient between replicas (first version of pytorch PR #84590)",
         says="You all-reduce whole gradients",
         numbers="right",
         change={"P // shard * grad_bytes": "P * grad_bytes"},
-    ),
-    dict(
-        name="between replicas in each microbatch (torchtitan #1929)",
-        says="Replicas exchange their gradients once a step",
-        numbers="right",
-        change={
-            "= 1 + layers, P // shard * grad_bytes": (
-                "= times * (1 + layers), times * P // shard * grad_bytes"
-            ),
-        },
-    ),
-    dict(
-        name="DDP sends in each microbatch",
-        says="Replicas exchange their gradients once a step",
-        numbers="right",
-        change={"(1, P * grad_bytes)": "(microbatches, microbatches * P * grad_bytes)"},
-    ),
-    dict(
-        name="the project's own prediction",
-        says="predict_traffic is what you are to write",
-        change={
-            "    P = elements(root)": """\
-    from costs.traffic import predict_traffic
-
-    predict_traffic()
-    P = elements(root)""",
-        },
     ),
 ]

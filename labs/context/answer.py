@@ -97,25 +97,6 @@ WRONG = [
         change={"end = int(chunk[-1]) + 1": "end = T"},
     ),
     dict(
-        name="everything gathered, the whole computed, own rows kept",
-        says="The queries of other ranks are sent as well",
-        numbers="right",
-        change={
-            "own = torch.stack([k, v]).movedim(3, 0).contiguous()": (
-                "own = torch.cat([q, k, v], 1).movedim(2, 0).contiguous()"
-            ),
-            "k, v = Gather.apply(own)[sorting].movedim(0, 3)": (
-                "q, k, v = (Gather.apply(own)[sorting].movedim(0, 2)"
-                ".split([q.shape[1], k.shape[1], v.shape[1]], 1))"
-            ),
-            "        outs = []\n": """\
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[:, :, parts[rank]]
-        outs = []
-""",
-        },
-    ),
-    dict(
         name="keys and values repeated before they are sent (torchtitan #1283)",
         says="repeated for each query head before they are sent",
         numbers="right",
@@ -148,28 +129,6 @@ grad = grad.contiguous()
         change={"*seen, mask, enable_gqa=True": "*seen, is_causal=True, enable_gqa=True"},
     ),
     dict(
-        name="every n-th token, and places compared in place of positions",
-        says="The mask compares places within a rank",
-        change={
-            "torch.cat([chunks[r], chunks[-1 - r]])": "torch.arange(r, T, ranks)",
-            "(chunks[rank], chunks[-1 - rank])": "parts[rank].chunk(2)",
-            "end = int(chunk[-1]) + 1": "end = T",
-            "mask = chunk[:, None] >= torch.arange(end)": (
-                "mask = (chunk // ranks)[:, None] >= torch.arange(T) // ranks"
-            ),
-        },
-    ),
-    dict(
-        name="own keys alone",
-        says="Queries attend to the keys of their own rank alone",
-        change={
-            "        k, v = Gather": """\
-        mask = parts[rank][:, None] >= parts[rank]
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        k, v = Gather"""
-        },
-    ),
-    dict(
         name="gradients not summed (lightly #1528)",
         says="Other ranks' queries use these keys and values, too",
         change={
@@ -188,49 +147,5 @@ grad = grad.contiguous()
             "[sorting].movedim(0, 3)": ".movedim(0, 3)",
             "            return whole\n": "            return whole[sorting]\n",
         },
-    ),
-    dict(
-        name="the project's",
-        says="whole_sequences is what you are to write",
-        change={
-            "    rank, ranks = dist": """\
-    import techniques.context_parallel as context_parallel
-
-    context_parallel.whole_sequences(torch.zeros(2, 2, 2, 2))
-    rank, ranks = dist"""
-        },
-    ),
-    dict(
-        name="one call of attention for both chunks",
-        says="Each chunk needs keys only up to its own end",
-        numbers="right",
-        change={
-            "        outs = []\n": """\
-        end = int(parts[rank].max()) + 1
-        mask = parts[rank][:, None] >= torch.arange(end)
-        k, v = k[:, :, :end], v[:, :, :end]
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        outs = []
-"""
-        },
-    ),
-    dict(
-        name="a mask of places in the chunk",
-        says="A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i",
-        change={
-            "mask = chunk[:, None] >= torch.arange(end)": (
-                "mask = torch.ones(len(chunk), end, dtype=torch.bool).tril()"
-            )
-        },
-    ),
-    dict(
-        name="an output of another shape",
-        says="the output of attention has shape",
-        change={"return torch.cat(outs, 2)": "return torch.cat(outs, 2).flatten(2)"},
-    ),
-    dict(
-        name="positions of another shape",
-        says="positions have shape [1, 10]",
-        change={"return parts[rank], attention": "return parts[rank][None], attention"},
     ),
 ]

@@ -92,11 +92,6 @@ WRONG = [
         },
     ),
     dict(
-        name="the gradient in E4M3",
-        says="It is rounded to E4M3, which does not reach as far down",
-        change={"grad.abs().max(), E5M2": "grad.abs().max(), E4M3"},
-    ),
-    dict(
         name="casts that autograd records",
         says="Autograd has recorded your casts",
         change={
@@ -105,15 +100,6 @@ WRONG = [
     dist.all_reduce(amax, dist.ReduceOp.MAX)
     return product(*rounded(x, amax[0], E4M3), *rounded(weight, amax[1], E4M3))
 """
-        },
-    ),
-    dict(
-        name="a gradient of forward's rounding alone",
-        says="The gradient is not rounded",
-        change={
-            "grad8, grad_scale = rounded(grad, grad.abs().max(), E5M2)": (
-                "grad8, grad_scale = grad, torch.tensor(1.0)"
-            )
         },
     ),
     dict(
@@ -137,16 +123,6 @@ WRONG = [
         change={"amax.clamp(min=2.0**-100)": "amax"},
     ),
     dict(
-        name="the weight is rounded in place",
-        says="You have rounded the weight in place",
-        numbers="right",
-        change={
-            "            ctx.save": """\
-            weight.data.copy_(weight8[0].double() * weight8[1])
-            ctx.save"""
-        },
-    ),
-    dict(
         name="x is kept in full precision (torchao #1850; nanochat PR #531)",
         says="keep the codes, and not x",
         numbers="right",
@@ -157,28 +133,6 @@ WRONG = [
             "            grad8, grad_scale": """\
             x8, x_scale = rounded(x, 448.0 * x_scale, E4M3)
             grad8, grad_scale""",
-        },
-    ),
-    dict(
-        name="the gradient's largest number is sent (as of weights in float8_experimental PR #272)",
-        says="All ranks have the whole gradient",
-        numbers="right",
-        change={
-            "            grad8, grad_scale = rounded(grad, grad.abs().max(), E5M2)": """\
-            amax = grad.abs().max()
-            dist.all_reduce(amax, dist.ReduceOp.MAX)
-            grad8, grad_scale = rounded(grad, amax, E5M2)"""
-        },
-    ),
-    dict(
-        name="the project's",
-        says="float8_product is what you are to write",
-        change={
-            "    return Float8Linear.apply(x, weight)\n": """\
-    import techniques.float8 as float8
-
-    return float8.float8_product(x, weight, "tensorwise")
-"""
         },
     ),
 ]

@@ -120,15 +120,4 @@ dist.all_reduce(weight_grad)
         says="This is the average over the ranks",
         change={"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"},
     ),
-    dict(
-        name="fully_shard",
-        says="fully_shard is what you are to write",
-        change={
-            "    size = dist.get_world_size()": """\
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(torch.nn.Linear(2, 2))
-    size = dist.get_world_size()"""
-        },
-    ),
 ]

@@ -137,25 +137,11 @@ WRONG = [
         change={" if number or rank not in waiting]": "]"},
     ),
     dict(
-        name="takes the last call of the log",
-        says="The log goes on after the call that never ends",
-        numbers="right",
-        change={
-            "calls[rank] or len(logs[rank]) + 1": "len(logs[rank]) + (calls[rank] is None)",
-        },
-    ),
-    dict(
         name="compares up to the end of the shortest log",
         says="has ended, and others wait for a call",
         change={
             "from itertools import zip_longest\n": "",
             "in zip_longest(*numbers)": "in zip(*numbers)",
         },
-    ),
-    dict(
-        name="counts from 0",
-        says="Calls are numbered from 1",
-        numbers="right",
-        change={"calls[rank] or len(logs[rank]) + 1": "(calls[rank] or len(logs[rank]) + 1) - 1"},
     ),
 ]

@@ -90,22 +90,6 @@ WRONG = [
         change={"        dist.all_reduce(rows, group=across)\n": ""},
     ),
     dict(
-        name="all-reduce over all ranks, and a cut",
-        says="The whole gradient crosses",
-        numbers="right",
-        change={
-            """\
-        rows = gradient.new_empty(len(gradient) // within.size(), gradient.shape[1])
-        dist.reduce_scatter_tensor(rows, gradient, group=within)
-        dist.all_reduce(rows, group=across)
-        return rows
-""": """\
-        dist.all_reduce(gradient)
-        return shard(gradient)
-"""
-        },
-    ),
-    dict(
         name="a second sum within the node",
         says="The sum was taken twice within the node, and never across",
         change={"dist.all_reduce(rows, group=across)": "dist.all_reduce(rows, group=within)"},
@@ -126,17 +110,6 @@ WRONG = [
         if rank % per_node == first:
             across = dist.new_group(range(first, size, per_node))
 """
-        },
-    ),
-    dict(
-        name="fully_shard",
-        says="fully_shard is what you are to write",
-        change={
-            "    nodes = dist": """\
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(torch.nn.Linear(2, 2))
-    nodes = dist"""
         },
     ),
     dict(

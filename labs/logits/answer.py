@@ -86,23 +86,6 @@ WRONG = [
         },
     ),
     dict(
-        name="exponentials gathered, and added up by each rank",
-        says="Here the numbers of whole parts of the vocabulary are sent",
-        numbers="right",
-        change={
-            "            dist.all_reduce(sums)\n            total, of_target = sums\n": """\
-            import torch.nn.functional as F
-
-            dist.all_reduce(sums[1])
-            width = torch.tensor(p.shape[1])
-            dist.all_reduce(width, dist.ReduceOp.MAX)
-            parts = [p.new_empty(len(p), width) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, F.pad(p, (0, width - p.shape[1])))
-            total, of_target = sum(part.sum(1) for part in parts), sums[1]
-"""
-        },
-    ),
-    dict(
         name="each rank's own softmax",
         says="Each rank normalizes over its own part of the vocabulary",
         change={"            dist.all_reduce(sums)\n": ""},
@@ -134,29 +117,9 @@ WRONG = [
         },
     ),
     dict(
-        name="targets of other ranks as an index",
-        says="Most targets lie in another rank's part",
-        change={"    column = torch.where(is_here, column, 0)\n": ""},
-    ),
-    dict(
-        name="ignored targets count in the loss",
-        says="Tokens whose target is IGNORE are in the loss",
-        change={"((total.log() - of_target) * counts).sum()": "(total.log() - of_target).sum()"},
-    ),
-    dict(
-        name="ignored targets count in the gradient",
-        says="Tokens whose target is IGNORE have a gradient",
-        change={"ctx.save_for_backward(p * counts[:, None])": "ctx.save_for_backward(p)"},
-    ),
-    dict(
         name="onehot subtracted on every rank",
         says="Every rank subtracts 1",
         change={"-= is_here.to(p.dtype)": "-= 1"},
-    ),
-    dict(
-        name="onehot not subtracted",
-        says="This is the softmax alone",
-        change={"            p[token, column] -= is_here.to(p.dtype)\n": ""},
     ),
     dict(
         name="only the target's rank has a gradient (ms-swift PR #9947)",
@@ -165,27 +128,6 @@ WRONG = [
             "ctx.save_for_backward(p * counts[:, None])": (
                 "ctx.save_for_backward(p * is_here[:, None])"
             )
-        },
-    ),
-    dict(
-        name="the gradient of the loss is not used",
-        says="Backward is given the gradient of the loss",
-        change={"return grad * scale": "return grad"},
-    ),
-    dict(
-        name="the loss counted by every rank",
-        says="once for each rank",
-        change={"return grad * scale": "return grad * scale * dist.get_world_size()"},
-    ),
-    dict(
-        name="the project's",
-        says="ShardedVocabulary is what you are to write",
-        change={
-            "    token = torch": """\
-    import parallel
-
-    parallel.ShardedVocabulary(101, None).cross_entropy(logits, targets)
-    token = torch"""
         },
     ),
 ]

@@ -101,23 +101,6 @@ WRONG = [
         },
     ),
     dict(
-        name="the project's",
-        says="fsdp is what you are to write",
-        change={
-            "    for name, parameter in model.named_parameters():\n": """\
-    import parallel
-
-    parallel.fsdp(model, None)
-    for name, parameter in model.named_parameters():
-"""
-        },
-    ),
-    dict(
-        name="without the seed",
-        says="The factors do not start with the values",
-        change={"init_adapters(model, seed)\n": "init_adapters(model)\n"},
-    ),
-    dict(
         name="one fully_shard for everything",
         says="Each block gathers its factors twice",
         numbers="right",

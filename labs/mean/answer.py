@@ -62,11 +62,6 @@ WRONG = [
         change={"grad /= totals[1]": "grad /= targets"},
     ),
     dict(
-        name="sum divided by the number of ranks, as DDP does",
-        says="The sum is divided by the number of ranks",
-        change={"grad /= totals[1]": "grad /= dist.get_world_size()"},
-    ),
-    dict(
         name="clipped by the norm of the rank's own gradients",
         says="Here each rank clips by the norm of its own gradients",
         change={
@@ -85,16 +80,6 @@ WRONG = [
         change={"parameter.grad *= min(1.0, clip / norm)": "pass"},
     ),
     dict(
-        name="not exchanged",
-        says="No gradient was exchanged.",
-        change={"        dist.all_reduce(parameter.grad)\n": ""},
-    ),
-    dict(
-        name="own loss",
-        says="The loss is the mean over this rank's own targets",
-        change={"return totals[0] / totals[1], norm": "return loss / targets, norm"},
-    ),
-    dict(
         name="all gradients gathered on each rank",
         says="Here every rank receives the gradients of all others",
         numbers="right",
@@ -106,17 +91,6 @@ WRONG = [
         of_ranks = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
         dist.all_gather(of_ranks, parameter.grad)
         parameter.grad = sum(of_ranks) / totals[1]
-"""
-        },
-    ),
-    dict(
-        name="rank 0 alone adds up what it reports",
-        says="They parted",
-        change={
-            "    dist.all_reduce(totals)\n": """\
-    dist.all_reduce(totals)
-    if dist.get_rank() == 0:
-        dist.all_reduce(loss.detach())
 """
         },
     ),
@@ -135,17 +109,6 @@ WRONG = [
         name="always scaled to the norm `clip`",
         says="Gradients are scaled to the norm `clip` although theirs is smaller",
         change={"min(1.0, clip / norm)": "clip / norm"},
-    ),
-    dict(
-        name="loss as the mean of means",
-        says="This is the mean of the ranks' means.",
-        change={
-            "    totals = torch.stack": """\
-    own = loss.detach() / targets / dist.get_world_size()
-    dist.all_reduce(own)
-    totals = torch.stack""",
-            "return totals[0] / totals[1], norm": "return own, norm",
-        },
     ),
     dict(
         name="the project's",

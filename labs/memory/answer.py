@@ -95,11 +95,6 @@ WRONG = [
         change={"4 * 2 * P // shards": "2 * 2 * P // shards"},
     ),
     dict(
-        name="one moment",
-        says="or 4 for one",
-        change={"4 * 2 * P // shards": "4 * P // shards"},
-    ),
-    dict(
         name="ddp sharded, too",
         says="DDP shards nothing",
         change={'ranks if dp == "fsdp" else 1': "ranks"},
@@ -112,12 +107,6 @@ WRONG = [
             'if dp == "ddp" or (microbatches > 1 and reshard == "weights"):': 'if dp == "ddp":',
             "elif microbatches > 1:": "elif False:",
         },
-    ),
-    dict(
-        name="gradients add up sharded under weights",
-        says="Under weights gradients add up unsharded",
-        numbers="right",
-        change={'(microbatches > 1 and reshard == "weights")': "False"},
     ),
     dict(
         name="gradients add up whole under all",
@@ -147,29 +136,5 @@ WRONG = [
         says="Only one microbatch is under way",
         numbers="right",
         change={"tokens * saved,": "tokens * saved * microbatches,"},
-    ),
-    dict(
-        name="no whole weights",
-        says="FSDP computes with whole weights",
-        numbers="right",
-        change={'4 * (root + 2 * block) if dp == "fsdp" else 0': "0"},
-    ),
-    dict(
-        name="all weights whole",
-        says="A block's weights are freed after use",
-        numbers="right",
-        change={'4 * (root + 2 * block) if dp == "fsdp" else 0': '4 * P if dp == "fsdp" else 0'},
-    ),
-    dict(
-        name="full checkpointing saves nothing less",
-        says="Under full a block saves its input alone",
-        numbers="right",
-        change={"        saved = D": "        pass"},
-    ),
-    dict(
-        name="what backward computes again forgotten",
-        says="backward computes again what was not saved",
-        numbers="right",
-        change={"everything - saved + D": "D"},
     ),
 ]

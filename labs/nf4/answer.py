@@ -91,15 +91,6 @@ WRONG = [
         },
     ),
     dict(
-        name="one scale for the matrix",
-        says="The matrix has one scale",
-        change={
-            "scales = blocks.abs().amax(2)": (
-                "scales = blocks.abs().max().repeat(*blocks.shape[:2])"
-            )
-        },
-    ),
-    dict(
         name="largest number in place of the largest absolute value",
         says="The scale of a block is its largest absolute value",
         change={"blocks.abs().amax(2)": "blocks.amax(2)"},
@@ -114,11 +105,6 @@ WRONG = [
         },
     ),
     dict(
-        name="the number above: bucketize with the numbers themselves",
-        says="Weights become the next number above",
-        change={"nonzero, middles)": "nonzero, values)"},
-    ),
-    dict(
         name="scales forgotten (mcore-bridge PR #183, in 8 bits)",
         says="These are numbers of NF4, without their scales",
         change={"(blocks * scales[..., None])": "blocks"},
@@ -131,20 +117,6 @@ WRONG = [
             "nearest[:, ::2] * 16 + nearest[:, 1::2]": "nearest",
             "torch.stack([codes >> 4, codes & 15], 2).flatten(1)": "codes",
         },
-    ),
-    dict(
-        name="the first code in the low half",
-        says="The first of two codes is in the low half",
-        numbers="right",
-        change={
-            "nearest[:, ::2] * 16 + nearest[:, 1::2]": "nearest[:, 1::2] * 16 + nearest[:, ::2]",
-            "codes >> 4, codes & 15": "codes & 15, codes >> 4",
-        },
-    ),
-    dict(
-        name="two orders of codes",
-        says="Neighbours have changed places",
-        change={"codes >> 4, codes & 15": "codes & 15, codes >> 4"},
     ),
     dict(
         name="autograd keeps the matrix (unsloth-zoo PR #838)",

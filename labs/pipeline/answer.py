@@ -69,14 +69,6 @@ WRONG = [
         change={"min(ranks - 1 - rank, microbatches)": "0"},
     ),
     dict(
-        name="one forward too few",
-        says="it could run more forwards meanwhile",
-        numbers="right",
-        change={
-            "min(ranks - 1 - rank, microbatches)": "min(max(0, ranks - 2 - rank), microbatches)"
-        },
-    ),
-    dict(
         name="forwards first counted from the other end",
         says="Two ranks wait for each other",
         change={"min(ranks - 1 - rank, microbatches)": "min(rank, microbatches)"},
@@ -111,24 +103,6 @@ WRONG = [
         change={
             "if split and i >= rank:": "if False:",
             "        if split:\n": "        if False:\n",
-        },
-    ),
-    dict(
-        name="the last W forgotten",
-        says="Each rank computes each action of each microbatch once",
-        change={"        if split:\n": "        if False:\n"},
-    ),
-    dict(
-        name="the project's",
-        says="1f1b is what you are to write",
-        change={
-            "    lines = []\n": """\
-    from techniques.schedules import SCHEDULES
-
-    order = SCHEDULES["zero-bubble" if split else "1f1b"]
-    return [" ".join(order(rank, ranks, microbatches)) for rank in range(ranks)]
-    lines = []
-"""
         },
     ),
 ]

@@ -96,24 +96,4 @@ from torch.utils.checkpoint import checkpoint
         numbers="right",
         change={"            torch.set_rng_state(now)\n": ""},
     ),
-    dict(
-        name="PyTorch's Function",
-        says="CheckpointFunction is what you are to write",
-        change={
-            "return Recompute.apply": """\
-from torch.utils import checkpoint
-
-    return lambda *inputs: checkpoint.CheckpointFunction.apply(forward, True, *inputs)"""
-        },
-    ),
-    dict(
-        name="the project's",
-        says="recompute is what you are to write",
-        change={
-            "return Recompute.apply": """\
-from techniques.recompute import recompute
-
-    return recompute(forward, selective=False)"""
-        },
-    ),
 ]

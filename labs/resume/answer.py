@@ -183,14 +183,6 @@ torch.save(state, part / f"new-{rank}")
         change={"{step:08d}": "{step}"},
     ),
     dict(
-        name="one name for all ranks",
-        says="Several ranks write one file",
-        change={
-            'torch.save(state, part / f"rank-{rank}")': 'torch.save(state, part / "state")',
-            'torch.load(newest / f"rank-{rank}")': 'torch.load(newest / "state")',
-        },
-    ),
-    dict(
         name="no moments",
         says="AdamW's moments were not put back",
         change={
@@ -202,21 +194,5 @@ torch.save(state, part / f"new-{rank}")
         name="the data start over (accelerate PR #4232)",
         says="The data start over",
         change={'        order.set_state(state["order"])\n': ""},
-    ),
-    dict(
-        name="other dropout",
-        says="The generator of dropout was not put back",
-        change={'        torch.set_rng_state(state["dropout"])\n': ""},
-    ),
-    dict(
-        name="the project's",
-        says="Saver is what you are to write",
-        change={
-            '    rank, part = dist.get_rank(), directory / "part"': """\
-    import checkpoint
-
-    checkpoint.Saver(directory, model, optimizer, None, {})
-    rank, part = dist.get_rank(), directory / "part\""""
-        },
     ),
 ]

@@ -162,9 +162,4 @@ WRONG = [
         says="were not waited for",
         change={"        sending.wait()\n": ""},
     ),
-    dict(
-        name="all_reduce",
-        says="all_reduce is what you are to write",
-        change={"total = tensor.flatten().clone()": "dist.all_reduce(tensor)"},
-    ),
 ]

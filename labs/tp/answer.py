@@ -102,17 +102,6 @@ x = x.chunk(size, 1)[rank]
         },
     ),
     dict(
-        name="rows first, and the sum after the nonlinearity",
-        says="silu(a + b) is not silu(a) + silu(b)",
-        change={
-            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 1), (w2, 1), (w3, 1))",
-            "hidden = F.silu(x @ w1.T) * (x @ w3.T)": """\
-x = x.chunk(size, 1)[rank]
-        hidden = SumInForward.apply(F.silu(x @ w1.T) * (x @ w3.T))
-        hidden = SumInBackward.apply(hidden).chunk(size, 1)[rank]""",
-        },
-    ),
-    dict(
         name="columns twice, with the hidden features gathered in between (exllamav2 #614)",
         says="Nothing has to be gathered",
         numbers="right",
@@ -157,59 +146,14 @@ w13: Tensor, w2: Tensor) -> Tensor:
         },
     ),
     dict(
-        name="w3 cut otherwise than w1",
-        says="has other features of w1 than of w3",
-        change={
-            "for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
-                "for w, dim in ((w1, 0), (w2, 1))] + [w3[rank::size].clone()]"
-            )
-        },
-    ),
-    dict(
-        name="the last features forgotten",
-        says="are on no rank",
-        change={
-            "[w.chunk(size, dim)[rank].clone() for": "[part_of(w, dim) for",
-            "    def shard": """\
-    def part_of(w: Tensor, dim: int) -> Tensor:
-        width = w.shape[dim] // size
-        return w.narrow(dim, rank * width, width).clone()
-
-    def shard""",
-        },
-    ),
-    dict(
         name="no sum in forward",
         says="Each rank has the part of the output that comes from its own features",
         change={"return SumInForward.apply(hidden @ w2.T)": "return hidden @ w2.T"},
     ),
     dict(
-        name="average instead of sum",
-        says="This is the average over the ranks",
-        change={
-            "return SumInForward.apply(hidden @ w2.T)": """\
-return SumInForward.apply(hidden @ w2.T) / size"""
-        },
-    ),
-    dict(
         name="summed outside of autograd",
         says="Collectives of torch.distributed are not recorded by autograd",
         change={"SumInForward.apply(hidden @ w2.T)": "summed((hidden @ w2.T).detach())"},
-    ),
-    dict(
-        name="a hook of x itself",
-        says="what reached x past the block",
-        change={"x = SumInBackward.apply(x)": "x.register_hook(summed)"},
-    ),
-    dict(
-        name="every rank keeps everything",
-        says="Every rank keeps whole matrices",
-        numbers="right",
-        change={
-            "w.chunk(size, dim)[rank].clone()": "w.clone()",
-            "        x = SumInBackward.apply(x)\n": "",
-            "SumInForward.apply(hidden @ w2.T)": "hidden @ w2.T",
-        },
     ),
     dict(
         name="the parts are views of whole matrices",
@@ -218,64 +162,12 @@ return SumInForward.apply(hidden @ w2.T) / size"""
         change={"[rank].clone() for": "[rank] for"},
     ),
     dict(
-        name="parallelize_module",
-        says="parallelize_module is what you are to write",
-        change={
-            "    rank, size = dist": """\
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    parallelize_module(torch.nn.Linear(2, 2))
-    rank, size = dist"""
-        },
-    ),
-    dict(
         name="an all-reduce that nothing waits for",
         says="nothing waits for the all_reduce",
         change={
             "    dist.all_reduce(total)\n    return total\n": """\
     work = dist.all_reduce(total, async_op=True)
     return total
-"""
-        },
-    ),
-    dict(
-        name="whole matrices are kept beside the parts",
-        says="A rank keeps tensors beside those that shard returns",
-        numbers="right",
-        change={
-            "        return [w.chunk(size": """\
-        whole.extend([w1, w2, w3])
-        return [w.chunk(size""",
-            "    rank, size = dist": "    whole = []\n    rank, size = dist",
-        },
-    ),
-    dict(
-        name="w2 whole on every rank, and cut in forward",
-        says="w2 is on several ranks",
-        change={
-            "return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
-                "return [w1.chunk(size)[rank].clone(), w2.clone(), w3.chunk(size)[rank].clone()]"
-            ),
-            "hidden @ w2.T": "hidden @ w2.chunk(size, 1)[rank].T",
-        },
-    ),
-    dict(
-        name="the parts in another order than shard returns them",
-        says="in the order in which shard returns them",
-        change={
-            "def forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor)": (
-                "def forward(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor)"
-            )
-        },
-    ),
-    dict(
-        name="a reduce and a broadcast",
-        says="A reduce and a broadcast do what one all-reduce does",
-        numbers="right",
-        change={
-            "    dist.all_reduce(total)\n": """\
-    dist.reduce(total, 0)
-    dist.broadcast(total, 0)
 """
         },
     ),

@@ -196,77 +196,13 @@ WRONG = [
         },
     ),
     dict(
-        name="parameter groups forgotten",
-        says="Weight decay is applied to all parameters alike",
-        change={
-            'parameters.append((parameter, group["weight_decay"]))': (
-                'parameters.append((parameter, groups[0]["weight_decay"]))'
-            )
-        },
-    ),
-    dict(
-        name="steps counted once a parameter",
-        says="`count` is AdamW's number of the step, the same for all parameters",
-        change={
-            "        count += 1\n": "",
-            "            grad = torch": "            count += 1\n            grad = torch",
-        },
-    ),
-    dict(
-        name="the count starts again",
-        says="Every step is taken for the first",
-        change={"        count += 1\n": "        count = 1\n"},
-    ),
-    dict(
         name="sum instead of average",
         says="This is the update by the sum over the ranks",
         change={"grad / size": "grad"},
     ),
     dict(
-        name="without padding",
-        says="pad them",
-        change={"(0, -tensor.numel() % size)": "(0, 0)"},
-    ),
-    dict(
-        name="PyTorch's",
-        says="ZeroRedundancyOptimizer is what you are to write",
-        change={
-            "    rank, size = dist": """\
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    ZeroRedundancyOptimizer(groups, torch.optim.AdamW)
-    rank, size = dist"""
-        },
-    ),
-    dict(
-        name="a reduce-scatter that nothing waits for",
-        says="nothing waits for the reduce_scatter_tensor",
-        change={
-            "dist.reduce_scatter_tensor(grad, padded(parameter.grad))": (
-                "dist.reduce_scatter_tensor(grad, padded(parameter.grad), async_op=True)"
-            )
-        },
-    ),
-    dict(
-        name="the whole weights are kept as well",
-        says="it may keep a copy of that share of the weights",
-        numbers="right",
-        ranks=2,  # where these are as many bytes as both moments of all weights
-        change={
-            "count = [], [], 0": "kept, count = [], [], {}, 0",
-            "whole = own.new_empty(": "whole = kept[parameter] = own.new_empty(",
-        },
-    ),
-    dict(
         name="input and output in each other's place",
         says="reduce_scatter_tensor takes the output first, then the input",
         change={"(grad, padded(parameter.grad))": "(padded(parameter.grad), grad)"},
-    ),
-    dict(
-        name="input and output of the all-gather in each other's place",
-        says="all_gather_into_tensor takes the output first, then the input",
-        change={
-            "dist.all_gather_into_tensor(whole, own)": "dist.all_gather_into_tensor(own, whole)"
-        },
     ),
 ]
