@@ -317,7 +317,9 @@ def chosen(args: argparse.Namespace) -> tuple[dict, Fault, Path]:
 
 def step(args: argparse.Namespace) -> None:
     _, fault, directory = chosen(args)
-    print(measured(directory, fault, args.flags, repeats=5), end="")
+    lines = measured(directory, fault, args.flags, repeats=5).splitlines()
+    verdict = next((i for i, line in enumerate(lines) if line.startswith("- ")), len(lines))
+    print("\n".join(lines[:verdict]).rstrip())  # what it means is the question
 
 
 def ask(question: str, given: str | None, understood: Callable) -> int | str | float:
@@ -344,9 +346,10 @@ def fault_of(text: str) -> str:
 
 
 def gain_of(text: str) -> float:
-    if not re.fullmatch(r"\d{0,9}\.?\d{1,9}", text) or float(text) == 0:
-        raise UserError(f"'{text}' is no factor: give a positive number such as 1.5")
-    return float(text)
+    match = re.fullmatch(r"(\d{0,9}\.?\d{1,9})(?:/(0*[1-9]\d{0,8}))?", text)
+    if not match or float(match[1]) == 0:
+        raise UserError(f"'{text}' is no factor: give a positive number such as 1.5 or 3/2")
+    return float(match[1]) / int(match[2] or 1)
 
 
 def cure_of(text: str) -> str:

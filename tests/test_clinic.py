@@ -76,6 +76,20 @@ def test_flags_replace_those_of_the_run(copy):
     assert "--dp: invalid choice: 'x'" in out and out.count("error: ") == 2
 
 
+def test_a_step_shows_what_is_measured_and_not_what_it_means(copy, monkeypatch, capsys):
+    monkeypatch.setattr(clinic, "WARD", copy / "out/clinic")
+    in_copy(copy, "admit", "--seed", 1, script="clinic.py")
+    report = "counted: 8 all-reduce\n\n- 21 % of the step waits for gradients\n  a larger --batch\n"
+    monkeypatch.setattr(clinic, "measured", lambda *_, **__: report)
+    clinic.step(argparse.Namespace(command="step", run=1, flags=[]))
+    assert capsys.readouterr().out == "counted: 8 all-reduce\n"
+
+
+@pytest.mark.parametrize("text, gain", [("1.5", 1.5), ("3/2", 1.5), (".5", 0.5), ("3/10", 0.3)])
+def test_gains_are_numbers_and_fractions(text, gain):
+    assert clinic.gain_of(text) == gain
+
+
 def test_answers_are_graded(copy, monkeypatch, capsys):
     """All three right, all three wrong; written down once, and before anything is shown."""
     monkeypatch.setattr(clinic, "WARD", copy / "out/clinic")

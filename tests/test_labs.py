@@ -138,7 +138,9 @@ def test_wrong_commands_are_refused(arguments, says):
     refused(launch("labs/run.py", *arguments), says)
 
 
-@pytest.mark.parametrize("arguments", ["labs/run.py", "labs/run.py why ring --give-up", "bench.py plan"])
+@pytest.mark.parametrize(
+    "arguments", ["labs/run.py", "labs/run.py why ring --give-up", "bench.py plan"]
+)
 def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
     """As in `python labs/run.py | head -1`."""
     script, *others = arguments.split()

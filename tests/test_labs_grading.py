@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,7 @@ from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 from labs import run
 from labs.machinery import grading
 from labs.machinery.grading import seed_of
+from labs.machinery.guard import run_guarded
 
 LABS = ROOT / "labs"
 FIRST = "    totals = torch.stack"  # in the solution of mean
@@ -126,6 +128,56 @@ def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
     result = guarded("mean", tmp_path, {FIRST: code})
     assert result["passed"] == (says == "")
     assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
+
+
+WRITES = """
+import os
+
+for descriptor in range(3, 60):
+    try:
+        os.write(descriptor, b'{"passed": true}')
+    except OSError:
+        pass
+"""
+RUNS = """
+class Loaded(torch.Tensor):
+    def __reduce_ex__(self, _):
+        return exec, (f"open({__file__ + '.escaped'!r}, 'w')",)
+
+"""
+
+
+def test_a_submission_harms_no_other(tmp_path):
+    """One writes to all open files, one returns what runs code when it is loaded, one starts a
+    thread: each is graded, and so are the others."""
+    submit(tmp_path, "ada", "ring")
+    submit(tmp_path, "jan", "ring", {"def ring_all_reduce": f"{WRITES}\n\ndef ring_all_reduce"})
+    submit(tmp_path, "kim", "ring", {
+        "def ring_all_reduce": f"{RUNS}\ndef ring_all_reduce",
+        "return total.view_as(tensor)": "return total.view_as(tensor).as_subclass(Loaded)",
+    })  # fmt: skip
+    started = "import subprocess\n    import threading\n\n    "
+    started += "threading.Thread(target=subprocess.run, args=(['ls'],)).start()\n    rank, size"
+    submit(tmp_path, "qin", "ring", {"    rank, size": f"    {started}"})
+    jobs = [("ring", tmp_path / student / "ring.py", 1) for student in ("ada", "jan", "kim", "qin")]
+    found = {jobs[i][1].parent.name: result for i, result in run_guarded(jobs)}
+    assert found["ada"]["passed"] and found["ada"]["points"] > 10
+    assert found["jan"]["points"] <= found["ada"]["points"]
+    assert "without a thread" in found["qin"]["mistake"]
+    assert found["kim"]["passed"] and not list(tmp_path.rglob("*.escaped"))
+
+
+def test_what_is_graded_is_not_lost_by_ctrl_c(tmp_path, monkeypatch, capsys):
+    def interrupted(jobs: list[tuple]) -> Iterator[tuple[int, dict]]:
+        yield 1, dict(passed=True, points=99, mistake="", text="fine")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grading, "run_guarded", interrupted)
+    monkeypatch.setattr(grading, "points_of_solution", lambda lab: 15)
+    files = [(student, "mean", student_file("mean", tmp_path)) for student in ("ada", "bob")]
+    (grade,) = grading.grade_all(files, [1, 2])
+    assert (grade.student, grade.points) == ("bob", 15)
+    assert "interrupted, 1 are not graded" in capsys.readouterr().err
 
 
 def test_long_reports_come_back(tmp_path):

@@ -309,7 +309,7 @@ def show(rows: list[Row]) -> Iterator[str]:
             right = ", ".join(f"{a} before {b}" for a, b in row.pairs[1])
             yield wrapped(f"  You had these pairs the wrong way round: it is {right}")
         elif row.points < 1 and row.left_out:
-            yield f"  Yours is the sum without {row.left_out}."
+            yield f"  Yours could be the sum without {row.left_out}."
 
 
 def in_unit(value: float | str, unit: str) -> str:
