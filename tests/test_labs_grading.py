@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,6 @@ from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 from labs import run
 from labs.machinery import grading
 from labs.machinery.grading import seed_of
-from labs.machinery.guard import run_guarded
 
 LABS = ROOT / "labs"
 FIRST = "    totals = torch.stack"  # in the solution of mean
@@ -159,12 +159,12 @@ def test_a_submission_harms_no_other(tmp_path):
     started = "import subprocess\n    import threading\n\n    "
     started += "threading.Thread(target=subprocess.run, args=(['ls'],)).start()\n    rank, size"
     submit(tmp_path, "qin", "ring", {"    rank, size": f"    {started}"})
-    jobs = [("ring", tmp_path / student / "ring.py", 1) for student in ("ada", "jan", "kim", "qin")]
-    found = {jobs[i][1].parent.name: result for i, result in run_guarded(jobs)}
-    assert found["ada"]["passed"] and found["ada"]["points"] > 10
-    assert found["jan"]["points"] <= found["ada"]["points"]
-    assert "without a thread" in found["qin"]["mistake"]
-    assert found["kim"]["passed"] and not list(tmp_path.rglob("*.escaped"))
+    lab("grade", tmp_path, "--csv", tmp_path / "grades.csv", timeout=200)
+    rows = {row["student"]: row for row in csv.DictReader((tmp_path / "grades.csv").open())}
+    assert rows["ada"]["passed"] == rows["kim"]["passed"] == "True"
+    assert rows["jan"]["of"] == rows["ada"]["points"]
+    assert "without a thread" in rows["qin"]["mistake"]
+    assert not list(Path(tempfile.gettempdir()).glob("*/*/ring.py.escaped"))
 
 
 def test_what_is_graded_is_not_lost_by_ctrl_c(tmp_path, monkeypatch, capsys):
