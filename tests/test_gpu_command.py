@@ -19,21 +19,18 @@ def rehearse(file, *more) -> str:
 
 
 def test_parts_are_measured_once_and_kept(tmp_path):
+    """A part that is named is measured anew, and the others stay."""
     file, docs = tmp_path / "gpu.json", tmp_path / "measured.md"
     docs.write_text("# Measured\n\n## On one GPU\n\nold\n\n## Other\n\nstays\n")
-    out = rehearse(file, "--parts", "loss-1b", "float8-1b-8192")
+    other = {name: {"error": "error: out of memory"} for name in PARTS["rates"]}
+    old = {"chunks of 256": {"seconds": [1, 2, 3]}}
+    file.write_text(json.dumps({"parts": {"rates": other, "loss-1b": {"loss": old}}}))
+    out = rehearse(file, "--parts", "loss-1b", "--docs", docs)
     assert "**loss-1b**" in out and "| chunks of 4096 |" in out
-    assert "| optimizer |" in out and "| rowwise |" in out and "error" not in file.read_text()
-    before = json.loads(file.read_text())
-    assert before["machine"]["device"] == "cpu"
-    assert before["parts"].keys() == {"loss-1b", "float8-1b-8192"}
-    before["parts"]["loss-1b"]["loss"]["chunks of 256"]["seconds"] = [1, 2, 3]
-    file.write_text(json.dumps(before))
-    rehearse(file, "--parts", "loss-1b", "--docs", docs)
-    after = json.loads(file.read_text())["parts"]
-    assert after["float8-1b-8192"] == before["parts"]["float8-1b-8192"]  # stays
-    # named, so measured anew
-    assert after["loss-1b"]["loss"]["chunks of 256"]["seconds"] != [1, 2, 3]
+    report = json.loads(file.read_text())
+    assert report["machine"]["device"] == "cpu" and report["parts"]["rates"] == other
+    measured = report["parts"]["loss-1b"]["loss"]
+    assert "error" not in measured and measured["chunks of 256"]["seconds"] != [1, 2, 3]
     text = docs.read_text()
     assert text.startswith("# Measured\n\n## On one GPU\n\ncpu, ") and "old" not in text
     assert text.endswith("\n\n## Other\n\nstays\n")

@@ -147,6 +147,7 @@ class Loaded(torch.Tensor):
 """
 
 
+@pytest.mark.slow
 def test_a_submission_harms_no_other(tmp_path):
     """One writes to all open files, one returns what runs code when it is loaded, one starts a
     thread: each is graded, and so are the others."""

@@ -58,6 +58,7 @@ def test_a_race(tmp_path):
     assert " 0.0000" not in changed.out
 
 
+@pytest.mark.slow
 def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
     """New files too, and a patch is for the last commit, whatever has changed since."""
     project = tmp_path / "project"
