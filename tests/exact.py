@@ -1,4 +1,4 @@
-"""One process in plain PyTorch, and what training on any mesh must have in common with it."""
+"""Training in plain PyTorch on one process, and assertions that training on a mesh equals it."""
 
 import functools
 import json
@@ -21,30 +21,31 @@ from plumbing.processes import UserError
 from runs.rules import check_parallel, check_work
 from techniques.nf4 import check_blocks, dequantized
 
-# Widths that 2 and 4 do not divide where that is possible; a vocabulary of 101 never divides.
+# Sizes that neither 2 nor 4 divides, where tensor parallelism allows it: over 1, 2 and 4 ranks.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
-FOUR = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
+FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
 TIED = dict(tie_embeddings=True)
-SEVEN = dict(rank=3, alpha=5)
+RANK_3 = dict(rank=3, alpha=5)
 RSLORA = dict(rank=4, alpha=8, rslora=True)
 
 
 def case(
     config: dict, microbatch: int = 0, packed: bool = False, lora: dict | None = None, **parallel
 ) -> dict:
+    """Return a case as workers/train_cases.py reads it; `parallel` has fields of ParallelConfig."""
     options = {"microbatch": microbatch} if microbatch else {}
     options |= {"lora": lora} if lora else {}
     return dict(config=config, packed=packed, parallel=parallel, **options)
 
 
-def beside(targets: str) -> dict:
-    """LoRA on these matrices only: backward ends at the first of them."""
+def lora_on(targets: str) -> dict:
+    """Return LoRA's settings for these matrices alone: backward ends at the first of them."""
     return dict(rank=2, alpha=64, targets=targets.split())
 
 
 def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within=()) -> dict:
-    """What the cases come to on so many processes: one launch for all of them.
+    """Train all cases in one launch of `nproc` processes; return their results by name.
 
     `within` is what changed_copy returns, to train a changed model."""
     given, results = directory / "cases.json", directory / "results.pt"
@@ -57,14 +58,14 @@ def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within
 # ---------------------------------------------------------------------- cases that are drawn
 
 
-def split(ranks: int, has_adapters: bool, dp: str, tp: int, cp: int, pp: int, **options):
-    """Return the ParallelConfig of so many ranks. Raises UserError for options that mean nothing
-    or that the project refuses."""
+def parallel_config(ranks: int, has_adapters: bool, dp: str, tp: int, cp: int, pp: int, **options):
+    """Return a ParallelConfig for this number of ranks. Raises UserError for options that have no
+    effect together, or that the project refuses."""
     data, rest = divmod(ranks, tp * pp)
     if rest or data % cp:
-        raise UserError("ranks cannot be split so")
+        raise UserError("these dimensions do not divide the ranks")
     if pp == 1 and options["schedule"] != "1f1b":
-        raise UserError("without a pipeline, a schedule means nothing")
+        raise UserError("without a pipeline, a schedule has no effect")
     if options["reshard"] == "adapters" and not has_adapters:
         raise UserError("without adapters, nothing is frozen")
     replicate = {"hsdp": 1 if data % 2 else 2, "fsdp": 1}.get(dp, data)
@@ -74,12 +75,12 @@ def split(ranks: int, has_adapters: bool, dp: str, tp: int, cp: int, pp: int, **
 
 
 @functools.cache
-def shapes(config: LlamaConfig, learns: bool) -> Llama:
-    """A model on meta: for adapters, one that does not learn."""
-    return build_on_meta(config).requires_grad_(learns)
+def meta_model(config: LlamaConfig, trainable: bool) -> Llama:
+    """Return a model on meta; below adapters it is frozen."""
+    return build_on_meta(config).requires_grad_(trainable)
 
 
-def check(work: Work, base_bits: int) -> None:
+def check_step(work: Work, base_bits: int) -> None:
     """Raise UserError for a step that train.py or finetune_lora.py refuses."""
     check_parallel(work, None, SimpleNamespace(size=work.parallel.size))
     check_work(work)
@@ -87,12 +88,12 @@ def check(work: Work, base_bits: int) -> None:
         check_blocks(work.model.config, work.parallel.tp)
 
 
-def accepts(made: Callable, ranks: int) -> Callable[[dict], bool]:
-    """Return whether a case can be made of what is drawn."""
+def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:
+    """Return a function that says whether make(ranks, drawn) raises no UserError."""
 
     def possible(drawn: dict) -> bool:
         try:
-            return bool(made(ranks, drawn))
+            return bool(make(ranks, drawn))
         except UserError:
             return False
 
@@ -103,8 +104,8 @@ def accepts(made: Callable, ranks: int) -> Callable[[dict], bool]:
 
 
 @functools.cache
-def plain(key: str) -> dict:
-    """Steps on the whole batch in one process, in plain PyTorch: none of parallel.py runs.
+def plain_training(key: str) -> dict:
+    """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
     `key` is JSON of a case's config, packed, lora, steps, optimizer, and seq if it has one.
     Adapters are added to the weights of a model without adapters."""
@@ -119,7 +120,7 @@ def plain(key: str) -> dict:
     batch, rows, gradients = batch_of(packed, *seq), [], {}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(steps):
-        weights = effective(model, lora)
+        weights = effective_weights(model, lora)
         given = {"tokens": batch.tokens, "positions": batch.positions}
         logits = torch.func.functional_call(bare, weights, (), given)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
@@ -134,9 +135,9 @@ def plain(key: str) -> dict:
             "last": dict(model.named_parameters())}  # fmt: skip
 
 
-def effective(model: Llama, lora: dict | None) -> dict:
-    """The weights that a model computes with, under the names of one without adapters: those that
-    codes stand for, W + scale B A, and rows of DoRA's lengths."""
+def effective_weights(model: Llama, lora: dict | None) -> dict:
+    """Return the weights that a model computes with, by their names in a model without adapters:
+    NF4 codes dequantized, LoRA as W + scale B A, and DoRA's rows scaled to its magnitudes."""
     named = dict(model.named_parameters())
     weights = {name: p for name, p in named.items() if name.endswith(".weight")}
     weights["output.weight"] = model.output.weight  # not listed where it is tied
@@ -154,7 +155,7 @@ def effective(model: Llama, lora: dict | None) -> dict:
 
 
 def plain_adamw(named: dict[str, torch.Tensor], lr: float):
-    """The step of torch's AdamW."""
+    """Return the step function of torch's AdamW."""
     groups = [
         {"params": [p for p in named.values() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
@@ -164,8 +165,8 @@ def plain_adamw(named: dict[str, torch.Tensor], lr: float):
 
 
 def plain_muon(named: dict[str, torch.Tensor], lr: float):
-    """The step of Muon for whole matrices of blocks, and of AdamW for all other parameters, written
-    independently of techniques/optimizers.py."""
+    """Return the step function of Muon for the matrices of blocks, and of AdamW for all other
+    parameters, written independently of techniques/optimizers.py."""
     matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim == 2}
     adamw = plain_adamw({n: p for n, p in named.items() if n not in matrices}, lr)
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
@@ -182,8 +183,8 @@ def plain_muon(named: dict[str, torch.Tensor], lr: float):
 
 
 def orthogonalized(x: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz maps each singular value s of a matrix to a polynomial of s and leaves the
-    singular vectors as they are. So the reference takes the singular value decomposition."""
+    """Return what Newton-Schulz iterations make of a matrix, by its singular value decomposition:
+    each iteration maps the singular values s to a polynomial of s, and leaves the vectors."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     s = s / s.norm()
     for _ in range(5):
@@ -194,31 +195,31 @@ def orthogonalized(x: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- the comparison
 
 
-def equals_plain(result: dict, case: dict) -> None:
+def assert_equals_plain(result: dict, case: dict) -> None:
     optimizer = case["parallel"].get("optimizer", "adamw")
     key = case["config"], case["packed"], case.get("lora"), case.get("steps", STEPS), optimizer
     key += (case["seq"],) if "seq" in case else ()
-    # Singular values taken apart, and Newton-Schulz without that, agree to fewer digits.
-    same_training(result, plain(json.dumps(key)), 1e-10 if optimizer == "muon" else 1e-12)
+    # Newton-Schulz and the singular value decomposition agree to fewer digits.
+    assert_same(result, plain_training(json.dumps(key)), 1e-10 if optimizer == "muon" else 1e-12)
 
 
-def same_training(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
+def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
     for ours, theirs in zip(result["rows"], expected["rows"], strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)
     for what in ("gradients", "last"):
         assert result[what].keys() == expected[what].keys()
         for name, value in expected[what].items():
-            value = value.double()  # codes of 4 bits, too
+            value = value.double()  # NF4 codes are integers
             error = (result[what][name] - value).norm() / value.norm()
             assert error < tolerance, (what, name, error)
     for name, value in expected["first"].items():
-        is_norm = name.endswith("lora_magnitude")  # ranks add up squares in another order
+        is_norm = name.endswith("lora_magnitude")  # ranks sum squares in another order
         tolerances = dict(rtol=1e-14 if is_norm else 0, atol=0)
         assert torch.allclose(result["first"][name], value, **tolerances), name
 
 
-def generates_alike(result: dict, case: dict) -> None:
-    """A model that is split goes on with the tokens of one that has the same weights."""
+def assert_same_tokens(result: dict, case: dict) -> None:
+    """Assert that a split model generates the tokens of a plain one with the same weights."""
     if "generate" not in case:
         return
     model = Llama(LlamaConfig(**case["config"])).double().eval()
@@ -228,7 +229,7 @@ def generates_alike(result: dict, case: dict) -> None:
     assert result["tokens"] == generate(model, [[1, 2, 3]], 4, temperature=0)
 
 
-def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
+def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
     expected = dict(result["predicted"])
@@ -239,29 +240,33 @@ def sends_as_predicted(result: dict, case: dict, nproc: int) -> None:
     assert result["sent"] == expected
 
 
-def computes_once(result: dict, case: dict) -> None:
-    """Attention runs forward once for each layer and microbatch, and chunk where ranks share
-    sequences; twice, where all is recomputed."""
+def assert_attentions(result: dict, case: dict) -> None:
+    """Assert that attention runs forward once for each layer and microbatch; twice that with full
+    checkpointing, and twice under --cp, where a rank has two chunks of each sequence."""
     parallel = ParallelConfig(**case["parallel"])
     parts = parallel.replicate * parallel.shard // parallel.cp
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
     times = 2 if parallel.checkpointing == "full" else 1
-    times *= 2 if parallel.cp > 1 else 1  # for each chunk
+    times *= 2 if parallel.cp > 1 else 1
     assert result["attentions"] == times * microbatches * result["layers"]
 
 
-def compiles_once(result: dict, case: dict) -> None:
-    """One graph for all blocks; above a frozen embedding the first has one of its own, since what
-    comes in has no gradient."""
+def assert_one_graph(result: dict, case: dict) -> None:
+    """Assert that all blocks share one compiled graph. With LoRA the first block has another one:
+    its input comes from a frozen embedding and needs no gradient."""
     graphs = 2 if "lora" in case else 1
     assert result["graphs"]["unique_graphs"] == graphs and not result["breaks"]
 
 
-def holds(result: dict, case: dict, nproc: int) -> None:
-    equals_plain(result, case)
-    generates_alike(result, case)
-    computes_once(result, case)
-    if case["parallel"].get("compile"):
-        compiles_once(result, case)
+def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
+    """Assert all of these. `reference` is another result than that of plain PyTorch."""
+    if reference:
+        assert_same(result, reference)
     else:
-        sends_as_predicted(result, case, nproc)
+        assert_equals_plain(result, case)
+    assert_same_tokens(result, case)
+    assert_attentions(result, case)
+    if case["parallel"].get("compile"):
+        assert_one_graph(result, case)
+    else:
+        assert_traffic(result, case, nproc)

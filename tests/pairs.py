@@ -1,4 +1,4 @@
-"""Draw cases so that every two values of two options meet in one of them, wherever they can."""
+"""Pairwise testing: few cases in which every two values of two options occur together."""
 
 import functools
 import itertools
@@ -9,48 +9,48 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 
-def walk(options: dict[str, tuple], possible: Callable[[dict], bool], seed) -> Iterator[dict]:
-    """Yield cases (option -> value) without end, each a few changes away from the last; the first
-    has the first value of each option. Of those that are not `possible`, none."""
+def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator[dict]:
+    """Walk at random, without end, through the cases (option -> value) that are `possible`, with
+    one to five options redrawn in each step. The first case has the first value of each option."""
     rng, first = random.Random(seed), {name: values[0] for name, values in options.items()}
     assert possible(first)
     case = first
     while True:
         yield case
-        case = first if rng.random() < 0.02 else case  # not to stay where few changes are possible
+        case = first if rng.random() < 0.02 else case  # leaves corners with few possible neighbours
         names = rng.sample(list(options), rng.randint(1, 5))
         changed = case | {name: rng.choice(options[name]) for name in names}
         if possible(changed):
             case = changed
 
 
-def cover(
+def pairwise(
     options: dict[str, tuple], possible: Callable[[dict], bool], seed, steps: int = 16_000
 ) -> list[dict]:
-    """Return cases of a walk that have every pair of values that a case of it has, the one with
-    most new pairs first."""
+    """Return few cases of a random walk that cover every pair of values in it: in each turn, the
+    case with most pairs that are not covered yet (a greedy cover)."""
     items = [(name, value) for name, values in options.items() for value in values]
     bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
-    walked = itertools.islice(walk(options, possible, seed), steps)
+    walked = itertools.islice(random_walk(options, possible, seed), steps)
     cases = {tuple(case.values()): case for case in walked}.values()
-    # Items are in the order of options, and so are those of a pair.
+    # The pairs of each case are bits of an integer; items of cases are in the order of options.
     pairs = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
-    left, kept = functools.reduce(operator.or_, pairs), []
-    while left:
-        has, case = max(zip(pairs, cases), key=lambda given: (given[0] & left).bit_count())
-        kept.append(case)
-        left &= ~has
-    return kept
+    uncovered, chosen = functools.reduce(operator.or_, pairs), []
+    while uncovered:
+        covered, case = max(zip(pairs, cases), key=lambda given: (given[0] & uncovered).bit_count())
+        chosen.append(case)
+        uncovered &= ~covered
+    return chosen
 
 
-def name_of(case: dict, options: dict[str, tuple]) -> str:
-    """Return the options of a case that do not have their first value, as the name of a test."""
+def case_name(case: dict, options: dict[str, tuple]) -> str:
+    """Return the name of a test: the options of its case that do not have their first value."""
     named = (f"{name}={value}" for name, value in case.items() if value != options[name][0])
     return " ".join(named).replace("=True", "") or "plain"
 
 
-def params(names: Iterable[str], quick: Iterable[str]) -> list:
-    """Return cases for pytest, of which some are quick and the others slow."""
+def with_slow(names: Iterable[str], quick: Iterable[str]) -> list:
+    """Return pytest parameters, marked slow but for the `quick` ones."""
     return [
         pytest.param(name, id=name, marks=[pytest.mark.slow] * (name not in quick))
         for name in names

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import changed_copy, launch, refused, slow, succeed, with_fault
-from exact import case, same_training, sends_as_predicted, train
+from exact import assert_same, assert_traffic, case, train
 from test_float8 import WIDE
 from test_train import flags
 
@@ -49,8 +49,8 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     (expected,) = train(tmp_path, 0, {"one": one}, within=within).values()
     ranks = case(WIDE, 2, tp=2, async_tp=True, **options) | seq
     (found,) = train(tmp_path, 2, {"ranks": ranks}).values()
-    same_training(found, expected)
-    sends_as_predicted(found, ranks, 2)
+    assert_same(found, expected)
+    assert_traffic(found, ranks, 2)
 
 
 # ------------------------------------------------------------------------------------ wrong input

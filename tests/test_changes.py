@@ -24,7 +24,7 @@ from conftest import (
     slow,
     succeed,
 )
-from exact import GROUPED, case, computes_once, same_training, sends_as_predicted, train
+from exact import GROUPED, assert_attentions, assert_same, assert_traffic, case, train
 from test_model import to_hugging_face
 from test_train import flags
 from torch.func import functional_call
@@ -102,11 +102,11 @@ def test_every_configuration_computes_the_same(name, changed, tmp_path):
                     error = (result["last"][parameter] - weight).norm() / weight.norm()
                     assert error < 1e-12, (parameter, error)
             expected = expected or result
-            same_training(result, expected)
-            computes_once(result, cases[label])
+            assert_same(result, expected)
+            assert_attentions(result, cases[label])
             assert result["tokens"] == expected["tokens"]
             if name not in UNPREDICTED:
-                sends_as_predicted(result, cases[label], nproc)
+                assert_traffic(result, cases[label], nproc)
 
 
 @pytest.mark.slow

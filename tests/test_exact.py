@@ -1,9 +1,8 @@
-"""Every way to split a model computes what one process computes in plain PyTorch, to 1e-12, and
-sends what costs/traffic.py predicts.
+"""Every split computes what plain PyTorch does on one process, to 1e-12, and sends as predicted.
 
-Cases are made, not listed: in some case every two values of two OPTIONS meet, unless the project
-refuses them together. The fast tests take those with most pairs, FAST for each number of ranks, `-m
-slow` the others, compiled ones among them, and some that it draws anew each day."""
+Cases are chosen by pairwise testing: any two values of two OPTIONS occur together in some case,
+unless the project refuses them together. The fast tests take the FAST cases on each number of ranks
+that cover most pairs; `-m slow` the others, compiled ones too, and some that are new each day."""
 
 import itertools
 import os
@@ -11,28 +10,23 @@ from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
+import exact
 import pytest
 from exact import (
-    FOUR,
+    FOUR_HEADS,
     GROUPED,
     ODD,
+    RANK_3,
     RSLORA,
-    SEVEN,
-    accepts,
-    beside,
+    can_make,
     case,
-    check,
-    compiles_once,
-    computes_once,
-    equals_plain,
-    generates_alike,
-    same_training,
-    sends_as_predicted,
-    shapes,
-    split,
+    check_step,
+    lora_on,
+    meta_model,
+    parallel_config,
     train,
 )
-from pairs import cover, name_of, params, walk
+from pairs import case_name, pairwise, random_walk, with_slow
 from workers.train_cases import BATCH, SEQ
 
 from costs.work import Work
@@ -44,10 +38,10 @@ from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
     "none": None,
-    "all": SEVEN,
+    "all": RANK_3,
     "rslora": RSLORA,
-    "w2": beside("w2"),
-    "w1 w3": beside("w1 w3"),
+    "w2": lora_on("w2"),
+    "w1 w3": lora_on("w1 w3"),
     "dora": RSLORA | dict(dora=True),
 }
 OPTIONS = dict(
@@ -78,35 +72,35 @@ SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
 
-def made(ranks: int, drawn: dict) -> dict:
+def make_case(ranks: int, drawn: dict) -> dict:
     """Return a case of exact.py. Raises UserError where the project refuses it, for options that
-    mean nothing, and for what has no reference."""
+    have no effect together, and where there is no reference to compare with."""
     names = "adapters", "base_bits", "microbatch", "packed", "tied", "rope_scaling", "generate"
     more = {name: drawn[name] for name in names}
     options = {name: value for name, value in drawn.items() if name not in more}
     lora, bits, tp, cp = ADAPTERS[more["adapters"]], more["base_bits"], options["tp"], options["cp"]
     float8 = options["float8"] != "none"
-    parallel = split(ranks, bool(lora), **options)
+    parallel = parallel_config(ranks, bool(lora), **options)
     data = parallel.replicate * parallel.shard
     if BATCH * cp // data % more["microbatch"]:
         raise UserError("sequences are no whole number of microbatches")
     if bits == 4 and not lora:
-        raise UserError("without adapters, 4 bits mean nothing")
+        raise UserError("without adapters, 4 bits have no effect")
     if more["generate"] and (lora or float8):
         raise UserError("tokens are compared with those of a plain model")
     if cp > 1 and (float8 or options["moments"] == "bfloat16"):
         raise UserError("other tokens are rounded together than on one process")
     if float8 and options["async_tp"]:
         raise UserError("other chunks are rounded together than on one process")
-    config = {1: ODD, 2: GROUPED, 4: FOUR}[tp]
-    if bits == 4 or float8:  # which need blocks of widths
+    config = {1: ODD, 2: GROUPED, 4: FOUR_HEADS}[tp]
+    if bits == 4 or float8:  # which compute in blocks of features
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config = config | dict(tie_embeddings=more["tied"], rope_scaling=more["rope_scaling"])
     if parallel.pp > 1:
         config = config | dict(n_layers=parallel.pp * parallel.stages_per_rank + 1)
     seq = 24 if cp > 1 else 16 if float8 else SEQ
-    model = shapes(LlamaConfig(**config), learns=not lora)
-    check(Work(model, parallel, BATCH, more["microbatch"], seq), bits)
+    model = meta_model(LlamaConfig(**config), trainable=not lora)
+    check_step(Work(model, parallel, BATCH, more["microbatch"], seq), bits)
     sizes = dict(replicate=parallel.replicate, shard=parallel.shard)
     options |= sizes | dict(stages_per_rank=parallel.stages_per_rank)
     lora = lora and lora | dict(base_bits=bits)
@@ -117,69 +111,62 @@ def made(ranks: int, drawn: dict) -> dict:
 
 
 def drawn_today(ranks: int) -> list[dict]:
-    """Every hundredth case of a walk that begins anew each day."""
-    steps = walk(OPTIONS, accepts(made, ranks), f"{SEED} {ranks}")
+    """Return every hundredth case of a random walk that starts anew each day."""
+    steps = random_walk(OPTIONS, can_make(make_case, ranks), f"{SEED} {ranks}")
     return list(itertools.islice(steps, 100, 900, 100))
 
 
-CHOSEN = {ranks: cover(OPTIONS, accepts(made, ranks), seed=ranks) for ranks in (1, 2, 4)}
-TODAY = {ranks: drawn_today(ranks) for ranks in CHOSEN}
+PAIRWISE = {ranks: pairwise(OPTIONS, can_make(make_case, ranks), seed=ranks) for ranks in (1, 2, 4)}
+TODAY = {ranks: drawn_today(ranks) for ranks in PAIRWISE}
 CASES = {
-    f"{ranks} ranks: {name_of(drawn, OPTIONS)}": (ranks, made(ranks, drawn))
-    for cases in (TODAY, CHOSEN)
+    f"{ranks} ranks: {case_name(drawn, OPTIONS)}": (ranks, make_case(ranks, drawn))
+    for cases in (TODAY, PAIRWISE)
     for ranks in cases
     for drawn in cases[ranks]
 }
 COMPILED = [given for _, given in CASES.values() if given["parallel"]["compile"]]
-for i, given in enumerate(COMPILED):  # all are traced and differentiated; a third get kernels
+for i, given in enumerate(COMPILED):  # two thirds are traced and differentiated without kernels
     given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
 EAGER = {
-    ranks: [f"{ranks} ranks: {name_of(d, OPTIONS)}" for d in drawn if not d["compile"]]
-    for ranks, drawn in CHOSEN.items()
+    ranks: [f"{ranks} ranks: {case_name(d, OPTIONS)}" for d in drawn if not d["compile"]]
+    for ranks, drawn in PAIRWISE.items()
 }
 QUICK = [name for names in EAGER.values() for name in names[:FAST]]  # those with most new pairs
 SLOWER = [name for names in EAGER.values() for name in names[FAST:]]
 
 
 def train_all(directory: Path, names: Iterable[str], within=()) -> dict:
-    """Train these cases: one launch for each number of ranks."""
+    """Train the cases of these names, in one launch for each number of ranks."""
     results = {}
-    for ranks in CHOSEN:
+    for ranks in PAIRWISE:
         cases = {name: CASES[name][1] for name in names if CASES[name][0] == ranks}
         if cases:
             results |= train(directory, ranks * (ranks > 1), cases, timeout=1800, within=within)
     return results
 
 
-def rounds(given: dict) -> bool:
+def is_rounded(given: dict) -> bool:
+    """Return whether a case rounds to fewer bits, so that plain PyTorch is no reference for it."""
     return given["parallel"]["float8"] != "none" or given["parallel"]["moments"] != "float32"
 
 
-def reference_of(given: dict) -> dict:
-    """Where numbers are rounded, another reference: the same case on one process, not split, of
-    which test_float8 and test_adamw say that it rounds as it should."""
+def unsplit(given: dict) -> dict:
+    """Return the same case on one process, the reference of a case that rounds. That it rounds as
+    it should is left to test_float8.py and test_adamw.py."""
     parallel = {name: given["parallel"][name] for name in ("float8", "moments", "optimizer")}
     return given | {"parallel": parallel}
 
 
 def train_references(directory: Path, names: Iterable[str]) -> dict:
-    cases = [reference_of(CASES[name][1]) for name in names if rounds(CASES[name][1])]
+    cases = [unsplit(CASES[name][1]) for name in names if is_rounded(CASES[name][1])]
     return train(directory, 0, {str(given): given for given in cases}) if cases else {}
 
 
-def holds(name: str, result: dict, references: dict) -> None:
-    """Assert all that is said of a case."""
+def assert_result(name: str, result: dict, references: dict) -> None:
+    """Assert that the result of a case equals its reference."""
     ranks, given = CASES[name]
-    if rounds(given):
-        same_training(result, references[str(reference_of(given))])
-    else:
-        equals_plain(result, given)
-    generates_alike(result, given)
-    computes_once(result, given)
-    if given["parallel"]["compile"]:
-        compiles_once(result, given)
-    else:
-        sends_as_predicted(result, given, ranks)
+    reference = references[str(unsplit(given))] if is_rounded(given) else None
+    exact.assert_case(result, given, ranks, reference)
 
 
 def test_every_strategy_schedule_and_recipe_is_drawn():
@@ -189,15 +176,15 @@ def test_every_strategy_schedule_and_recipe_is_drawn():
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
-    """What the selected cases, and the references that they need, come to."""
+    """Return the results of the selected cases, and of the references that they need."""
     items = [item for item in request.session.items if item.originalname == CASE_TEST]
     names = [item.callspec.params["name"] for item in items]
     directory = tmp_path_factory.mktemp("cases")
     return train_all(directory, names), train_references(directory, names)
 
 
-@pytest.mark.parametrize("name", params(CASES, QUICK))
+@pytest.mark.parametrize("name", with_slow(CASES, QUICK))
 def test_a_split_computes_what_one_process_computes(trained, name):
     results, references = trained
     print(f"SEED={SEED} pytest -m 'slow or not slow' 'tests/test_exact.py::{CASE_TEST}[{name}]'")
-    holds(name, results[name], references)
+    assert_result(name, results[name], references)

@@ -1,11 +1,12 @@
-"""What the tests of exactness are worth: faults of one line that they have to find.
+"""Mutation tests: faults of one line, each of which some case of test_exact.py has to find.
 
-Each is planted in a copy, with which test_exact.py's cases train, the fast ones first, until one
-differs. A fault in techniques/passes.py is none where use_fewer_passes notices it."""
+Each is planted in a copy of the project, and test_exact.py's cases train with it, the fast ones
+first, until one differs. Most faults of techniques/passes.py cannot show: use_fewer_passes notices
+them before training, and leaves model.py's own functions in place."""
 
 import pytest
 from conftest import changed_copy, with_fault
-from test_exact import QUICK, SLOWER, holds, train_all, train_references
+from test_exact import QUICK, SLOWER, assert_result, train_all, train_references
 
 STEP = 3
 FAULTS = {
@@ -84,7 +85,7 @@ def test_a_copy_without_a_fault_holds(references, tmp_path):
     names = QUICK[::STEP]
     results = train_all(tmp_path, names, changed_copy(tmp_path / "copy"))
     for name in names:
-        holds(name, results[name], references)
+        assert_result(name, results[name], references)
 
 
 @pytest.mark.slow
@@ -93,12 +94,12 @@ def test_a_copy_without_a_fault_holds(references, tmp_path):
 )
 def test_faults_are_found(references, tmp_path, file, old, new):
     within = with_fault(tmp_path / "copy", file, old, new)
-    # Some of each number of ranks at a time: most faults show at once.
+    # Every STEP-th name, so that all numbers of ranks are among them: most faults show at once.
     for names in [*(QUICK[i::STEP] for i in range(STEP)), *(SLOWER[i::STEP] for i in range(STEP))]:
         try:
             results = train_all(tmp_path, names, within)
             for name in names:
-                holds(name, results[name], references)
+                assert_result(name, results[name], references)
         except (AssertionError, pytest.fail.Exception):
             return
     pytest.fail("no case differs")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import step_of, succeed
-from exact import GROUPED, ODD, SEVEN, TIED, case, holds, sends_as_predicted, train
+from exact import GROUPED, ODD, RANK_3, TIED, assert_case, assert_traffic, case, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,14 +24,14 @@ from techniques.recompute import recompute_and_compile
 TWO = {
     "ddp in buckets": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2),
     "fsdp tied": case(ODD | TIED, 1, packed=True, dp="fsdp", shard=2) | {"generate": True},
-    "lora ddp": case(ODD | TIED, 1, lora=SEVEN, dp="ddp", replicate=2),
-    "lora fsdp": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2),
+    "lora ddp": case(ODD | TIED, 1, lora=RANK_3, dp="ddp", replicate=2),
+    "lora fsdp": case(ODD, 1, lora=RANK_3, dp="fsdp", shard=2),
 }
 FOURFOLD = {
     "hsdp": case(ODD | TIED, 1, packed=True, dp="hsdp", replicate=2, shard=2),
     "ddp tp": case(GROUPED, 1, dp="ddp", replicate=2, tp=2),
     "fsdp tp": case(GROUPED, packed=True, dp="fsdp", shard=2, tp=2) | {"generate": True},
-    "lora fsdp tp": case(GROUPED | TIED, 1, lora=SEVEN, dp="fsdp", shard=2, tp=2),
+    "lora fsdp tp": case(GROUPED | TIED, 1, lora=RANK_3, dp="fsdp", shard=2, tp=2),
 }
 
 
@@ -46,7 +46,7 @@ def four(tmp_path_factory):
 
 
 def test_many_buckets_are_reduced(two):
-    holds(two["ddp in buckets"], TWO["ddp in buckets"], 2)
+    assert_case(two["ddp in buckets"], TWO["ddp in buckets"], 2)
 
 
 def test_saving_gathers_adapters_and_no_more(two, four):
@@ -220,15 +220,15 @@ def test_traffic_in_bfloat16_is_as_predicted(tmp_path):
         "zero1": case(ODD, 1, dp="zero1", replicate=2),
         "tp": case(GROUPED, dp="fsdp", tp=2),
         "tp accumulating": case(GROUPED, 2, dp="fsdp", tp=2),
-        "lora ddp": case(ODD | TIED, 1, lora=SEVEN, dp="ddp", replicate=2),
-        "lora fsdp": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2),
-        "lora fsdp adapters": case(ODD, 1, lora=SEVEN, dp="fsdp", shard=2, reshard="adapters"),
-        "lora tp": case(GROUPED, 2, lora=SEVEN, dp="fsdp", tp=2),
+        "lora ddp": case(ODD | TIED, 1, lora=RANK_3, dp="ddp", replicate=2),
+        "lora fsdp": case(ODD, 1, lora=RANK_3, dp="fsdp", shard=2),
+        "lora fsdp adapters": case(ODD, 1, lora=RANK_3, dp="fsdp", shard=2, reshard="adapters"),
+        "lora tp": case(GROUPED, 2, lora=RANK_3, dp="fsdp", tp=2),
     }
     for options in cases.values():
         options["dtype"] = "bfloat16"
     for name, result in train(tmp_path, 2, cases).items():
-        sends_as_predicted(result, cases[name], 2)
+        assert_traffic(result, cases[name], 2)
         lora, last = "lora" in name, result["last"]
         assert last["norm.weight"].dtype == (torch.bfloat16 if lora else torch.float32)
         assert not lora or last["layers.0.attention.wq.lora_A"].dtype == torch.float32

@@ -1,12 +1,12 @@
-"""What a step holds and sends is predicted to the byte, whatever options meet."""
+"""What a step holds and sends is predicted to the byte, for every two options together."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import step_of
-from exact import accepts, check, shapes, split
-from pairs import cover, name_of, params
+from exact import can_make, check_step, meta_model, parallel_config
+from pairs import case_name, pairwise, with_slow
 from test_cost import CHUNKY, TIED, WIDE
 
 from costs.memory import predict_memory
@@ -48,40 +48,41 @@ OPTIONS = dict(
 STRIDE = 10
 
 
-def made(ranks: int, drawn: dict) -> tuple[Work, dict]:
-    """Return a step without adapters, and what was drawn beside its ParallelConfig. Raises
-    UserError where the project refuses it, and for options that mean nothing."""
+def make_step(ranks: int, drawn: dict) -> tuple[Work, dict]:
+    """Return a step, to which adapters are still to be added, and the drawn options that are not in
+    its ParallelConfig. Raises UserError for what the project refuses, or has no effect together."""
     names = "config", "adapters", "base_bits", "microbatch", "microbatches", "stage"
     more = {name: drawn[name] for name in names}
     options = {name: value for name, value in drawn.items() if name not in more}
     lora, pp = ADAPTERS[more["adapters"]], options["pp"]
-    parallel = split(ranks, bool(lora), **options | {"dtype": getattr(torch, options["dtype"])})
+    options["dtype"] = getattr(torch, options["dtype"])
+    parallel = parallel_config(ranks, bool(lora), **options)
     if (more["base_bits"] == 4 and not lora) or (pp == 1 and more["stage"] == "last"):
-        raise UserError("without adapters or a pipeline, an option of them means nothing")
+        raise UserError("without adapters or a pipeline, an option of them has no effect")
     if parallel.offload_activations and needs_real_tensors(parallel):
-        raise UserError("what a CPU offloads to its own memory would count twice")
+        raise UserError("on a CPU, offloaded activations would be counted twice")
     config = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED)[more["config"]]
     config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
-    model = shapes(config, learns=not lora)
+    model = meta_model(config, trainable=not lora)
     work = step_of(model, parallel, more["microbatch"], more["microbatches"], 256)
-    check(work, more["base_bits"])
+    check_step(work, more["base_bits"])
     return work, more
 
 
 STEPS = {
-    f"{ranks} ranks: {name_of(drawn, OPTIONS)}": made(ranks, drawn)
+    f"{ranks} ranks: {case_name(drawn, OPTIONS)}": make_step(ranks, drawn)
     for ranks in (1, 3, 8)
-    for drawn in cover(OPTIONS, accepts(made, ranks), seed=ranks)
+    for drawn in pairwise(OPTIONS, can_make(make_step, ranks), seed=ranks)
 }
 
 
-@pytest.mark.parametrize("name", params(STEPS, list(STEPS)[::STRIDE]))
+@pytest.mark.parametrize("name", with_slow(STEPS, list(STEPS)[::STRIDE]))
 def test_a_step_holds_and_sends_what_is_predicted(name, monkeypatch):
-    """State and traffic to the byte. The peak within 5 %; within 15 % where adapters are trained or
-    a backward has two parts, and 20 % in 8 bits: temporary matrices then decide, and are many."""
+    """State and traffic are equal to the byte, the peak within 5 %; within 15 % with adapters or a
+    backward in two parts, and 20 % in float8, where many temporary matrices make the peak."""
     work, drawn = STEPS[name]
     is_fake = not needs_real_tensors(work.parallel)
-    monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # a GPU's, not its stand-in
+    monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # count as on a GPU
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
     if lora := ADAPTERS[drawn["adapters"]]:
         adapted = build_on_meta(work.model.config, LoRA(**lora), drawn["base_bits"])

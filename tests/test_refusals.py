@@ -1,9 +1,9 @@
 """A wrong command ends with exit code 2 on every rank, and with one line that says what to type.
 
-A row is how many ranks run, a command, and parts of its line, with " ... " between them. Rows are
-short by FIRST, which a command begins with, and by files that the tests have made: {text},
-{corpus}, {sums}, {base} (a checkpoint), {here} (an empty directory) and {out}, which stays unmade;
-{run} of train.py, {bare} (Hugging Face's files without a tokenizer), {foreign} (a token of 999).
+A row has the number of ranks, a command, and parts of its error line, with " ... " between them.
+A first word in FIRST stands for the flags there. Names in braces are paths: {text}, {corpus} and
+{sums} (conftest.py), {base} (a checkpoint), {run} (of train.py), {bare} (Hugging Face's files
+without a tokenizer), {foreign} (a token of 999), {here} (an empty directory), {out} (never made).
 """
 
 import shlex
@@ -120,7 +120,7 @@ ROWS = [row.split(" | ") for row in REFUSALS.splitlines() if row and row[0] != "
 
 @pytest.fixture(scope="module")
 def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
-    """What a command may name, and a model in float32 that uses the tokenizer of bytes."""
+    """Return the paths that commands may name; {base} is in float32, with the byte tokenizer."""
     config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
     model, base = Llama(config), tmp_path_factory.mktemp("base") / "base"
     stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
@@ -128,7 +128,7 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     bare, foreign = (tmp_path_factory.mktemp(name) for name in ("bare", "foreign"))
     save_hf(bare, config, stored)
     writer = TokenFileWriter(foreign, "train", 1000, tokens_per_file=1000)
-    writer.write(np.where(np.arange(1000) == 500, 999, 65))  # in five steps, one rank meets it
+    writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
     places["run"] = base.with_name("run")

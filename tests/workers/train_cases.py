@@ -1,10 +1,10 @@
-"""Run on several ranks: train each case in the JSON file of the first argument for "steps" steps.
+"""Train cases on several ranks. Arguments: a JSON file of cases, and a file for the results.
 
 A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate", and for adapters
-"lora" (fields of LoRA, and base_bits); those train with a tenth of the learning rate.
-Saves to the file of the second argument what the tests compare: losses, norms, the first step's
-gradients, first and last weights, counted and predicted traffic, and attention forwards."""
+"seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate", "backend" of
+torch.compile, and for adapters "lora" (fields of LoRA, and base_bits); those train with a tenth of
+the learning rate. Results are what the tests compare: losses, norms, the first step's gradients,
+first and last weights, counted and predicted traffic, attention forwards, and compiled graphs."""
 
 import json
 import sys
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -27,6 +26,7 @@ from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import ParallelConfig, parallelize, unsharded, with_mesh
+from perf.equal import whole_tensor
 from perf.instruments import Counted
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
@@ -44,8 +44,8 @@ CLIP = 0.03  # below all norms, so that clipping is seen to work
 
 
 def batch_of(packed: bool, seq: int = SEQ) -> Batch:
-    """Rows with 1 to `seq` targets; packed, of 13 tokens with documents of 4 and 9 tokens, of more
-    with documents of 1 to 7 tokens, the first of which begins before the row."""
+    """Return rows with 1 to `seq` targets. If packed, a row of SEQ tokens has documents of 4 and 9
+    tokens; a longer one, documents of 1 to 7 tokens, the first of which begins before the row."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB, (BATCH, seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
@@ -59,12 +59,8 @@ def batch_of(packed: bool, seq: int = SEQ) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), targets, positions, text_bytes=1)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def of_all_stages(values: dict) -> dict:
-    """Merge what ranks have under different names: each stage of a pipeline has its own layers."""
+def merge_ranks(values: dict) -> dict:
+    """Merge dictionaries of all ranks: each stage of a pipeline has the names of its own layers."""
     if not dist.is_initialized():
         return values
     parts = [None] * dist.get_world_size()
@@ -73,9 +69,10 @@ def of_all_stages(values: dict) -> dict:
 
 
 def profiled_attentions(profile: torch.profiler.profile) -> int:
+    """Return how many attention forwards a profile has."""
     counts = {event.key: event.count for event in profile.key_averages()}
-    of_chunks = counts.get("flatllama::scaled_dot_product_lower_right")  # which runs kernels, too
-    return of_chunks or sum(
+    # Under --cp attention is an operator of ours, and the kernels within it are not counted again.
+    return counts.get("flatllama::scaled_dot_product_lower_right") or sum(
         count
         for operator, count in counts.items()
         if "scaled_dot_product" in operator and not operator.endswith("backward")
@@ -94,8 +91,8 @@ def build(config: dict, lora: dict | None) -> Llama:
 
 @torch.no_grad()
 def initialize(model: Llama) -> None:
-    """As after training a while: B is no longer zero, or A would have no gradient; and magnitudes
-    are no longer the norms of the base's rows."""
+    """Initialize a model as if trained for a while: LoRA's B is not zero, or A would have no
+    gradient; and DoRA's magnitudes are not the norms of the base's rows."""
     model.init_weights(seed=3, assign=assign_shard)
 
     def matrix(name: str) -> torch.Tensor:
@@ -114,6 +111,7 @@ def initialize(model: Llama) -> None:
 
 
 def train(process, case: dict) -> dict:
+    """Train one case and return what the tests compare."""
     dtype = getattr(torch, case.get("dtype", "float64"))
     world = with_mesh(process, ParallelConfig(**case["parallel"], dtype=dtype))
     model = build(case["config"], case.get("lora"))
@@ -123,31 +121,30 @@ def train(process, case: dict) -> dict:
         Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0
     )
     runner = parallelize(model, world, initialize)
-    first = {name: whole(p) for name, p in model.named_parameters()}
+    first = {name: whole_tensor(p) for name, p in model.named_parameters()}
     lr = 1e-3 if "lora" in case else 1e-2
-    given = dict(lr=lr, optimizer=world.parallel.optimizer) | case.get("flags", {})
-    flags = Parser.defaults(add_optimizer_flags, **given)
-    optimizer = make_optimizer(model, flags)
+    options = dict(lr=lr, optimizer=world.parallel.optimizer) | case.get("flags", {})
+    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **options))
     gradients = {}
 
-    def keep(optimizer, args, kwargs):
+    def keep_gradients(optimizer, args, kwargs):
         updated = optimizer_parameters(model).items()
-        gradients.update({name: whole(p.grad) for name, p in updated})
+        gradients.update({name: whole_tensor(p.grad) for name, p in updated})
 
     batch = batch_of(case.get("packed", False), seq)
     share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
     positions = None if batch.positions is None else batch.positions[share]
-    mine = Batch(batch.tokens[share], batch.targets[share], positions, 1)
-    mine = share_sequences(mine, world)
+    local_batch = Batch(batch.tokens[share], batch.targets[share], positions, 1)
+    local_batch = share_sequences(local_batch, world)
     rows = []
-    # A mode would make compiled blocks run eagerly; the profiler counts what is merely asked for.
+    # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
-    measure = torch.profiler.profile() if compiled else Counted(world)
+    counter = torch.profiler.profile() if compiled else Counted(world)
     steps = case.get("steps", STEPS)
     for step in range(1, steps + 1):
-        hook = optimizer.register_step_pre_hook(keep) if step == 1 else None
-        with measure if step == steps else nullcontext():
-            totals = train_step(runner, optimizer, mine, microbatch, CLIP, world, step)
+        hook = optimizer.register_step_pre_hook(keep_gradients) if step == 1 else None
+        with counter if step == steps else nullcontext():
+            totals = train_step(runner, optimizer, local_batch, microbatch, CLIP, world, step)
         if hook:
             hook.remove()
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
@@ -165,15 +162,15 @@ def train(process, case: dict) -> dict:
         "sampling": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
         "saving": sum(nbytes for _, nbytes in saving.sent.values()),
         "adapters": gathered,
-        "gradients": of_all_stages(gradients),
-        "first": of_all_stages(first),
-        "last": of_all_stages({name: whole(p) for name, p in model.named_parameters()}),
-        "sent": None if compiled else measure.sent,
+        "gradients": merge_ranks(gradients),
+        "first": merge_ranks(first),
+        "last": merge_ranks({name: whole_tensor(p) for name, p in model.named_parameters()}),
+        "sent": None if compiled else counter.sent,
         "predicted": predicted,
         "mesh": describe_mesh(world),
         "ranks": {dim: world.mesh[dim].mesh.tolist() for dim in world.mesh.mesh_dim_names},
         "layers": len(model.layers),
-        "attentions": profiled_attentions(measure) if compiled else measure.attentions,
+        "attentions": profiled_attentions(counter) if compiled else counter.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
     }
