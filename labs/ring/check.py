@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labs.machinery import student
 from labs.machinery.lab import Property, compare_tensors, plural, same
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import Misuse, barred, check_returned, load_function
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -41,9 +42,10 @@ LEFT_OVER = (
     "after chunks of equal size, too."
 )
 FEWER = "Fewer bytes are sent than a sum needs: send them by isend and irecv."
+FLAT = "A transposed tensor cannot be sent, nor viewed as flat: flatten copies it where needed."
 ERRORS = {
-    "view size is not compatible": "A transposed tensor cannot be viewed as flat: flatten or "
-    "reshape copies it where that is needed.",
+    "view size is not compatible": FLAT,
+    "has to be contiguous": FLAT,
     "index out of range": "chunk(n) can return fewer than n chunks: tensor_split(n) always returns "
     "n, and some may be empty.",
     "is invalid for input of size": LEFT_OVER,
@@ -63,10 +65,19 @@ def inputs(seed: int, rank: int) -> dict[str, Tensor]:
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    named = {f"sum of {'x'.join(map(str, shape))}": tensor(*shape) for shape in SHAPES}
-    named["sum of a transposed view"] = tensor(5, 3).T
-    named["sum in float32"] = tensor(2, 5).round().float()  # exact, as numbers are small and whole
-    return named
+    return {f"sum of {'x'.join(map(str, shape))}": tensor(*shape) for shape in SHAPES}
+
+
+def try_odd_inputs(ring_all_reduce: Callable, size: int, rank: int) -> None:
+    """Raise Misuse if a transposed view, or numbers in float32, give a wrong sum."""
+    for what in ("a transposed view", "float32"):
+        dtype = torch.float32 if what == "float32" else torch.float64
+        of_ranks = [torch.arange(15, dtype=dtype).view(5, 3).T * (r + 1) for r in range(size)]
+        expected = sum(of_ranks)  # before one of them may be overwritten
+        given = of_ranks[rank].clone() if what == "float32" else of_ranks[rank]
+        found = ring_all_reduce(given)
+        if found.dtype != dtype or not same(found, expected):
+            raise Misuse(f"The sum of {what} is wrong: shape, order and dtype are the caller's.")
 
 
 # ------------------------------------------------------------------- messages under way
@@ -146,6 +157,8 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             check_returned(total, Tensor, "the sum, a tensor")
             sums.append(total.clone())
             sent.append({name: nbytes for (_, name), (_, nbytes) in counted.sent.items()})
+        if student.AGAIN:
+            try_odd_inputs(ring_all_reduce, size, rank)
     return {
         "sums": sums,
         "sent": sent,

@@ -1,0 +1,102 @@
+"""Right answers in unusual styles pass; wrong ones whose numbers are right have their sentence."""
+
+import pytest
+from test_labs import lab, student_file
+
+SEND = """\
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        pending.append((parameter, work))
+"""
+WAIT = """\
+        for parameter, work in pending:
+            work.wait()
+            parameter.grad /= dist.get_world_size()
+"""
+PAIRS = {
+    SEND: """\
+        held.append(parameter)
+        seen.append(parameter)
+        if len(held) == 2 or len(seen) == len(list(model.parameters())):
+            flat = torch.cat([p.grad.flatten() for p in held])
+            pending.append((held[:], flat, dist.all_reduce(flat, async_op=True)))
+            held.clear()
+""",
+    WAIT: """\
+        seen.clear()
+        for bucket, flat, work in pending:
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad.copy_(part.view_as(p.grad))
+""",
+    "    pending = []": "    import torch\n\n    pending, held, seen = [], [], []",
+}
+SCATTERED = {
+    SEND: """\
+        flat = parameter.grad.flatten()
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % dist.get_world_size()))
+        own = flat.new_empty(len(flat) // dist.get_world_size())
+        pending.append((parameter, own, dist.reduce_scatter_tensor(own, flat, async_op=True)))
+""",
+    WAIT: """\
+        for parameter, own, work in pending:
+            work.wait()
+            whole = own.new_empty(len(own) * dist.get_world_size())
+            dist.all_gather_into_tensor(whole, own)
+            whole = whole[: parameter.grad.numel()] / dist.get_world_size()
+            parameter.grad.copy_(whole.view_as(parameter.grad))
+""",
+    "    pending = []": "    import torch\n\n    pending = []",
+}
+LATE = {
+    SEND: SEND.replace("work = ", "work = None if dist.get_rank() == 1 else "),
+    WAIT: WAIT.replace(
+        "            work.", "            work = work or send_now(parameter)\n            work."
+    ),
+    "    pending = []": """\
+    def send_now(parameter):
+        return dist.all_reduce(parameter.grad, async_op=True)
+
+    pending = []""",
+}
+EARLY_WAIT = {SEND: SEND + "        if dist.get_rank() == 1:\n            work.wait()\n"}
+RETURN = "    return totals[0] / totals[1], norm"
+FORWARD = "            loss = runner(tokens, targets)\n"
+TOTAL = "        total += loss.detach()\n"
+REDUCE = "        dist.all_reduce(rows, group=across)\n"
+GATHER = "        dist.all_gather_into_tensor(weight, rows, group=within)\n"
+FLAT = "total = tensor.flatten().clone()"
+PASSES = ""
+TRIED = [
+    ("ddp", {"work.wait()": "work.get_future().wait()"}, PASSES),
+    ("ddp", PAIRS, PASSES),
+    ("ddp", SCATTERED, PASSES),
+    ("ddp", LATE, "A rank sends when backward is over"),
+    ("ddp", EARLY_WAIT, "A rank waits for each all-reduce before it sends the next"),
+    ("ddp", {"        pending.clear()\n": "        done.extend(pending)\n        pending.clear()\n",
+             "    pending = []": "    pending, done = [], []"}, "keeps more tensors or handles"),
+    ("ddp", {"= dist.all_reduce(": "= dist.distributed_c10d.all_reduce("}, "write it without"),
+    ("ring", {FLAT: "total = tensor.view(-1).clone()"}, "flatten copies it where needed"),
+    ("ring", {FLAT: "total = tensor.flatten().double()"}, "The sum of float32 is wrong"),
+    ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "has other numbers"),
+    ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
+    ("logits", {"    token = ": "    logits.data.add_(1)\n    token = "}, "has other numbers"),
+    ("hsdp", {REDUCE: f"{REDUCE}        gradient.zero_()\n"}, "has other numbers"),
+    ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
+    ("hsdp", {GATHER: f'{GATHER}        init_device_mesh("cpu", (nodes, per_node))\n'},
+     "makes a group in every call"),
+    ("accumulate", {FORWARD: f"{FORWARD}            runner.module(tokens, targets)\n"},
+     "Each microbatch runs forward once"),
+    ("accumulate", {TOTAL: f"        torch.distributed.barrier()\n{TOTAL}",
+                    "    total = 0.0": "    import torch\n\n    total = 0.0"}, "barrier"),
+    ("accumulate", {TOTAL: f"        vars(runner).setdefault('x', []).append(loss.data)\n{TOTAL}"},
+     "keeps more tensors in memory"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, change, says", TRIED)
+def test_answers_in_other_styles(name, change, says, tmp_path):
+    path, size = student_file(name, tmp_path, change), 4 if name == "hsdp" else 3
+    out = lab("check", name, "--file", path, "--ranks", size, code=1 if says else 0)
+    assert says in " ".join(out.split()), out
