@@ -328,8 +328,8 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
-        """Call assign(parameter, full_initial_value) for each parameter; values are drawn on
-        `device`. Adapters, and matrices in 4 bits, have initial values of their own (lora.py).
+        """Call assign(parameter, full_initial_value), which may keep a shard of the value, for each
+        parameter. Values are drawn on `device`. Adapters and 4-bit matrices have theirs in lora.py.
 
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one

@@ -85,7 +85,7 @@ class ParallelConfig:
     """How a model is split over ranks and computed there, as the flags ask for it."""
 
     dp: str = "ddp"  # a name in STRATEGIES
-    replicate: int = 1  # ranks along each mesh dimension
+    replicate: int = 1  # ranks along each mesh dimension, chosen by costs/search.py
     shard: int = 1
     tp: int = 1
     reshard: str = "weights"  # what FSDP shards again after use: none, adapters, weights or all
@@ -101,7 +101,7 @@ class ParallelConfig:
     schedule: str = "1f1b"  # a name in techniques/schedules.py, or a file
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
     float8: str = "none"  # or one of techniques/float8.py's RECIPES
-    async_tp: bool = False  # tensor parallelism sends while it multiplies
+    async_tp: bool = False  # tensor parallelism overlaps its collectives with matrix products
 
     def __post_init__(self):
         strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
@@ -246,7 +246,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
     strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks.
-    """
+    With --tp or --pp, `fsdp` with shard = 1 takes its place (ParallelConfig.strategy)."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

@@ -95,7 +95,7 @@ def train_step(
     step: int,
     stop: Sequence[int] = (),
 ) -> Totals:
-    """Run one optimizer step on `batch`, this rank's share of it. Raises what `update` raises."""
+    """Run one optimizer step on `batch`, this rank's share (text/batch.py). Raises as `update`."""
     loss = accumulate(runner, batch, microbatch, world)
     return update(optimizer, loss, batch, clip, world, step, stop)
 

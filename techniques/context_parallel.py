@@ -196,7 +196,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 # A single operator, for torch.compile and so that selective checkpointing saves its output, which
-# parallel.is_attention knows by the name.
+# recompute.is_attention knows by the name.
 @torch.library.custom_op("flatllama::scaled_dot_product_lower_right", mutates_args=())
 def causal_lower_right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return causal attention of the last tokens of rows to the rows, and logarithms for backward.

@@ -1,8 +1,7 @@
 """Layers of tensor parallelism: torch's styles as used here, and what they cannot shard.
 
 parallel.py chooses a style for every layer (PLAN). The styles here shard a layer parameter by
-parameter, since an adapter adds some.
-"""
+parameter, since an adapter adds some."""
 
 import math
 
@@ -40,7 +39,8 @@ def check(work) -> None:
 
 
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:
-    """Shard a layer's parameters, and let it multiply by its shards."""
+    """Shard a layer's parameters, and let it multiply by its shards. Replaces a private method of
+    torch's styles, which would shard the weight and the bias alone."""
     shard_parameters(layer, mesh, style.weight_dim)
     if hasattr(layer, "shard_product"):
         layer.shard_product(mesh)

@@ -222,7 +222,7 @@ class Pipeline(nn.Module):
         return [ticks[end] for end in sorted(ticks)]
 
     def accumulate(self, microbatches: list) -> Tensor:
-        """Run forward and backward of all microbatches, Batches of data.py; gradients add up. All
+        """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
         ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
         with the last stage, 0 on the others."""
         ticks = self.ticks(len(microbatches))

@@ -71,8 +71,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 
 def mark_products(layer: nn.Module) -> None:
-    """Let an operator that does nothing run before each matrix product of the layer: the policy
-    below sees operators, in compiled blocks too, but not the layers they belong to."""
+    """Run aten.alias, which computes nothing, before each matrix product of the layer, as a mark:
+    the policy below sees operators, in compiled blocks too, but not the layers they belong to."""
     if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
         layer.saves_chunks = True
     else:
@@ -89,7 +89,7 @@ def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`, with
     what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
     products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear", "all_to_all_single"
-    marked = {}  # whether this is a recomputation -> whether the next product is marked
+    marked = {}  # in backward (True) or forward: whether an alias came since the last product
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__

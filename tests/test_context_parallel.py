@@ -54,7 +54,7 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
     T = 24
     if kernel:
         monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
-        monkeypatch.setattr(batch_py, "ASKS_FOR_GQA", True)
+        monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     for within in (False, True) if packed else (False,):
         positions = random_positions(3, T, within) if packed else None
         q, k, v = (torch.randn(3, T, h, 8, dtype=torch.float64) for h in (4, 2, 2))

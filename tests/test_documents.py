@@ -43,7 +43,7 @@ def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, en
 @pytest.fixture
 def with_kernel(monkeypatch):
     monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
-    monkeypatch.setattr(batch_py, "ASKS_FOR_GQA", True)
+    monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     kernels = batch_py.DOCUMENT_KERNELS
     widths = {("cpu", torch.float64): range(8, 257, 8)}
     monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels | widths)

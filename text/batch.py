@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> widths of their heads
-ASKS_FOR_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
+DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
+VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
 def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
@@ -23,7 +23,7 @@ def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
 class Documents(NamedTuple):
     """Where the documents of a microbatch are, for attention that computes nothing between them."""
 
-    starts: Tensor  # [n + 1] int32: index of each one's first token in the flattened rows, then N
+    starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
     max_length: int  # no document has more queries; some may have none
     max_keys: int  # nor more keys
@@ -34,7 +34,7 @@ class Documents(NamedTuple):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
-        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if ASKS_FOR_GQA else {}
+        gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if VARLEN_TAKES_GQA else {}
         return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
 
 
