@@ -94,9 +94,9 @@ def test_the_directory_of_one_student(graded):
     directory, _, _ = graded
     file = directory / "results.json"
     given = directory / "class/ada", "--seed", 3, "--gradescope", file
-    assert "15 of 15" in lab("grade", *given, timeout=200)
+    assert "18 of 18" in lab("grade", *given, timeout=200)
     (test,) = json.loads(file.read_text())["tests"]
-    assert test["name"] == "mean" and test["score"] == test["max_score"] == 15
+    assert test["name"] == "mean" and test["score"] == test["max_score"] == 18
     result = launch("labs/run.py", "grade", directory / "class", "--gradescope", file, timeout=200)
     refused(result, "--gradescope is for one student's directory")
 
