@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 IGNORE = -100  # targets with this value do not count in the loss: padding, prompts in fine-tuning
 
@@ -143,7 +144,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Without a mask they are fastest: they skip the upper half and never store T x T.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    # cuDNN's kernel is planned anew for each S, and so for every token that is generated.
+    without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    with without_cudnn if mask is not None and q.is_cuda else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 class KVCache:

@@ -230,7 +230,9 @@ def _unsharded(
     if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
         copies = trainable * w if w < g else 0  # that autocast makes
-        if copies and parallel.float8 != "none" and not_all_saved:  # each product makes its own
+        # In 8 bits, or in a compiled block that recomputes, each product makes its own.
+        makes_again = parallel.compile and parallel.checkpointing != "none"
+        if copies and (makes_again or (parallel.float8 != "none" and not_all_saved)):
             copies = (trainable_root + trainable_block) * w
         sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
         sharded = replicated and not in_buckets  # ZeRO-1

@@ -110,7 +110,7 @@ class SharedSequences(NamedTuple):
 
 @dataclass
 class SharedBatch(Batch):
-    """This rank's tokens of a batch. `starts` and `max_length` are those of whole sequences."""
+    """This rank's tokens of a batch. `starts` are those of whole sequences."""
 
     all_positions: Tensor | None = None  # [B, T] of whole sequences
     packed: bool = False  # whether rows may hold several documents: positions were given
@@ -144,8 +144,8 @@ class SharedBatch(Batch):
         return Documents(
             flat_starts(of_queries, queries),
             flat_starts(self.starts.clamp(max=end), end),
-            min(queries, self.max_length),
-            min(end, self.max_length),
+            queries,
+            end,
         )
 
 
@@ -160,7 +160,6 @@ def share_sequences(batch: Batch, world) -> Batch:
         raise ValueError(f"sequences of {T} tokens cannot be cut into {2 * n} equal chunks")
     if positions is None:
         positions = torch.arange(T, device=batch.tokens.device).repeat(len(batch.tokens), 1)
-    starts, max_length = document_starts(positions)
     tokens, targets, own_positions = (
         own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)
     )
@@ -169,8 +168,7 @@ def share_sequences(batch: Batch, world) -> Batch:
         targets,
         own_positions,
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
-        starts=starts,
-        max_length=max_length,
+        starts=document_starts(positions),
         all_positions=positions,
         packed=batch.positions is not None,
         mesh=mesh,

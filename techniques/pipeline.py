@@ -210,7 +210,8 @@ class Pipeline(nn.Module):
             for before, block in zip([blocks[0], *blocks], blocks):
                 block.set_modules_to_backward_prefetch([before])
         self.ticks = functools.cache(self.make_ticks)
-        dist.barrier(self.group)  # NCCL wants all ranks in the first call of a group
+        # NCCL wants all ranks in the first call of a group. A barrier would run on gloo.
+        dist.all_reduce(torch.zeros(1, device=world.device), group=self.group)
 
     def make_ticks(self, m: int) -> list[dict[int, Action]]:
         """Return for each tick in which an action ends: rank -> action."""

@@ -1,6 +1,7 @@
 """costs/traffic.py: predicted memory and traffic equal the counted; --dp auto chooses by them."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import step_of
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from costs.memory import predict_memory, prediction_caveat
+from costs.memory import predict_memory, prediction_caveat, saved_elements
 from costs.search import (
     choose_parallel,
     fits_unsharded,
@@ -20,13 +21,15 @@ from costs.search import (
 from costs.traffic import predict_traffic, sent_bytes
 from costs.work import Work
 from lora import LoRA
-from model import PRESETS, FeedForward, Llama, LlamaConfig, attend
+from model import PRESETS, FeedForward, Llama, LlamaConfig, attend, rope_angles
 from parallel import ParallelConfig, parallelize, with_mesh
 from perf.instruments import Live, build_on_meta, emulate, state_tensors
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from runs.flags import add_optimizer_flags
 from runs.rules import check_parallel
+from techniques.passes import use_fewer_passes
+from techniques.recompute import recompute_and_compile
 from text.batch import Batch
 from train import accumulate, make_optimizer
 
@@ -63,7 +66,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
     [
         (150, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing selective"),
         (150, 1, dict(microbatch=1, seq_len=8192, moments="bfloat16"), "--checkpointing selective"),
-        (150, 1, dict(microbatch=2), "--moments bfloat16 --checkpointing selective"),
+        (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
         (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
          "--moments bfloat16 --offload-activations"),
@@ -87,7 +90,37 @@ def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
         assert text == "no flags make a step fit in 72 GB: use more GPUs, or a shorter --seq-len"
     else:
         assert f", and with {flags} " in text, text
-        assert float(text.split()[-1]) < 0.9 * gigabytes
+        assert float(text.split()[-1]) <= 0.9 * gigabytes
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_compiled_block_that_recomputes_saves_no_copies_of_weights(monkeypatch, checkpointing):
+    """What the compiler saves for backward under autocast, counted, is what is predicted to be
+    saved; and of weights in bfloat16 only those of one block and the root are."""
+    partition = partial(torch.compile, backend="aot_eager_decomp_partition")  # without kernels
+    monkeypatch.setattr(torch, "compile", partition)
+    model, T, storages = Llama(WIDE), 256, {}
+    model.init_weights()
+    use_fewer_passes(model)
+    recompute_and_compile(model, checkpointing, compile=True)
+    x = torch.randn(1, T, WIDE.dim, requires_grad=True)
+    angles = rope_angles(WIDE, torch.arange(T)[None])
+
+    def count(saved: torch.Tensor) -> torch.Tensor:
+        storages[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+        return saved
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
+    with torch.autocast("cpu", LOW), hooks:
+        y = model.layers["0"](x, *angles)
+    for tensor in (*model.parameters(), *angles):
+        storages.pop(tensor.untyped_storage()._cdata, None)
+    parallel = ParallelConfig(dtype=LOW, compile=True, checkpointing=checkpointing)
+    assert sum(storages.values()) == 2 * T * saved_elements(WIDE, parallel)[0]
+    assert y.requires_grad
+    counts = [sum(p.numel() for p in module.parameters()) for module in (model, model.layers["0"])]
+    copied = predict_memory(step_of(model, parallel, 1, 1, T))["gathered"]
+    assert copied == 2 * (counts[0] - (WIDE.n_layers - 1) * counts[1])
 
 
 def test_a_large_world_sends_what_is_predicted():

@@ -349,6 +349,7 @@ MEMORY = {  # parallel, microbatches of 4 x 1,024 tokens
     "autocast selective": (dict(dtype=LOW, checkpointing="selective"), 1),
     "autocast full": (dict(dtype=LOW, checkpointing="full"), 1),
     "autocast compiled": (dict(dtype=LOW, compile=True), 1),
+    "autocast compiled selective": (dict(dtype=LOW, compile=True, checkpointing="selective"), 1),
     "fsdp": (dict(dtype=LOW, dp="fsdp"), 1),
     "fsdp full": (dict(dtype=LOW, dp="fsdp", checkpointing="full"), 1),
     "moments": (dict(dtype=LOW, moments="bfloat16", checkpointing="full"), 1),

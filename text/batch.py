@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
+LARGEST_R: dict[int, int] = {}  # tokens of a row -> the R of document_starts so far
 VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
 
 
@@ -26,7 +27,7 @@ class Documents(NamedTuple):
     starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
     max_length: int  # no document has more queries; some may have none
-    max_keys: int  # nor more keys
+    max_keys: int  # nor more keys. Both are those of a row: a compiled model compiles for each value
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether `attention` can be used; if not, model.document_mask does the same."""
@@ -46,13 +47,11 @@ class Batch:
     targets: Tensor  # [B, T] int64: the token that follows, IGNORE where there is no loss
     positions: Tensor | None  # [B, T] int64: index in the document; None without document mask
     text_bytes: int  # bytes of text in the targets
-    # With positions, what document_starts returns for them.
-    starts: Tensor | None = None  # [B, R] int32
-    max_length: int = 0
+    starts: Tensor | None = None  # [B, R] int32: with positions, their document_starts
 
     def __post_init__(self):
         if self.positions is not None and self.starts is None:
-            self.starts, self.max_length = document_starts(self.positions)
+            self.starts = document_starts(self.positions)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -64,8 +63,9 @@ class Batch:
         """Return where the documents are, as a model's forward takes it; None without positions."""
         if self.positions is None:
             return None
-        starts = flat_starts(self.starts, self.tokens.shape[1])
-        return Documents(starts, starts, self.max_length, self.max_length)
+        T = self.tokens.shape[1]
+        starts = flat_starts(self.starts, T)
+        return Documents(starts, starts, T, T)
 
     def microbatches(self, size: int) -> list["Batch"]:
         """Return microbatches of `size` sequences, the last of which may have fewer. Their
@@ -86,27 +86,23 @@ class Batch:
         return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
 
 
-def document_starts(positions: Tensor) -> tuple[Tensor, int]:
-    """Return the columns where documents start, [B, R] filled up with T, and a number of tokens
-    that none exceeds. R is a power of 2, and that number a power of 2 or T, since a compiled model
-    compiles again for each value.
+def document_starts(positions: Tensor) -> Tensor:
+    """Return the columns where documents start, [B, R] int32, filled up with T. R is a power of 2
+    that only grows during a run, since a compiled model compiles again for each value.
 
     positions [B, T]: 0 starts a document, and so does a row."""
     T = positions.shape[1]
     is_start = F.pad(positions[:, 1:] == 0, (1, 0), value=True)
     number = is_start.cumsum(1)  # [B, T]: 1, 2, ... within a row
-    starts = positions.new_full((len(positions), _power_of_2(int(number.max()))), T)
+    most = 1 << (int(number.max()) - 1).bit_length()  # the next power of 2
+    LARGEST_R[T] = max(LARGEST_R.get(T, 1), most)
+    starts = positions.new_full((len(positions), LARGEST_R[T]), T)
     rows, columns = is_start.nonzero(as_tuple=True)
     starts[rows, number[rows, columns] - 1] = columns
-    return starts.int(), min(T, _power_of_2(int(positions.max()) + 1))
+    return starts.int()
 
 
 def flat_starts(starts: Tensor, T: int) -> Tensor:
     """Return columns [B, R] of rows of T tokens as indices in the flattened rows, then B T."""
     first_of_row = torch.arange(0, len(starts) * T, T, dtype=torch.int32, device=starts.device)
     return F.pad((starts + first_of_row[:, None]).flatten(), (0, 1), value=len(starts) * T)
-
-
-def _power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is not below n."""
-    return 1 << (n - 1).bit_length()
