@@ -141,6 +141,7 @@ class World(Process):
     mesh: DeviceMesh
     group: dist.ProcessGroup | None = None  # a subset of the processes; None: all of them
     cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one, if any
+    stage_group: dist.ProcessGroup | None = None  # the ranks with the same layers; None: all
 
     @property
     def data_size(self) -> int:
@@ -159,7 +160,8 @@ class World(Process):
         for element, value in zip(row, values):
             element.add_(value)  # of a Python number: needs no copy from host to device
         rows = row.new_empty(self.size * len(row))
-        dist.all_gather_into_tensor(rows, row, self.group)  # 8 bytes a scalar and rank
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
+        all_gather(rows, row, self.group)  # 8 bytes a scalar and rank
         return rows.view(self.size, -1)
 
 
@@ -168,12 +170,16 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
-    mesh, cp_mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims), None
+    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims)
+    cp_mesh = stage_group = None
     if parallel.cp > 1:  # a group of its own, beside one of replicate or shard with the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         cp_mesh = DeviceMesh.from_group(group, process.device.type, mesh_dim_names=("cp",))
-    return World(**vars(process) | dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh))
+    if parallel.pp > 1:
+        stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
+    place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
+    return World(**vars(process) | place)
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
@@ -182,7 +188,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
-    parallel = world.parallel
+    parallel, model.world = world.parallel, world  # an optimizer may need to know
     # rank, ranks and stages of a rank, along pp
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     set_dtype(model, parallel)

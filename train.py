@@ -73,7 +73,8 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
         if parameters  # an adapter has no norms
     ]
     adamw = BFloat16AdamW if args.moments == "bfloat16" else partial(torch.optim.AdamW, fused=True)
-    optimizer = {"muon": Muon}.get(args.optimizer, adamw)(groups, args.lr, betas=(0.9, 0.95))
+    muon = partial(Muon, world=getattr(model, "world", None))  # parallelize has set it
+    optimizer = {"muon": muon}.get(args.optimizer, adamw)(groups, args.lr, betas=(0.9, 0.95))
     optimizer.register_step_post_hook(all_gather_updates)
     return optimizer
 

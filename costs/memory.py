@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from costs.traffic import first_block, matrices_of, modules_of, parts_of, sizes_of
+from costs.traffic import batches_of_muon, first_block, modules_of, parts_of, sizes_of
 from costs.work import Work
 from lora import adapter_settings
 from model import Llama, LlamaConfig
@@ -195,9 +195,8 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
     tensors = trainable["root"] + len(model.layers) * trainable["block"]
     optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
     if parallel.optimizer == "muon":  # one momentum for each of these, and no count
-        shards = _shards(parallel, "optimizer")
-        for _, (rows, columns) in matrices_of(model, parallel):
-            optimizer -= len(model.layers) * (math.ceil(rows / shards) * columns * moment + 4)
+        for batch in batches_of_muon(model, parallel):
+            optimizer -= sum(own * moment + 4 for _, own in batch)
     return {
         "parameters": elements["parameters"] * g + frozen_bytes,
         "gradients": elements["gradients"] * g,
@@ -206,13 +205,18 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
 
 
 def _muon_bytes(model: Llama, parallel: ParallelConfig) -> int:
-    """Return what a step of Muon holds beside gradients: of a matrix [m, n] its update, that of the
-    matrix before it, the gathered matrix, two powers of it, and two products [min(m, n)]²."""
-    shards, most = _shards(parallel, "optimizer"), 0
-    for (m, n), own in matrices_of(model, parallel):
-        copies = 2 + (shards * parallel.tp > 1)
-        shard = math.prod(own) // shards
-        most = max(most, copies * m * n + 2 * min(m, n) ** 2 + 2 * shard)
+    """Return what a step of Muon holds beside gradients: the updates of a batch of matrices, those
+    of the batch before it, and more while a rank orthogonalizes a matrix [m, n], two powers of it
+    and two products [min(m, n)]², or while it sends the parts."""
+    most, alone = 0, parallel.size == parallel.pp
+    for batch in batches_of_muon(model, parallel):
+        (m, n), own = batch[0]
+        own_parts = sum(own for _, own in batch)
+        replicas = parallel.size // parallel.pp * own // (m * n)  # nearly, where parts are uneven
+        whole = m * n * (0 if alone else 1)
+        orthogonalizing = whole + 2 * m * n + 2 * min(m, n) ** 2
+        sending = (whole + replicas * m * n + own_parts) * (not alone)
+        most = max(most, 2 * own_parts + max(orthogonalizing, sending))
     return most * parallel.grad_bytes
 
 

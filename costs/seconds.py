@@ -11,7 +11,7 @@ The estimate is a sum of parts:
                  memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth; with Muon also the
-                 products that orthogonalize, of whole matrices on each rank
+                 products that orthogonalize, and what ranks send each other for them
     to the CPU   time by which copies of offloaded activations to the CPU's memory take longer than
                  forward, and copies back longer than backward
     tp, cp, shard, replicate
@@ -27,8 +27,7 @@ A collective takes a latency, and then its bytes over each link at the speed of 
                  and the last all-gather are exposed, and the first and the last reduce-scatter
     replicate    as much as the last microbatch's backward takes, beside which the gradients are
                  all-reduced or reduce-scattered. The last call is exposed; so is ZeRO-1's
-                 all-gather of updated weights, which comes after the optimizer; and whatever Muon
-                 sends, over all dimensions
+                 all-gather of updated weights, which comes after the optimizer
     tp, cp       nothing: the next operation always needs the result. With --async-tp, a message as
                  much as the product beside it takes: a rank's share of wq, wo, w1 or w2
 
@@ -49,7 +48,14 @@ import torch
 
 from costs.machines import Machine
 from costs.memory import of_adapters, predict_memory, saved_elements
-from costs.traffic import first_block, muon_flops, muon_traffic, parts_of, predict_traffic
+from costs.traffic import (
+    first_block,
+    group_size,
+    muon_flops,
+    muon_traffic,
+    parts_of,
+    predict_traffic,
+)
 from costs.work import Work
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
@@ -233,10 +239,14 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
     rate = machine.peak * machine.matmul_fraction
     has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
-    parts["optimizer"] += has_muon * muon_flops(of_rank, parallel) / rate
+    if has_muon:
+        parts["optimizer"] += muon_flops(of_rank, parallel) / rate
+        for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel, work.on_gpu):
+            if calls and nbytes:
+                parts["optimizer"] += collective_time(collective, nbytes, dim, parallel, machine)
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
     by_adamw = replace(work, parallel=replace(parallel, optimizer="adamw"))
-    traffic = predict_traffic(by_adamw, busiest)  # nothing hides what Muon sends
+    traffic = predict_traffic(by_adamw, busiest)
     messages = traffic.pop(("pp", "send"), (0, 0))
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
@@ -268,9 +278,6 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
     waits = parts["tp"] + parts["cp"]  # of forward and backward
-    for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel) if has_muon else ():
-        if getattr(parallel, dim) > 1:
-            parts[dim] += calls * collective_time(collective, nbytes, dim, parallel, machine)
     if parallel.pp > 1:
         parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
     return parts
@@ -333,13 +340,13 @@ def collective_time(
     """Return seconds of one collective with a payload of `nbytes` over a mesh dimension.
 
     In a ring of n ranks each rank sends (n - 1)/n of the payload to the next, in an all-reduce
-    twice. Where several ranks of a group share a node, they divide what goes to the next node among
-    their links. Raises KeyError on a measured machine without a group of this shape. labs/ring
-    writes a ring."""
+    twice; in an all-to-all an equal part of the payload to each of the others. Where several ranks
+    of a group share a node, they divide what goes to the next node among their links. Raises KeyError
+    on a measured machine without a group of this shape. labs/ring writes a ring."""
     n, in_node = group_shape(dim, parallel, machine)
     if machine.measured:
         group = machine.measured[find_measured_group(n, in_node, machine)]
-        if collective == "send":  # as long as an all-gather in which a rank sends as much
+        if collective in ("send", "all-to-all"):  # as an all-gather in which a rank sends as much
             return interpolate(group["times"]["all-gather"], nbytes * n / (n - 1))
         return interpolate(group["times"][collective], nbytes)
     nodes = n / in_node
@@ -348,6 +355,9 @@ def collective_time(
         speed = min(speed, machine.node_link)
     if collective == "send":  # to one other rank, which may be in another node
         return COLLECTIVE_LATENCY + nbytes / (machine.node_link if nodes == 1 else machine.link)
+    if collective == "all-to-all":
+        to_node, across = ((part / (n - 1)) * nbytes for part in (in_node - 1, n - in_node))
+        return COLLECTIVE_LATENCY + max(to_node / machine.node_link, across / machine.link)
     rounds = 2 if collective == "all-reduce" else 1
     hops = (n - nodes) * HOP_IN_NODE + (nodes if nodes > 1 else 0) * HOP_ACROSS  # seconds
     return COLLECTIVE_LATENCY + rounds * (hops + (n - 1) / n * nbytes / speed)
@@ -355,7 +365,7 @@ def collective_time(
 
 def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
-    n = getattr(parallel, dim)
+    n = group_size(dim, parallel)
     # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
     stride = parallel.size // parallel.pp if dim == "pp" else 1
     if dim in ("shard", "replicate", "cp"):

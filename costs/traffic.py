@@ -76,11 +76,12 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     if parallel.cp > 1:
         collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
     if parallel.optimizer == "muon":
-        collectives += muon_traffic(part, parallel)
+        collectives += muon_traffic(part, parallel, work.on_gpu)
     if parallel.pp > 1:
         collectives += _pipeline(part, parallel, microbatches, batch, own, pp_rank)
     for dim, collective, n, nbytes in collectives:
-        if n and nbytes and getattr(parallel, dim) > 1:
+        always = collective == "all-to-all"  # this rank may have nothing for others
+        if n and (nbytes or always) and group_size(dim, parallel) > 1:
             calls[dim, collective] += n
             payload[dim, collective] += n * nbytes
     return {key: (calls[key], payload[key]) for key in calls}
@@ -220,43 +221,61 @@ def _pipeline(
         yield "pp", "send", int(tied.requires_grad), rows * tied.shape[1] * parallel.grad_bytes
 
 
-def muon_traffic(model: Llama, parallel: ParallelConfig) -> Iterator[tuple]:
-    """The update of each matrix is gathered from the ranks that share it, before it is
-    orthogonalized: over tp the rows or columns that other ranks of tp have, and over the dimension
-    that shards the optimizer's state the rest."""
-    over = parallel.strategy.sharded.get("optimizer", "shard")  # of size 1 with DDP
-    L, g, shards = len(model.layers), parallel.grad_bytes, getattr(parallel, over)
-    for (rows, columns), own in matrices_of(model, parallel):
-        yield over, "all-gather", L, _padded((own[0], columns), shards) * g
-        if own != [rows, columns]:
-            # Rows that tp shards come last, all of them; columns come first, for a shard's rows.
-            own_rows = own[0] if own[0] < rows else math.ceil(rows / shards)
-            yield "tp", "all-gather", L, own_rows * own[1] * parallel.tp * g
+def muon_traffic(model: Llama, parallel: ParallelConfig, on_gpu: bool) -> Iterator[tuple]:
+    """Of each batch of matrices rank 0 takes the first, and sends its parts of the others to ranks
+    of its replica; then all parts of its own, but one, to their ranks."""
+    sizes = {dim: getattr(parallel, dim) for dim in ("replicate", "shard", "tp")}
+    split = [dim for dim, size in sizes.items() if size > 1]
+    whole = "world" if parallel.pp == 1 else "stage"
+    over, n = split[0] if len(split) == 1 else whole, math.prod(sizes.values())
+    over_optimizer = parallel.strategy.sharded.get("optimizer")
+    sharded = {"tp", over_optimizer} if over_optimizer else {"tp"}
+    replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
+    e = 2 if on_gpu and parallel.grad_bytes == 4 else parallel.grad_bytes
+    for batch in batches_of_muon(model, parallel):
+        # Rank i of the replica of rank 0: the first n / replicas, or with ZeRO-1 all of them.
+        there = sum(own for _, own in batch[1 : n // replicas])
+        yield over, "all-to-all", int(n > replicas), there * e
+        (rows, columns), own = batch[0]
+        yield over, "all-to-all", 1, (replicas * rows * columns - own) * e
 
 
-def matrices_of(model: Llama, parallel: ParallelConfig) -> list[tuple[list[int], list[int]]]:
-    """Return two shapes of each matrix of a block that Muon orthogonalizes: the whole, and what
-    rank 0 of tp has."""
-    shapes, block = [], first_block(model)
+def batches_of_muon(
+    model: Llama, parallel: ParallelConfig
+) -> list[list[tuple[tuple[int, int], int]]]:
+    """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
+    elements that rank 0 has of it. In a batch rank i takes matrix i."""
+    block, shards = first_block(model), parallel.strategy.sharded.get("optimizer")
     dims = _sharded_dims("block", block) if parallel.tp > 1 else {}
+    in_block = []
     for name, parameter in block.named_parameters():
         if is_block_matrix(f"layers.0.{name}", parameter) and parameter.requires_grad:
             own = list(parameter.shape)
             if (dim := dims.get(name)) is not None:
                 own[dim] = math.ceil(own[dim] / parallel.tp)
-            shapes.append((list(parameter.shape), own))
-    return shapes
+            own[0] = math.ceil(own[0] / (getattr(parallel, shards) if shards else 1))
+            in_block.append((tuple(parameter.shape), math.prod(own)))
+    n, matrices = parallel.size // parallel.pp, in_block * len(model.layers)
+    matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
+    return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
 
 def muon_flops(model: Llama, parallel: ParallelConfig) -> int:
-    """Return the floating-point operations in which a rank orthogonalizes, each step, the whole
-    matrices of its blocks."""
+    """Return the floating-point operations in which rank 0 orthogonalizes its matrices in a step.
+    None has more: of each batch it takes the largest."""
     flops = 0
-    for shape, _ in matrices_of(model, parallel):
+    for (shape, _), *_ in batches_of_muon(model, parallel):
         m, n = sorted(shape)
         gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
         flops += ITERATIONS * (gram + square + update)
-    return len(model.layers) * flops
+    return flops
+
+
+def group_size(dim: str, parallel: ParallelConfig) -> int:
+    """Return the number of ranks in a group along a dimension of the mesh, in the "world", or in a
+    "stage": all with the same layers."""
+    sizes = {"world": parallel.size, "stage": parallel.size // parallel.pp}
+    return sizes.get(dim) or getattr(parallel, dim)
 
 
 def parts_of(model: Llama, parallel: ParallelConfig) -> list[Llama]:
@@ -339,14 +358,15 @@ def _round_up(n: int, multiple: int) -> int:
 
 def sent_bytes(traffic: Traffic, parallel: ParallelConfig) -> int:
     """Return the bytes that a rank sends if every collective runs in a ring of its n ranks: of its
-    payload (n-1)/n, and twice that for an all-reduce. A message of a pipeline is sent whole.
+    payload (n-1)/n, and twice that for an all-reduce. A message of a pipeline is sent whole, and of
+    an all-to-all only what goes to others is counted.
 
     NCCL's rings send as much. gloo's all-reduce and all-gather do, too, but its reduce-scatter
     sends as much as an all-reduce, twice what is counted here."""
     sent = 0.0
     for (dim, collective), (_, payload) in traffic.items():
-        n = parallel.size if dim == "world" else getattr(parallel, dim)
-        share = 1 if collective == "send" else (n - 1) / n
+        n = group_size(dim, parallel)
+        share = 1 if collective in ("send", "all-to-all") else (n - 1) / n
         sent += share * payload * (2 if collective == "all-reduce" else 1)
     return round(sent)
 

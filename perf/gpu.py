@@ -65,6 +65,7 @@ MODELS = {
     "8b-8192": "--model llama3.1-8b --batch 2 --microbatch 1 --seq-len 8192 --moments bfloat16",
 }
 STEP = "bench.py step {model} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --checkpointing"
+MUON = "--optimizer muon --moments float32"  # train.py's default
 COMPARE = "{model} --dtype bfloat16 --repeats 5"
 LOSS = "bench.py loss --tokens 8192 --dtype bfloat16 --chunks 256 512 1024 2048 4096 --repeats 5"
 # Kind of part -> its command lines by name, in the order of the memory that they take: after one
@@ -74,7 +75,8 @@ KINDS = {
         f"{how}, checkpointing {checkpointing}": f"{STEP} {checkpointing} {flag}"
         for checkpointing in ("full", "selective", "none")
         for how, flag in (("compiled", "--compile"), ("eager", "--no-compile"))
-    },
+    }
+    | {"compiled, checkpointing selective, Muon": f"{STEP} selective --compile {MUON}"},
     "peers": {
         name: f"bench.py compare compiled {name} {COMPARE}" for name in ("bare", "transformers")
     },

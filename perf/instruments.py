@@ -131,9 +131,10 @@ class Counted(TorchDispatchMode):
     """A context that counts this rank's collectives, and its forward runs of attention.
 
     `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
-    A group of all ranks that is no dimension of the mesh is called "world"; a group without a name,
-    as all are without a `world`, is a tuple of its ranks. Collectives in a group of one rank are
-    not counted. Avoid when blocks are compiled: under a dispatch mode they would run uncompiled.
+    A group of all ranks that is no dimension of the mesh is called "world", that of the ranks with
+    the same layers "stage"; one without a name, as all are without a `world`, is a tuple of ranks.
+    Collectives in a group of one rank are not counted. Avoid when blocks are compiled: under a
+    dispatch mode they would run uncompiled.
     """
 
     def __init__(self, world: World | None):
@@ -141,7 +142,8 @@ class Counted(TorchDispatchMode):
         self.group_names = {}  # ranks of a group -> its name
         self.cp_group = ""  # torch's name for it: the same ranks may also be a group of the mesh
         if world:
-            self.group_names[tuple(range(world.size))] = "world"
+            for name, group in (("stage", world.stage_group), ("world", None)):
+                self.group_names[tuple(dist.get_process_group_ranks(group))] = name
             self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
             for dim in world.mesh.mesh_dim_names:
                 group = world.mesh.get_group(dim)
@@ -162,6 +164,10 @@ class Counted(TorchDispatchMode):
                     sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
                     for operand in (*args, result)
                 )
+                if name == "alltoall_base_":  # but here what goes to others
+                    _, given, _, _, to_each = args[:5]
+                    payload = given.nbytes - to_each[group.rank()] * given.itemsize
+                    name = "all-to-all"
                 is_cp = group.group_name == self.cp_group
                 dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
                 letters = name.replace("_", "")

@@ -182,7 +182,7 @@ def optimizer_levers(facts: Facts) -> list[str]:
         return [f"without --offload it runs on the GPU, and a step {note}"]
     levers = ["a larger --batch updates less often"]
     if facts.parallel.optimizer == "muon":
-        levers.append("--optimizer adamw multiplies and all-gathers nothing, but takes other steps")
+        levers.append("--optimizer adamw multiplies and sends nothing, but takes other steps")
     shards_over_replicate = "replicate" in facts.parallel.strategy.sharded.values()  # as ZeRO-1
     if shards_over_replicate and (note := facts.fit_note("ddp")):
         levers.append(f"--dp ddp has no all-gather of updated weights, and a whole copy {note}")

@@ -31,16 +31,30 @@ def allocate(model: nn.Module, device: str | torch.device) -> None:
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy into a parameter this rank's shard of its full value, which every rank has.
+    """Copy into a parameter this rank's shard of its full value, which every rank has."""
+    to_local(parameter).copy_(shard_of(full, parameter))
+
+
+def shard_of(full: Tensor, parameter: Tensor, place: dict[str, int] | None = None) -> Tensor:
+    """Return this rank's shard of the full value of a parameter, or that of the rank at a `place`,
+    its index along each mesh dimension. It shares the memory of `full`.
 
     A tensor is sharded over `tp` first, and what a rank then has over `shard`: so go through the
     mesh dimensions from the last to the first."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, placement in reversed(list(enumerate(parameter.placements))):
-            if not placement.is_replicate():
-                full = chunk_of(full, mesh, dim, placement.dim)
-    to_local(parameter).copy_(full)
+    for name, dim in reversed(sharded_over(parameter).items()):
+        mesh, rank = parameter.device_mesh, place and place[name]
+        full = chunk_of(full, mesh, mesh.mesh_dim_names.index(name), dim, rank)
+    return full
+
+
+def sharded_over(parameter: Tensor) -> dict[str, int]:
+    """Return the mesh dimensions over which a parameter is sharded, and which of its own dimensions
+    each shards."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    names = parameter.device_mesh.mesh_dim_names
+    placements = zip(names, parameter.placements, strict=True)
+    return {name: placement.dim for name, placement in placements if not placement.is_replicate()}
 
 
 def dims_of(layer: nn.Module, weight_dim: int) -> dict[str, int | None]:
@@ -59,10 +73,13 @@ def shard_parameters(layer: nn.Module, mesh: DeviceMesh, weight_dim: int) -> Non
         setattr(layer, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
-def chunk_of(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> Tensor:
-    """Return this rank's chunk of a tensor that is sharded along `dim` over a mesh dimension. It is
-    empty on the last ranks if the dimension is too short."""
-    chunks, rank = tensor.chunk(mesh.size(mesh_dim), dim), mesh.get_local_rank(mesh_dim)
+def chunk_of(
+    tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int, rank: int | None = None
+) -> Tensor:
+    """Return this rank's chunk, or that of another `rank` along a mesh dimension, of a tensor that
+    is sharded along `dim` over it. It is empty on the last ranks if the dimension is too short."""
+    chunks = tensor.chunk(mesh.size(mesh_dim), dim)
+    rank = mesh.get_local_rank(mesh_dim) if rank is None else rank
     return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from costs.machines import peak_flops
-from costs.traffic import flops_per_token
+from costs.traffic import flops_per_token, muon_flops, parts_of
 from files.directories import lock_directory
 from model import Llama
 from parallel import World
@@ -167,7 +167,20 @@ def describe_run(
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-        f"{describe_float8(model, world)}{'' if known else note}"
+        f"{describe_float8(model, world)}{describe_muon(args, model, world)}{'' if known else note}"
+    )
+
+
+def describe_muon(args: argparse.Namespace, model: Llama, world: World) -> str:
+    """Return what Muon multiplies beside a step's forward and backward; "" for AdamW."""
+    if args.optimizer != "muon":
+        return ""
+    parallel = world.parallel
+    part = parts_of(model, parallel)[world.mesh.get_local_rank("pp")]
+    flops = muon_flops(part, parallel)
+    step = flops_per_token(model, args.seq_len) * args.batch * args.seq_len / world.size
+    return (
+        f"; Muon adds {flops / 1e12:.3g} TFLOP a step and rank, {flops / step:.1%} of the model's"
     )
 
 

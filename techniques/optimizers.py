@@ -13,24 +13,28 @@ That is for the matrices of the blocks. AdamW updates all others, with the same 
 of embedding and output belong to single tokens, and norms are not matrices. The state of a matrix
 is one number for each weight, where AdamW has two.
 
-A shard of a matrix cannot be orthogonalized alone: a rank all-gathers the update over the ranks
-that share the matrix, orthogonalizes the whole, and keeps its part. So FSDP, ZeRO-1 and tensor
-parallelism send the matrices' bytes once more a step, and DDP sends no more than before. Every rank
-orthogonalizes all matrices of its layers, so replicas stay equal only where ranks round alike: on
-devices of one kind, with as many threads. On many ranks it would be faster if each did only some.
+A shard of a matrix cannot be orthogonalized alone. So n ranks that have parts of the same layers
+take n matrices at a time, and each orthogonalizes a whole one:
+
+    rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
+
+Communication, a step: with M elements in all matrices of the layers and e bytes each (2 on a GPU),
+a rank sends the other owners its parts, and each replica the parts of its own matrices, M e / n.
+Along replicate, ranks have the same updates: there only the way back is needed.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from plumbing.processes import UserError
-from plumbing.shards import assign_shard, to_local
+from plumbing.shards import shard_of, sharded_over, to_local
 
 MOMENTUM = 0.95
 # The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
@@ -56,40 +60,41 @@ def check(work) -> None:
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of the blocks, AdamW for all other parameters.
 
-    groups: as for any optimizer, but of (name, parameter); each has its own weight_decay"""
+    groups: as for any optimizer, but of (name, parameter); each has its own weight_decay
+    world: the World (parallel.py) over which the model is split; None: it is whole, and alone"""
 
-    def __init__(self, groups, lr: float, betas: tuple[float, float], eps: float = 1e-8):
+    def __init__(
+        self, groups, lr: float, betas: tuple[float, float], world=None, eps: float = 1e-8
+    ):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.peers = Peers(world)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters."""
         for group in self.param_groups:
-            others = []
+            matrices, others = [], []
             for name, parameter in zip(group["param_names"], group["params"]):
-                if not is_block_matrix(name, parameter):
-                    others.append(parameter)
-                    continue
-                update = self.advance(parameter)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(update, alpha=group["lr"])
+                (matrices if is_block_matrix(name, parameter) else others).append(parameter)
+            for batch in self.peers.batches(matrices):
+                updates = self.peers.orthogonalize(batch, [self.advance(p) for p in batch])
+                for parameter, update in zip(batch, updates):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
+                    # Liu et al. 2025 (arXiv:2502.16982) make that 0.2, as AdamW's updates have;
+                    # with the same learning rate for both, 0.1 was better here.
+                    scale = 0.1 * math.sqrt(max(parameter.shape))
+                    to_local(parameter).sub_(update, alpha=group["lr"] * scale)
             if others:
                 self.update_by_adamw(others, group)
 
     def advance(self, parameter: Tensor) -> Tensor:
-        """Advance the momentum of a matrix, and return what to subtract for a learning rate of 1.
-
-        Its numbers have a root mean square of 0.1. Liu et al. 2025 (arXiv:2502.16982) take 0.2, as
-        AdamW's updates have; with the same learning rate for both, 0.1 was better here."""
+        """Advance the momentum of a matrix; return this rank's part of what to orthogonalize."""
         gradient, state = parameter.grad, self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(gradient)
         momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        update = gradient.lerp(momentum, MOMENTUM)  # Nesterov's: the momentum one step ahead
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
-        assign_shard(update, 0.1 * math.sqrt(max(whole.shape)) * orthogonalize(whole))
-        return update
+        return to_local(gradient.lerp(momentum, MOMENTUM))  # Nesterov's: momentum one step ahead
 
     def update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
         for parameter in parameters:
@@ -111,11 +116,78 @@ def is_block_matrix(name: str, parameter: Tensor) -> bool:
     return name.startswith("layers.") and parameter.ndim == 2
 
 
+class Peers:
+    """The ranks that have parts of the same layers: those along replicate, shard and tp."""
+
+    def __init__(self, world):
+        dims = "replicate", "shard", "tp"
+        self.sizes = {dim: getattr(world.parallel, dim) if world else 1 for dim in dims}
+        self.group = world.stage_group if world else None
+        indices = itertools.product(*map(range, self.sizes.values()))
+        self.places = [dict(zip(dims, index)) for index in indices]  # of each rank
+        self.rank = dist.get_rank(self.group) if len(self.places) > 1 else 0
+
+    def batches(self, matrices: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield as many matrices at a time as there are ranks, of the same size where possible."""
+        by_size = sorted(matrices, key=lambda matrix: math.prod(matrix.shape), reverse=True)
+        for start in range(0, len(by_size), len(self.places)):
+            yield by_size[start : start + len(self.places)]
+
+    def orthogonalize(self, matrices: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+        """Return this rank's parts of the orthogonalized updates of a batch, whose matrix i rank i
+        takes. `updates` are this rank's parts of them."""
+        ranks, n, dtype = range(len(self.places)), len(matrices), dtype_of_products(updates[0])
+        parts = [update.to(dtype) for update in updates]
+        nothing = parts[0].new_empty(0)
+        mine = matrices[self.rank] if self.rank < n else None
+        whole = parts[self.rank] if mine is not None else nothing
+        if any(self.is_sharded(matrix) for matrix in matrices):
+            sent = [parts[i] if i < n and self.gives(matrices[i], self.rank, i) else nothing
+                    for i in ranks]  # fmt: skip
+            targets = [nothing] * len(ranks)
+            if mine is not None:
+                whole = whole.new_empty(mine.shape)
+                targets = [shard_of(whole, mine, place) if self.gives(mine, i, self.rank)
+                           else nothing for i, place in enumerate(self.places)]  # fmt: skip
+            for target, part in zip(targets, self.all_to_all(sent, targets)):
+                target.copy_(part)
+        if mine is not None:
+            whole = orthogonalize(whole)
+        if len(ranks) == 1:
+            return [whole.to(updates[0])]
+        sent = [nothing if mine is None else shard_of(whole, mine, place) for place in self.places]
+        received = self.all_to_all(sent, [*parts, *[nothing] * (len(ranks) - n)])
+        return [part.to(updates[0]) for part in received[:n]]
+
+    def is_sharded(self, matrix: Tensor) -> bool:
+        return any(self.sizes[dim] > 1 for dim in sharded_over(matrix))
+
+    def gives(self, matrix: Tensor, rank: int, owner: int) -> bool:
+        """Return whether the owner of a matrix takes this rank's part. Of those that have the same
+        part, it is the one in the owner's place along the dimensions that replicate it."""
+        sharded = sharded_over(matrix)
+        places = self.places[rank].items(), self.places[owner].items()
+        return all(a == b for a, b in zip(*places) if a[0] not in sharded)
+
+    def all_to_all(self, sent: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+        """Send tensor i to rank i; return what each rank sent here, in the shapes of `like`."""
+        sizes = [[tensor.numel() for tensor in tensors] for tensors in (like, sent)]
+        received = sent[0].new_empty(sum(sizes[0]))
+        flat = torch.cat([tensor.flatten() for tensor in sent])
+        dist.all_to_all_single(received, flat, *sizes, group=self.group)
+        return [part.view(t.shape) for part, t in zip(received.split(sizes[0]), like)]
+
+
+def dtype_of_products(matrix: Tensor) -> torch.dtype:
+    """Return bfloat16 for float32 on a GPU, where products are then many times faster."""
+    in_bfloat16 = matrix.is_cuda and matrix.dtype == torch.float32
+    return torch.bfloat16 if in_bfloat16 else matrix.dtype
+
+
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of a matrix U S Vᵀ, nearly. The matrix is divided by its norm, the root of the
-    sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵. In bfloat16 on
-    a GPU, where that is many times faster."""
-    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵."""
+    x = matrix.to(dtype_of_products(matrix))
     if len(x) > x.shape[1]:
         return orthogonalize(x.T).T.type_as(matrix)  # with the smaller of the two gram matrices
     x = x / x.norm().clamp(min=1e-30)

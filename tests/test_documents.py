@@ -78,7 +78,7 @@ def test_lengths_and_mask_say_the_same():
                 pairs[start:end, start:end] = torch.ones(end - start, end - start).tril()
             masks = document_mask(part.positions, T)[:, 0].int()
             assert torch.equal(pairs, torch.block_diag(*masks).bool())
-        # Few shapes and numbers to compile for: a row's documents have slots, never fewer than before.
+        # Few shapes to compile for: a row has slots for documents, never fewer than before.
         before, slots[T] = slots.get(T, 1), parts[0].starts.shape[1]
         assert longest == T and slots[T] >= before and slots[T].bit_count() == 1
         assert {part.starts.shape[1] for part in parts} == {slots[T]}

@@ -46,27 +46,33 @@ def test_operations_are_counted():
         for name, parameter in model.named_parameters():
             if is_block_matrix(name, parameter):
                 orthogonalize(parameter.detach())
-    assert muon_flops(model, ParallelConfig()) == counter.get_total_flops()
+    total = counter.get_total_flops()
+    assert muon_flops(model, ParallelConfig()) == total
+    # Of 21 matrices, 9 are in 3 batches of feed-forward's alone; no rank has more than rank 0.
+    assert total / 3 <= muon_flops(model, ParallelConfig("fsdp", shard=3)) < total / 3 * 1.1
+    assert muon_flops(model, ParallelConfig("hsdp", replicate=7, shard=3)) < total / 9
 
 
 def test_a_plan_has_the_time_of_muon():
-    """What Muon computes, and what it sends, which nothing hides."""
+    """What rank 0 computes, and what it sends, which nothing hides: 2 bytes an element on a GPU, to
+    owners and back."""
     model, parallel = (
         build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)),
         ParallelConfig("fsdp", shard=8),
     )
     machine = assumed_machine("h100", "400gbit", 8)
     adamw, muon = (
-        step_time(step_of(model, replace(parallel, optimizer=name), 1, 1, 1024), machine)
+        step_time(
+            step_of(model, replace(parallel, optimizer=name), 1, 1, 1024, on_gpu=True), machine
+        )
         for name in ("adamw", "muon")
     )
     matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
     rate = 989e12 * 0.7
-    assert muon["optimizer"] - adamw["optimizer"] == pytest.approx(
-        muon_flops(model, parallel) / rate, rel=0.01
-    )
-    assert muon["shard"] - adamw["shard"] > 7 / 8 * 4 * matrices / 450e9
-    same = {name: seconds for name, seconds in muon.items() if name not in ("optimizer", "shard")}
+    seconds = muon_flops(model, parallel) / rate + 2 * 7 / 8 * 2 * matrices / 8 / 450e9
+    assert muon["optimizer"] - adamw["optimizer"] == pytest.approx(seconds, rel=0.2)
+    assert muon["optimizer"] - adamw["optimizer"] > seconds
+    same = {name: seconds for name, seconds in muon.items() if name != "optimizer"}
     assert same == {name: adamw[name] for name in same}
     # Stages wait for forward and backward of others, and not for what Muon sends.
     split = ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b")

@@ -114,8 +114,7 @@ def test_updating():
     assert needed == ddp
     (muon,) = verdict(facts(replace(DDP, optimizer="muon"), shares=shares))
     assert (
-        muon == f"{ddp}; or --optimizer adamw multiplies and all-gathers nothing, but takes "
-        "other steps"
+        muon == f"{ddp}; or --optimizer adamw multiplies and sends nothing, but takes other steps"
     )
 
 

@@ -27,7 +27,7 @@ class Documents(NamedTuple):
     starts: Tensor  # [n + 1] int32, cu_seqlens: first token of each in the flattened rows, then N
     key_starts: Tensor  # the same of keys, of which there may be more than queries
     max_length: int  # no document has more queries; some may have none
-    max_keys: int  # nor more keys. Both are those of a row: a compiled model compiles for each value
+    max_keys: int  # nor more keys. Both are a row's tokens: each value would be compiled
 
     def have_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Return whether `attention` can be used; if not, model.document_mask does the same."""
