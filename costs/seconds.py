@@ -341,8 +341,8 @@ def collective_time(
 
     In a ring of n ranks each rank sends (n - 1)/n of the payload to the next, in an all-reduce
     twice; in an all-to-all an equal part of the payload to each of the others. Where several ranks
-    of a group share a node, they divide what goes to the next node among their links. Raises KeyError
-    on a measured machine without a group of this shape. labs/ring writes a ring."""
+    of a group share a node, they divide what goes to the next node among their links. labs/ring
+    writes a ring. Raises KeyError on a measured machine without a group of this shape."""
     n, in_node = group_shape(dim, parallel, machine)
     if machine.measured:
         group = machine.measured[find_measured_group(n, in_node, machine)]

@@ -136,28 +136,29 @@ class Peers:
     def orthogonalize(self, matrices: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
         """Return this rank's parts of the orthogonalized updates of a batch, whose matrix i rank i
         takes. `updates` are this rank's parts of them."""
-        ranks, n, dtype = range(len(self.places)), len(matrices), dtype_of_products(updates[0])
-        parts = [update.to(dtype) for update in updates]
+        parts = [update.to(dtype_of_products(update)) for update in updates]
+        if len(self.places) == 1:
+            return [orthogonalize(parts[0]).to(updates[0])]
         nothing = parts[0].new_empty(0)
-        mine = matrices[self.rank] if self.rank < n else None
-        whole = parts[self.rank] if mine is not None else nothing
+        without_matrix = [nothing] * (len(self.places) - len(parts))  # ranks after the last matrix
+        has_matrix = self.rank < len(parts)
+        mine, whole = (matrices[self.rank], parts[self.rank]) if has_matrix else (None, nothing)
         if any(self.is_sharded(matrix) for matrix in matrices):
-            sent = [parts[i] if i < n and self.gives(matrices[i], self.rank, i) else nothing
-                    for i in ranks]  # fmt: skip
-            targets = [nothing] * len(ranks)
-            if mine is not None:
-                whole = whole.new_empty(mine.shape)
-                targets = [shard_of(whole, mine, place) if self.gives(mine, i, self.rank)
-                           else nothing for i, place in enumerate(self.places)]  # fmt: skip
-            for target, part in zip(targets, self.all_to_all(sent, targets)):
-                target.copy_(part)
-        if mine is not None:
+            sent = [part if self.gives(matrix, self.rank, owner) else nothing
+                    for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
+            whole = nothing.new_empty(mine.shape) if has_matrix else nothing
+            shards = [shard if has_matrix and self.gives(mine, rank, self.rank) else nothing
+                      for rank, shard in enumerate(self.shards_of(whole, mine))]  # fmt: skip
+            for shard, part in zip(shards, self.all_to_all(sent + without_matrix, shards)):
+                shard.copy_(part)
+        if has_matrix:
             whole = orthogonalize(whole)
-        if len(ranks) == 1:
-            return [whole.to(updates[0])]
-        sent = [nothing if mine is None else shard_of(whole, mine, place) for place in self.places]
-        received = self.all_to_all(sent, [*parts, *[nothing] * (len(ranks) - n)])
-        return [part.to(updates[0]) for part in received[:n]]
+        received = self.all_to_all(self.shards_of(whole, mine), parts + without_matrix)
+        return [part.to(update) for part, update in zip(received, updates)]
+
+    def shards_of(self, whole: Tensor, matrix: Tensor | None) -> list[Tensor]:
+        """Return each rank's shard of a whole matrix; without one, nothing for each."""
+        return [whole if matrix is None else shard_of(whole, matrix, at) for at in self.places]
 
     def is_sharded(self, matrix: Tensor) -> bool:
         return any(self.sizes[dim] > 1 for dim in sharded_over(matrix))
@@ -165,9 +166,8 @@ class Peers:
     def gives(self, matrix: Tensor, rank: int, owner: int) -> bool:
         """Return whether the owner of a matrix takes this rank's part. Of those that have the same
         part, it is the one in the owner's place along the dimensions that replicate it."""
-        sharded = sharded_over(matrix)
-        places = self.places[rank].items(), self.places[owner].items()
-        return all(a == b for a, b in zip(*places) if a[0] not in sharded)
+        its, owners, sharded = self.places[rank], self.places[owner], sharded_over(matrix)
+        return all(its[dim] == owners[dim] for dim in its if dim not in sharded)
 
     def all_to_all(self, sent: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         """Send tensor i to rank i; return what each rank sent here, in the shapes of `like`."""
