@@ -19,7 +19,7 @@ from costs.work import Work
 from lora import adapter_settings
 from model import Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
-from techniques.chunked_loss import LOSS_CHUNK
+from techniques.chunked_loss import tokens_at_a_time
 from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward
@@ -92,7 +92,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         block_backward += 8 * tokens * max(F / tp, D)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
-    logits = loss_bytes(config, parallel, tokens, output > 0)
+    logits = loss_bytes(work, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
         p, v = parallel.pp, parallel.stages_per_rank
@@ -122,7 +122,8 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     # 1. The loss: sums, weights to compute with, what all blocks have saved, logits.
     in_loss = sums + weights + loss
     # 2. The last block's backward: the same without logits, with the output matrix's gradient.
-    in_last_block = max(sums, output * w) + weights + last_block_backward
+    of_output = output * (w if parallel.strategy.uses_fsdp else g)
+    in_last_block = max(sums, of_output) + weights + last_block_backward
     # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
     #    yet; activations of this block alone.
     in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
@@ -327,14 +328,16 @@ def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[fl
     return elements - sum(width for needed, width in inputs.values() if not needed), largest
 
 
-def loss_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int, trainable: bool) -> int:
+def loss_bytes(work: Work, trainable: bool) -> int:
     """Return the most that the loss holds: the logits of a chunk and their log softmax, or their
     gradient and that of the output matrix, if that is trainable, beside its sum over chunks."""
-    vocab, w = math.ceil(config.vocab_size / parallel.tp), parallel.weight_bytes
-    n, matrix, wide = min(LOSS_CHUNK, tokens) * vocab, vocab * config.dim, max(4, w)
+    config, w, size = work.model.config, work.parallel.weight_bytes, tokens_at_a_time(work.on_gpu)
+    vocab = math.ceil(config.vocab_size / work.parallel.tp)
+    n, matrix, wide = min(size, work.tokens) * vocab, vocab * config.dim, max(4, w)
     if not trainable:
         return n * 2 * wide
-    return matrix * wide + max(n * 2 * wide, n * w + matrix * w)
+    is_summed = work.tokens > size
+    return matrix * wide * is_summed + max(n * 2 * wide, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:

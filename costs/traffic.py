@@ -18,7 +18,7 @@ from torch import nn
 from costs.work import Work
 from model import Llama
 from parallel import ParallelConfig, ddp, fsdp, style_of
-from techniques.chunked_loss import LOSS_CHUNK
+from techniques.chunked_loss import tokens_at_a_time
 from techniques.float8 import layers_in_8_bits
 from techniques.nf4 import count
 from techniques.optimizers import ITERATIONS, is_block_matrix
@@ -72,7 +72,7 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     collectives = [*TRAFFIC[parallel.strategy.apply](part, parallel, microbatches)]
     own = seq_len // parallel.cp  # tokens of a sequence on this rank
     if parallel.tp > 1:
-        collectives += _tensor_parallel(part, parallel, microbatches, batch, own)
+        collectives += _tensor_parallel(part, work, own)
     if parallel.cp > 1:
         collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
     if parallel.optimizer == "muon":
@@ -125,10 +125,9 @@ def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator
 TRAFFIC = {ddp: _ddp, ZeRO1: _zero1, fsdp: _fsdp}  # keys are the values of Strategy.apply
 
 
-def _tensor_parallel(
-    model: Llama, parallel: ParallelConfig, microbatches: int, batch: int, seq_len: int
-) -> Iterator[tuple]:
-    g, w, tp, m = parallel.grad_bytes, parallel.weight_bytes, parallel.tp, microbatches
+def _tensor_parallel(model: Llama, work: Work, seq_len: int) -> Iterator[tuple]:
+    parallel, batch, m = work.parallel, work.microbatch, work.microbatches
+    g, w, tp = parallel.grad_bytes, parallel.weight_bytes, parallel.tp
     L, tokens = len(model.layers), batch * seq_len
     has_embedding, has_loss = "0" in model.layers, model.output is not None
     skipped = _skipped_by_backward(model) if has_embedding else 0
@@ -149,8 +148,9 @@ def _tensor_parallel(
     else:
         yield "tp", "all-gather", m * gathers, activation
         yield "tp", "reduce-scatter", m * scatters, activation
-    for start in range(0, tokens, LOSS_CHUNK):  # of each token, logsumexp and the target's logit
-        yield "tp", "all-gather", m * has_loss, min(LOSS_CHUNK, tokens - start) * 2 * tp * g
+    size = tokens_at_a_time(work.on_gpu)
+    for start in range(0, tokens, size):  # of each token, logsumexp and the target's logit
+        yield "tp", "all-gather", m * has_loss, min(size, tokens - start) * 2 * tp * g
     # Gradients of replicated parameters: in the compute dtype, or as float32 sums of microbatches.
     summed = m > 1 and parallel.reshard != "all"
     times = m if parallel.reshard == "all" else 1

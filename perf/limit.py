@@ -89,7 +89,7 @@ def measure_loss(
 
     sizes: number of target tokens, width, entries of the vocabulary."""
     check_writable({"--json": out})
-    default = {"chunked": chunked_loss.LOSS_CHUNK}
+    default = {"chunked": chunked_loss.tokens_at_a_time(torch.cuda.is_available())}
     losses = {"plain": None} | ({f"chunks of {n}": n for n in chunks} or default)
     given = *sizes, getattr(torch, dtype), repeats
     costs = {name: in_new_process(loss_cost, chunk, *given) for name, chunk in losses.items()}
@@ -305,7 +305,8 @@ def loss_cost(
     random = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     hidden, weight = random(tokens, dim), random(vocab_size, dim)
     targets = torch.randint(vocab_size, (tokens,), device=device)
-    chunked_loss.LOSS_CHUNK, vocabulary = chunk, Vocabulary(vocab_size)
+    chunked_loss.LOSS_CHUNK = chunked_loss.LOSS_CHUNK_ON_GPU = chunk
+    vocabulary = Vocabulary(vocab_size)
     vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
     def step() -> None:

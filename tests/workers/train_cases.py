@@ -179,7 +179,7 @@ def train(process, case: dict) -> dict:
 def main():
     process = init_distributed()
     offload.MIN_BYTES = 0  # the tensors here are small
-    traffic.LOSS_CHUNK = chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
+    chunked_loss.LOSS_CHUNK = 20  # tokens: a loss of several chunks
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = []
     compile = torch.compile
