@@ -53,11 +53,12 @@ FAULTS = {
         ("[Partial()] if replicated else None", "None"),
     ],
     "optimizers": [
-        ("math.sqrt(max(whole.shape))", "math.sqrt(max(to_local(update).shape))"),
+        ("math.sqrt(max(parameter.shape))", "math.sqrt(max(update.shape))"),
+        ("shard_of(whole, matrix, at) for", "shard_of(whole, matrix) for"),
         ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
     ],
     "chunked_loss": [
-        ("weight_grad += w_grad", "weight_grad = w_grad"),
+        ("else weight_grad.add_(w_grad)", "else w_grad"),
         ("hidden_grad[chunk], w_grad =", "hidden_grad[:1], w_grad ="),
     ],
     "passes": [

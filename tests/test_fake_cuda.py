@@ -1,0 +1,105 @@
+"""CUDA's branches without a GPU: one step of each split and technique with fake tensors.
+
+tests/workers/fake_cuda.py does it, in processes of its own. Nothing is computed there, so what
+attention by lengths computes is compared in test_documents and test_context_parallel, with numbers.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, with_fault
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+WORKER = "tests/workers/fake_cuda.py"
+CASES = re.findall(r'^    "([^"]+)": (?:dict|FSDP|TP|PP|CP)\b', (ROOT / WORKER).read_text(), re.M)
+QUICK = (
+    "float32, packed, float32 packed, muon, fsdp, fsdp muon, zero1, tp, cp packed, pp, async tp, "
+)
+QUICK = (QUICK + "tensorwise, lora, nf4 dora full").split(", ")
+SLOWER = [name for name in CASES if name not in QUICK]
+
+
+def take_steps(results: Path, names: list[str], root: Path = ROOT) -> dict:
+    command = [sys.executable, root / WORKER, results, *names]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, process.stderr
+    return json.loads(results.read_text())
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return take_steps(tmp_path_factory.mktemp("quick") / "found", [*QUICK, "generate", "loss"])
+
+
+@pytest.fixture(scope="module")
+def slower(tmp_path_factory):
+    return take_steps(tmp_path_factory.mktemp("slower") / "found", SLOWER)
+
+
+def check(name: str, found: dict) -> None:
+    """The host waits once a step, for what it prints; documents need no mask in bfloat16."""
+    assert "error" not in found, found
+    assert found["passes"] == []
+    assert re.fullmatch(r"tolist at train.py:\d+", " ".join(found["update"]))
+    kernel = {"float64": "math", "float32": "efficient"}.get(re.findall(r"float\d\d|$", name)[0])
+    by_lengths = not kernel and ("packed" in name or name in NO_KERNEL)
+    assert found["attention"] == ([] if by_lengths else [kernel or "flash"])
+
+
+# In these, documents or ranks that share sequences are attended to by lengths, too.
+NO_KERNEL = ("offload activations", "fsdp", "tp", "pp", "cp", "lora")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_step_waits_once(name, quick):
+    check(name, quick[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOWER)
+def test_any_step_waits_once(name, slower):
+    check(name, slower[name])
+
+
+def test_a_token_is_generated_without_cudnn(quick):
+    """It would plan anew for each length."""
+    assert quick["generate"]["attention"] == ["efficient"]
+
+
+def test_bytes_of_the_loss(quick):
+    """With chunks of 512 tokens, a gradient that is rounded twice and sums that begin at zero it
+    moved 84.4 GB."""
+    assert quick["loss"]["bytes"] == pytest.approx(41.6e9, rel=0.01)
+
+
+FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where
+    ("chunked_loss", "chunk_loss.detach()", "chunk_loss.detach().item()", "float32",
+     "passes", "_local_scalar_dense at chunked_loss.py"),
+    ("model", "torch.arange(0, E, 2, device=positions.device,", "torch.arange(0, E, 2,", "fsdp",
+     "error", "on the same device"),
+    ("model", "dtype=torch.bool, device=positions.device)", "dtype=torch.bool)", "float32 packed",
+     "error", "on the same device"),
+    ("model", "torch.where(targets != IGNORE, losses, 0)", "losses[targets != IGNORE]", "float32",
+     "error", "nonzero"),
+    ("model", "[SDPBackend.EFFICIENT_ATTENTION,", "[SDPBackend.CUDNN_ATTENTION,", "float32 packed",
+     "attention", "cudnn"),
+    ("train", "norm = squared_norm.sqrt() * scale", "norm = squared_norm.sqrt().item() * scale",
+     "muon", "update", "_local_scalar_dense at train.py"),
+    ("parallel", "model.compute_dtype = torch.bfloat16", "pass", "packed",
+     "attention", "efficient"),
+    ("optimizers", "nothing.new_empty(mine.shape)", "torch.empty(mine.shape)", "fsdp muon",
+     "update", "a blocking copy at optimizers.py"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file, old, new, case, part, says", FAULTS)
+def test_faults_are_found(tmp_path, file, old, new, case, part, says):
+    _, copy = with_fault(tmp_path / "copy", file, old, new)
+    found = take_steps(tmp_path / "found", [case], copy)[case]
+    assert says in str(found.get(part)), found
