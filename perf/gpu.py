@@ -61,6 +61,8 @@ TITLE = "## On one GPU"
 MODELS = {
     "1b-4096": "--model llama3.2-1b --batch 8 --microbatch 2 --seq-len 4096",
     "8b-4096": "--model llama3.1-8b --batch 4 --microbatch 1 --seq-len 4096 --moments bfloat16",
+    "8b-2x4096": "--model llama3.1-8b --batch 8 --microbatch 2 --seq-len 4096 --moments bfloat16",
+    "8b-4x4096": "--model llama3.1-8b --batch 8 --microbatch 4 --seq-len 4096 --moments bfloat16",
     "1b-8192": "--model llama3.2-1b --batch 4 --microbatch 1 --seq-len 8192",
     "8b-8192": "--model llama3.1-8b --batch 2 --microbatch 1 --seq-len 8192 --moments bfloat16",
 }
@@ -97,7 +99,8 @@ KINDS = {
     },
 }
 ORDER = """
-step 1b-4096, step 8b-4096, lora 8b-4096, peers 1b-4096, step 8b-8192, step 1b-8192,
+step 1b-4096, step 8b-4096, step 8b-2x4096, step 8b-4x4096, lora 8b-4096, peers 1b-4096,
+step 8b-8192, step 1b-8192,
 largest-full 1b-4096, largest-full 8b-4096, largest-none 1b-4096, largest-none 8b-4096,
 float8 8b-8192, float8 1b-8192, lora-nf4 8b-4096, lora-dora 8b-4096, lora 8b-8192, lora 1b-4096,
 lora 1b-8192, peers 1b-8192,
@@ -175,10 +178,7 @@ def run_command(line: str, directory: Path, rehearse: bool, timeout: float) -> d
         line = f"{line.replace(' compiled', ' selective')} {REHEARSAL[line.split()[1]]}"
     tokenizer, file = directory / "tokenizer.model", directory / "result.json"
     words = [str(tokenizer) if word == "TOKENIZER" else word for word in line.split()]
-    # Less memory is lost to fragments between tensors of different sizes.
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    if rehearse:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if rehearse else {})
     file.unlink(missing_ok=True)
     command = [sys.executable, *words, "--json", str(file)]
     options = dict(cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

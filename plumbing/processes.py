@@ -152,6 +152,8 @@ def init_distributed() -> Process:
         if per_node > gpus:
             raise UserError(f"--nproc-per-node {per_node} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # less is lost between tensors of many sizes
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()

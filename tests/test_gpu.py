@@ -388,7 +388,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
 
 @needs_gpu
 def test_out_of_memory_is_told_with_flags_that_fit(corpus, tmp_path):
-    given = dict(model="llama3.1-8b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
+    given = dict(model="llama3.2-3b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
     given = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     given += ["--data", str(corpus), "--no-compile", "--eval-every=0", "--save-every=0"]
     result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
@@ -430,6 +430,7 @@ def test_a_full_gpu_is_told(corpus, tmp_path):
 )
 def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
     torch._dynamo.reset()
+    torch.use_deterministic_algorithms(False)  # some of which wait
     model, runner, world = built(process, SMALL, lora, dtype=LOW, **options)
     moments = "bfloat16" if "moments" in options else "float32"
     args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
@@ -450,6 +451,7 @@ def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits.append([str(w.message) for w in caught if "synchroniz" in str(w.message)])
+    torch.use_deterministic_algorithms(True, warn_only=True)
     assert [len(messages) for messages in waits] == [0, 1], waits
 
 
