@@ -336,8 +336,7 @@ def loss_bytes(work: Work, trainable: bool) -> int:
     n, matrix, wide = min(size, work.tokens) * vocab, vocab * config.dim, max(4, w)
     if not trainable:
         return n * 2 * wide
-    is_summed = work.tokens > size
-    return matrix * wide * is_summed + max(n * 2 * wide, n * w + matrix * w)
+    return matrix * wide + max(n * 2 * wide, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:

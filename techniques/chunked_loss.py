@@ -48,7 +48,8 @@ class ChunkedLoss(torch.autograd.Function):
         w = w.detach().requires_grad_(weight_trains)
         sum_dtype = torch.promote_types(w.dtype, torch.float32)
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-        hidden_grad, weight_grad = torch.empty_like(hidden) if in_training else None, None
+        hidden_grad = torch.empty_like(hidden) if in_training else None
+        weight_grad = torch.zeros_like(w, dtype=sum_dtype) if weight_trains else None
         size = tokens_at_a_time(hidden.is_cuda)
         for start in range(0, len(targets), size):
             chunk = slice(start, start + size)
@@ -58,8 +59,7 @@ class ChunkedLoss(torch.autograd.Function):
             loss += chunk_loss.detach()
             if weight_trains:
                 hidden_grad[chunk], w_grad = torch.autograd.grad(chunk_loss, (h, w))
-                first = weight_grad is None
-                weight_grad = w_grad.to(sum_dtype) if first else weight_grad.add_(w_grad)
+                weight_grad += w_grad
             elif in_training:
                 (hidden_grad[chunk],) = torch.autograd.grad(chunk_loss, (h,))
         ctx.save_for_backward(hidden_grad, weight_grad)

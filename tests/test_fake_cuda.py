@@ -72,9 +72,9 @@ def test_a_token_is_generated_without_cudnn(quick):
 
 
 def test_bytes_of_the_loss(quick):
-    """With chunks of 512 tokens, a gradient that is rounded twice and sums that begin at zero it
+    """With chunks of 512 tokens, and a sum of gradients that is rounded to bfloat16 and cast again, it
     moved 84.4 GB."""
-    assert quick["loss"]["bytes"] == pytest.approx(41.6e9, rel=0.01)
+    assert quick["loss"]["bytes"] == pytest.approx(46.8e9, rel=0.01)
 
 
 FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where

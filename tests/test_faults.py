@@ -58,7 +58,7 @@ FAULTS = {
         ("gradient.lerp(momentum, MOMENTUM)", "momentum"),
     ],
     "chunked_loss": [
-        ("else weight_grad.add_(w_grad)", "else w_grad"),
+        ("weight_grad += w_grad", "weight_grad = w_grad"),
         ("hidden_grad[chunk], w_grad =", "hidden_grad[:1], w_grad ="),
     ],
     "passes": [

@@ -61,7 +61,8 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
     sizes = (best[name] for name in ("dp", "replicate", "shard", "tp", "reshard", "checkpointing"))
     parallel = ParallelConfig(*sizes, compile=True, dtype=torch.bfloat16)
-    work = Work(build_on_meta(PRESETS["llama3.1-8b"]), parallel, 32, best["microbatch"], 8192)
+    model, given = build_on_meta(PRESETS["llama3.1-8b"]), (32, best["microbatch"], 8192)
+    work = Work(model, parallel, *given, on_gpu=True)
     memory = predict_memory(work)
     assert best["bytes"] == memory and memory["peak"] < USABLE_FRACTION * 80e9
     assert "needs" in out and "waiting for tp" in out  # why others lose

@@ -382,10 +382,11 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
 
     norm = f"last norm and its gradient: {tokens} tokens x 3 x {D} x 4 bytes"
     # The larger: logits and log softmax in forward; or the gradients of logits and of the matrix.
-    n = 2 if tokens >= D else 1
+    n, of_matrix = (2, 1) if tokens >= D else (1, 2)
     logits = f"logits{' and their log softmax' * (n > 1)}: {tokens} tokens x {V} x {n} x 4 bytes"
-    matrix = Term(V * D * 4, f"gradient of the output matrix: {V} x {D} x 4 bytes")
-    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * n * 4, logits), *[matrix] * (n == 1)]
+    matrix = f"gradient of the output matrix: {V} x {D} x {of_matrix} x 4 bytes"
+    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * n * 4, logits)]
+    in_loss.append(Term(V * D * of_matrix * 4, matrix))
     again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
     text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
     in_block = [Term(tokens * (D + 2 * F) * 4, text)]
@@ -393,7 +394,7 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
         text = f"the last block, computed again: {tokens} tokens x {sum_again} x 4 bytes"
         in_block.append(Term(tokens * again * 4, text))
     if not sums:
-        in_block.append(matrix)
+        in_block.append(Term(V * D * 4, f"gradient of the output matrix: {V} x {D} x 4 bytes"))
     return {"in the loss": terms + in_loss, "in backward of the last block": terms + in_block}
 
 
