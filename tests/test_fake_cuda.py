@@ -72,7 +72,7 @@ def test_a_token_is_generated_without_cudnn(quick):
 
 
 def test_bytes_of_the_loss(quick):
-    """With chunks of 512 tokens, and a sum of gradients that is rounded to bfloat16 and cast again, it
+    """With chunks of 512 tokens, and a sum of gradients that is rounded to bfloat16 and cast, it
     moved 84.4 GB."""
     assert quick["loss"]["bytes"] == pytest.approx(46.8e9, rel=0.01)
 
