@@ -188,7 +188,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
-    parallel, model.world = world.parallel, world  # an optimizer may need to know
+    parallel, model.world = world.parallel, world  # whose ranks share Muon's work
     # rank, ranks and stages of a rank, along pp
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
     set_dtype(model, parallel)

@@ -208,13 +208,14 @@ def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str,
 def _muon_bytes(model: Llama, parallel: ParallelConfig) -> int:
     """Return what a step of Muon holds beside gradients: the updates of a batch of matrices, those
     of the batch before it, and more while a rank orthogonalizes a matrix [m, n], two powers of it
-    and two products [min(m, n)]², or while it sends the parts."""
+    and two products [min(m, n)]², or while it sends the parts. On a GPU, where parts are bfloat16,
+    it is less."""
     most, alone = 0, parallel.size == parallel.pp
     for batch in batches_of_muon(model, parallel):
         (m, n), own = batch[0]
         own_parts = sum(own for _, own in batch)
         replicas = parallel.size // parallel.pp * own // (m * n)  # nearly, where parts are uneven
-        whole = m * n * (0 if alone else 1)
+        whole = m * n * (not alone)
         orthogonalizing = whole + 2 * m * n + 2 * min(m, n) ** 2
         sending = (whole + replicas * m * n + own_parts) * (not alone)
         most = max(most, 2 * own_parts + max(orthogonalizing, sending))

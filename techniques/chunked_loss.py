@@ -68,7 +68,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        # In place, so that a second backward is an error, as without retain_graph.
+        # In place: with retain_graph, too, a second backward is an error.
         hidden_grad, weight_grad = (g if g is None else g.mul_(scale) for g in ctx.saved_tensors)
         weight_grad = weight_grad if weight_grad is None else weight_grad.to(ctx.dtype)
         return hidden_grad, weight_grad, None, None, None

@@ -18,9 +18,10 @@ take n matrices at a time, and each orthogonalizes a whole one:
 
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
-Communication, a step: with M elements in all matrices of the layers and e bytes each (2 on a GPU),
-a rank sends the other owners its parts, and each replica the parts of its own matrices, M e / n.
-Along replicate, ranks have the same updates: there only the way back is needed.
+Communication, a step: the matrices of the layers have M elements of e bytes (2 on a GPU). A rank
+sends its parts of others' matrices, at most M e / n bytes where they are sharded over all n ranks,
+and then the parts of its own matrices, M e / n bytes to each replica. Replicas have equal updates,
+so under DDP there is only the way back.
 """
 
 import functools

@@ -17,10 +17,8 @@ from conftest import ROOT, with_fault
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|FSDP|TP|PP|CP)\b', (ROOT / WORKER).read_text(), re.M)
-QUICK = (
-    "float32, packed, float32 packed, muon, fsdp, fsdp muon, zero1, tp, cp packed, pp, async tp, "
-)
-QUICK = (QUICK + "tensorwise, lora, nf4 dora full").split(", ")
+QUICK = """float32, packed, float32 packed, muon, fsdp, fsdp muon, zero1, tp, cp packed, pp,
+async tp, tensorwise, lora, nf4 dora full""".replace("\n", " ").split(", ")
 SLOWER = [name for name in CASES if name not in QUICK]
 
 
@@ -41,29 +39,25 @@ def slower(tmp_path_factory):
     return take_steps(tmp_path_factory.mktemp("slower") / "found", SLOWER)
 
 
-def check(name: str, found: dict) -> None:
+def check(found: dict) -> None:
     """The host waits once a step, for what it prints; documents need no mask in bfloat16."""
     assert "error" not in found, found
     assert found["passes"] == []
     assert re.fullmatch(r"tolist at train.py:\d+", " ".join(found["update"]))
-    kernel = {"float64": "math", "float32": "efficient"}.get(re.findall(r"float\d\d|$", name)[0])
-    by_lengths = not kernel and ("packed" in name or name in NO_KERNEL)
-    assert found["attention"] == ([] if by_lengths else [kernel or "flash"])
-
-
-# In these, documents or ranks that share sequences are attended to by lengths, too.
-NO_KERNEL = ("offload activations", "fsdp", "tp", "pp", "cp", "lora")
+    kernels = {"float64": "math", "float32": "efficient", "bfloat16": "flash"}
+    kernel = kernels[found["dtype"].removeprefix("torch.")]
+    assert found["attention"] == ([] if found["by lengths"] else [kernel])
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_step_waits_once(name, quick):
-    check(name, quick[name])
+    check(quick[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOWER)
 def test_any_step_waits_once(name, slower):
-    check(name, slower[name])
+    check(slower[name])
 
 
 def test_a_token_is_generated_without_cudnn(quick):

@@ -313,6 +313,8 @@ def take_step(
             found["passes"], WAITS.found = WAITS.found, []
             update(optimizer, loss, batch, 1.0, world, step)
             found["update"] = WAITS.found
+    by_lengths = parallel.dtype == LOW and (packed or parallel.cp > 1)
+    found |= {"dtype": str(parallel.dtype), "by lengths": by_lengths}
     return found | {"attention": sorted(ATTENTION)}
 
 
@@ -351,10 +353,8 @@ def loss() -> dict:
     with FAKE:
         empty = partial(torch.empty, device=DEVICE, requires_grad=True)
         hidden, weight = empty(4096, 4096), empty(128_256, 4096)
-        targets, vocabulary = (
-            torch.zeros(4096, dtype=torch.int64, device=DEVICE),
-            Vocabulary(128_256),
-        )
+        targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
+        vocabulary = Vocabulary(128_256)
         vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
         with Moved() as moved, torch.autocast("cuda", LOW):
             chunked_loss(hidden, weight, targets, vocabulary).backward()
@@ -365,7 +365,7 @@ OTHERS = {"generate": generate, "loss": loss}
 
 
 def main() -> None:
-    allocate, real_compile = parallel_py.allocate, torch.compile
+    allocate = parallel_py.allocate
 
     def allocate_fake(model, device) -> None:
         with FAKE:
@@ -380,7 +380,6 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
-    torch.compile = real_compile
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 
 
