@@ -105,8 +105,8 @@ def tokenize(
 
     The directory `out` appears only when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-")
-    with ctrl_c_raises(), hidden as temporary:
+    place, hidden = out.parent, f".{out.name}-"
+    with ctrl_c_raises(), tempfile.TemporaryDirectory(dir=place, prefix=hidden) as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         writers = {

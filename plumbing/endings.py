@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 _ending = threading.RLock()
+_left_to_thread = threading.Event()
 
 
 def end(code: int, message: str, show: bool) -> None:
@@ -85,14 +86,17 @@ def end_if_orphaned() -> None:
 
 
 def _leave_to_thread(number: int, frame) -> None:
-    """Handle SIGINT in the main thread: the other thread ends the process."""
+    """Handle SIGINT in the main thread: the other thread ends the process, even if it comes to
+    look when the main thread has set another handler."""
+    _left_to_thread.set()
 
 
 def _watch(signals: int) -> None:
     while True:
         if select.select([signals], [], [], 1)[0]:
             interrupted = signal.SIGINT in os.read(signals, 64)
-            if interrupted and signal.getsignal(signal.SIGINT) is _leave_to_thread:
+            ours = signal.getsignal(signal.SIGINT) is _leave_to_thread
+            if interrupted and (ours or _left_to_thread.is_set()):
                 end_interrupted()
         end_if_orphaned()
 

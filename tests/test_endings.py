@@ -21,6 +21,7 @@ from conftest import (
     start,
     succeed,
     wait_for_lines,
+    with_fault,
 )
 from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (a fixture)
 from test_train import flags
@@ -60,6 +61,15 @@ def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     run.send_signal(signal.SIGINT)
     interrupted(finish(run))
     assert list(tmp_path.iterdir()) == [text]
+
+
+def test_ctrl_c_just_before_files_are_written(tmp_path):
+    """The thread comes to look when the main thread has another handler already."""
+    entered = "    with ctrl_c_raises(), temp"
+    _, copy = with_fault(tmp_path, "data", entered, f"    os.kill(os.getpid(), 2)\n{entered}")
+    text = tmp_path / "text.txt"
+    text.write_text("one two three\n" * 500_000)
+    interrupted(finish(start(copy / "data.py", "tokenize", text, "--out", tmp_path / "tokens")))
 
 
 @pytest.mark.parametrize(
