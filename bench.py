@@ -49,6 +49,7 @@ from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
+from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from runs.flags import (
@@ -277,7 +278,7 @@ def comm(args: argparse.Namespace) -> str:
     world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
     if args.model:  # every rank computes a microbatch
         args.batch = args.microbatch * world.size
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+        args.dtype = "bfloat16" if has_bfloat16(world.device) else "float32"
         task = task_of(args, args.microbatch)
     return measure_comm(world, args.sizes, args.repeats, args.out, task)
 
@@ -288,6 +289,8 @@ def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> s
     args.out, args.resume = args.out or Path("out"), True
     if args.plot and args.pp == 1:
         raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
+    if args.device == "mps":
+        raise UserError("bench.py step measures GPUs of CUDA, and CPUs: leave out --device mps")
     process = setup(args)
     check_writable({"--plot": args.plot, "--json": args.json})
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU

@@ -31,6 +31,7 @@ from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pret
 from files.adapters import load_adapter, open_adapter
 from lora import LoRA, LoRALinear, add_adapters
 from model import KVCache, Llama, LlamaConfig
+from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from techniques.nf4 import check_blocks
@@ -153,7 +154,7 @@ def load_model(
     directory: Path, config: LlamaConfig, adapter: Path | None, base_bits: int, device: torch.device
 ) -> Llama:
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 4:
         check_blocks(config)
         lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())

@@ -58,6 +58,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from model import Llama, Vocabulary, sum_of_losses
+from plumbing.devices import widest_float
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
 from techniques import async_tp, offload, optimizers, pipeline
@@ -155,10 +156,12 @@ class World(Process):
         return (replica * self.parallel.shard + shard) // self.parallel.cp
 
     def all_gather_scalars(self, values: list[float | Tensor]) -> Tensor:
-        """All-gather one row of scalars from every rank -> [size, len(values)] float64."""
-        row = torch.zeros(len(values), dtype=torch.float64, device=self.device)
+        """All-gather one row of scalars from every rank -> [size, len(values)]."""
+        row = torch.zeros(len(values), dtype=widest_float(self.device), device=self.device)
         for element, value in zip(row, values):
             element.add_(value)  # of a Python number: needs no copy from host to device
+        if self.size == 1:  # an Apple GPU has no collectives
+            return row[None]
         rows = row.new_empty(self.size * len(row))
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
         all_gather(rows, row, self.group)  # 8 bytes a scalar and rank
@@ -170,12 +173,13 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
-    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims)
+    kind = "cuda" if process.device.type == "cuda" else "cpu"  # whose collectives there are
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     cp_mesh = stage_group = None
     if parallel.cp > 1:  # a group of its own, beside one of replicate or shard with the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
         group, _ = dist.new_subgroups_by_enumeration(ranks)
-        cp_mesh = DeviceMesh.from_group(group, process.device.type, mesh_dim_names=("cp",))
+        cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
     if parallel.pp > 1:
         stage_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.flatten(1).tolist())
     place = dict(parallel=parallel, mesh=mesh, cp_mesh=cp_mesh, stage_group=stage_group)
@@ -200,7 +204,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
         tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
         if parallel.async_tp and parallel.compile:
             async_tp.keep_messages_early()
-    use_fewer_passes(model)
+    if world.device.type != "mps":  # where these have never run
+        use_fewer_passes(model)
     if model.loss is sum_of_losses:  # not one of the caller's
         model.loss = chunked_loss
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)

@@ -36,6 +36,7 @@ from data import Windows, read_ahead, window_of
 from generate import generate
 from model import IGNORE, Llama
 from parallel import World, gradient_sync, unsharded
+from plumbing.devices import widest_float
 from plumbing.parser import Parser
 from plumbing.processes import UserError, print_rank_zero, run
 from plumbing.shards import local_squared_norm, to_local
@@ -105,12 +106,12 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
-    the communication of forward and backward. Returns the sum of the losses, a float64 scalar that
+    the communication of forward and backward. Returns the sum of the losses, a scalar that
     has not left the device; in a pipeline, of the last stage."""
     microbatches = batch.microbatches(microbatch)
     if isinstance(runner, Pipeline):
         return runner.accumulate(microbatches)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
@@ -176,7 +177,7 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
     n = min(limit, len(windows))
     chosen = [i * len(windows) // n for i in range(n)] + [None] * (-n % world.data_size)
     mine = chosen[world.data_rank :: world.data_size]
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     tokens = text_bytes = 0
     for start in range(0, len(mine), microbatch):
         batch = windows.batch(mine[start : start + microbatch])

@@ -231,7 +231,7 @@ def muon_traffic(model: Llama, parallel: ParallelConfig, on_gpu: bool) -> Iterat
     over_optimizer = parallel.strategy.sharded.get("optimizer")
     sharded = {"tp", over_optimizer} if over_optimizer else {"tp"}
     replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
-    e = 2 if on_gpu and parallel.grad_bytes == 4 else parallel.grad_bytes
+    e = 2 if on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
     for batch in batches_of_muon(model, parallel):
         # Rank i of the replica of rank 0: the first n / replicas, or with ZeRO-1 all of them.
         there = sum(own for _, own in batch[1 : n // replicas])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from plumbing.devices import widest_float
 from plumbing.processes import UserError
 
 
@@ -96,4 +97,4 @@ def local_squared_norm(parameters: list[Tensor], ranks: int) -> Tensor:
         copies *= getattr(parameter, "copies", 1)
         by_copies.setdefault(copies, []).append(to_local(gradient))
     norms = ((n, torch.nn.utils.get_total_norm(group)) for n, group in by_copies.items())
-    return sum(norm.double() ** 2 / n for n, norm in norms)
+    return sum(norm.to(widest_float(norm.device)) ** 2 / n for n, norm in norms)

@@ -140,9 +140,10 @@ def add_parallel_flags(parser: argparse.ArgumentParser, about: str | None = None
 
     speed = parser.add_argument_group("speed")
     speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
-                       help="dtype of computation (default: bfloat16 on a GPU, else float32)")
+                       help="dtype of computation (default: bfloat16 on a GPU that has it, else "
+                            "float32)")
     speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                       help="compile the transformer blocks (default: on a GPU)")
+                       help="compile the transformer blocks (default: on a GPU with Triton)")
     speed.add_argument("--float8", choices=["none", *RECIPES], default="none",
                        help="multiply the blocks' matrices in 8 bits, a scale for each tensor, "
                             "row or 32 numbers; emulated where the device cannot (default: none)")
@@ -169,6 +170,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
     add_parallel_flags(parser)
     run = parser.add_argument_group("run")
+    run.add_argument("--device", choices=["auto", "mps"], default="auto",
+                     help="auto: GPUs of CUDA, or else the CPU; mps: an Apple GPU, for one process "
+                          "(untested) (default: %(default)s)")
     run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
     run.add_argument("--resume", action="store_true",
                      help="continue from the newest checkpoint in OUT, if there is one")

@@ -29,7 +29,7 @@ from text.tokenizer import Tokenizer
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
     "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations microbatch "
-    "checkpointing compile async_tp "
+    "checkpointing compile async_tp device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
 ).split()
@@ -263,5 +263,7 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: on its GPU or, without one, on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # it keeps no peak, but gives nothing back
+        return torch.mps.driver_allocated_memory()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -18,6 +18,7 @@ from costs.work import Work
 from data import Windows, open_windows
 from model import Llama
 from parallel import World, parallelize, with_mesh
+from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import (
     Process,
     UserError,
@@ -59,12 +60,60 @@ def setup(args: argparse.Namespace) -> Process:
     """Join the other processes and set the flags whose defaults depend on the device or others."""
     process = init_distributed()
     process.check_same_flags(vars(args))
-    on_gpu = process.device.type == "cuda"
-    args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    args.compile = on_gpu if args.compile is None else args.compile
+    if args.device == "mps":
+        process = on_apple_gpu(args, process)
+    device = process.device
+    # On all ranks alike, though a node may have other GPUs.
+    bfloat16, triton = (bool(process.minimum(has(device))) for has in (has_bfloat16, has_triton))
+    if device.type == "cuda":
+        check_gpu(args, torch.cuda.get_device_name(device), bfloat16, triton)
+    if use_flash_attention_3(device):
+        print_rank_zero("attention in bfloat16 is computed by FlashAttention 3")
+    args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
+    args.compile = triton if args.compile is None else args.compile
     args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
     args.lr = args.lr if args.lr is not None else 0.02 if args.optimizer == "muon" else 5e-3
     return process
+
+
+def check_gpu(args: argparse.Namespace, name: str, bfloat16: bool, triton: bool) -> None:
+    """Raise UserError for flags that this GPU cannot compute; print which defaults are others."""
+    if args.dtype == "bfloat16" and not bfloat16:
+        raise UserError(f"--dtype bfloat16: a {name} has no bfloat16: leave it out, for float32")
+    if args.compile and not triton:
+        raise UserError(f"--compile: there is no Triton for this {name}: leave it out")
+    others = {}
+    if not (bfloat16 or args.dtype):
+        others["bfloat16"] = "--dtype float32"
+    if not triton and args.compile is None:
+        others["Triton"] = "--no-compile"
+    if others:
+        print_rank_zero(
+            f"no {' and no '.join(others)} for this {name}: {' '.join(others.values())}"
+        )
+
+
+# What a run on an Apple GPU cannot do, or has never been tried: flags and their only values there.
+APPLE_GPU = dict(dtype="float32", compile=False, float8="none", checkpointing="none", dp="ddp",
+                 offload=False, offload_activations=False)  # fmt: skip
+
+
+def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
+    """Return this process on an Apple GPU (MPS). Set the flags that leave no choice there, and
+    raise UserError for other values of them."""
+    if not torch.backends.mps.is_available():
+        raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
+    if process.size > 1:
+        raise UserError(
+            f"--device mps is for one process, not {process.size}: leave it out, for the CPU"
+        )
+    for name, value in APPLE_GPU.items():
+        given, flag = getattr(args, name), name.replace("_", "-")
+        if given not in (None, "auto", value):
+            shown = f"--{flag}" if given is True else f"--{flag} {given}"
+            raise UserError(f"{shown} does not work with --device mps: leave out one of them")
+        setattr(args, name, value)
+    return replace(process, device=torch.device("mps"))
 
 
 def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:

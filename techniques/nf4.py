@@ -28,6 +28,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from plumbing.devices import has_triton
 from plumbing.processes import UserError
 
 BLOCK = 64
@@ -80,7 +81,7 @@ def dequantized(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor
     """Return the matrix [out, in] that (weight, row_scale) stand for.
 
     A single operator: a compiler that saw inside could save its result for backward."""
-    if weight.is_cuda:
+    if has_triton(weight.device):
         return _compiled_numbers()(weight, row_scale, dtype)
     matrix = weight.new_empty(len(weight), weight.shape[1] * BLOCK, dtype=dtype)
     for rows, packed, scale in some_rows(matrix.shape[1], matrix, weight, row_scale):
@@ -102,7 +103,7 @@ def _numbers(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _compiled_numbers():
-    """On a GPU, one kernel that reads 0.5 bytes a weight and writes 2."""
+    """With Triton, one kernel that reads 0.5 bytes a weight and writes 2."""
     return torch.compile(_numbers, dynamic=True)
 
 

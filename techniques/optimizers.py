@@ -18,7 +18,8 @@ take n matrices at a time, and each orthogonalizes a whole one:
 
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
-Communication, a step: the matrices of the layers have M elements of e bytes (2 on a GPU). A rank
+Communication, a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
+--dtype bfloat16). A rank
 sends its parts of others' matrices, at most M e / n bytes where they are sharded over all n ranks,
 and then the parts of its own matrices, M e / n bytes to each replica. Replicas have equal updates,
 so under DDP there is only the way back.
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from plumbing.devices import has_triton
 from plumbing.processes import UserError
 from plumbing.shards import shard_of, sharded_over, to_local
 
@@ -41,6 +43,7 @@ MOMENTUM = 0.95
 # The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
 # and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
+GPU_IN_BFLOAT16 = "cuda", torch.bfloat16
 
 
 def check_combination(parallel) -> None:
@@ -124,6 +127,8 @@ class Peers:
         dims = "replicate", "shard", "tp"
         self.sizes = {dim: getattr(world.parallel, dim) if world else 1 for dim in dims}
         self.group = world.stage_group if world else None
+        # Many times as fast there, and half as many bytes to send.
+        self.in_bfloat16 = world and (world.device.type, world.parallel.dtype) == GPU_IN_BFLOAT16
         indices = itertools.product(*map(range, self.sizes.values()))
         self.places = [dict(zip(dims, index)) for index in indices]  # of each rank
         self.rank = dist.get_rank(self.group) if len(self.places) > 1 else 0
@@ -137,7 +142,7 @@ class Peers:
     def orthogonalize(self, matrices: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
         """Return this rank's parts of the orthogonalized updates of a batch, whose matrix i rank i
         takes. `updates` are this rank's parts of them."""
-        parts = [update.to(dtype_of_products(update)) for update in updates]
+        parts = [update.bfloat16() if self.in_bfloat16 else update for update in updates]
         if len(self.places) == 1:
             return [orthogonalize(parts[0]).to(updates[0])]
         nothing = parts[0].new_empty(0)
@@ -179,24 +184,17 @@ class Peers:
         return [part.view(t.shape) for part, t in zip(received.split(sizes[0]), like)]
 
 
-def dtype_of_products(matrix: Tensor) -> torch.dtype:
-    """Return bfloat16 for float32 on a GPU, where products are then many times faster."""
-    in_bfloat16 = matrix.is_cuda and matrix.dtype == torch.float32
-    return torch.bfloat16 if in_bfloat16 else matrix.dtype
-
-
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of a matrix U S Vᵀ, nearly. The matrix is divided by its norm, the root of the
     sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵."""
-    x = matrix.to(dtype_of_products(matrix))
-    if len(x) > x.shape[1]:
-        return orthogonalize(x.T).T.type_as(matrix)  # with the smaller of the two gram matrices
-    x = x / x.norm().clamp(min=1e-30)
+    if len(matrix) > matrix.shape[1]:
+        return orthogonalize(matrix.T).T  # with the smaller of the two gram matrices
+    x = matrix / matrix.norm().clamp(min=1e-30)
     for _ in range(ITERATIONS):
         gram = x @ x.T  # U S² Uᵀ
         polynomial = torch.addmm(gram, gram, gram, beta=B, alpha=C)  # B gram + C gram²
         x = torch.addmm(x, polynomial, x, beta=A)  # A x + polynomial x
-    return x.type_as(matrix)
+    return x
 
 
 # ------------------------------------------------------------------- AdamW with moments in bfloat16
@@ -207,7 +205,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # rounding, with 0.999 they would be lost.
 
 
-ELEMENTS_AT_A_TIME = 1 << 24  # updated together on a CPU; what is in float32 takes some 256 MB
+ELEMENTS_AT_A_TIME = 1 << 24  # updated together, uncompiled; what is in float32 takes some 256 MB
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -247,9 +245,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
         keep = torch.full_like(step, 1 - lr * group["weight_decay"])
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
-        on_gpu = weight.device.type == "cuda"
-        update = make_update(beta1, beta2, group["eps"], compiled=on_gpu)
-        size = max(1, len(weight)) if on_gpu else ELEMENTS_AT_A_TIME
+        compiled = has_triton(weight.device)
+        update = make_update(beta1, beta2, group["eps"], compiled)
+        size = max(1, len(weight)) if compiled else ELEMENTS_AT_A_TIME
         for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
             update(*parts, *numbers)
 

@@ -16,10 +16,12 @@ from conftest import ROOT, with_fault
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 WORKER = "tests/workers/fake_cuda.py"
-CASES = re.findall(r'^    "([^"]+)": (?:dict|FSDP|TP|PP|CP)\b', (ROOT / WORKER).read_text(), re.M)
+CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
 QUICK = """float32, packed, float32 packed, muon, fsdp, fsdp muon, zero1, tp, cp packed, pp,
-async tp, tensorwise, lora, nf4 dora full""".replace("\n", " ").split(", ")
-SLOWER = [name for name in CASES if name not in QUICK]
+async tp, tensorwise, lora, nf4 dora full, old nf4,
+old fsdp muon""".replace("\n", " ").split(", ")
+APPLE = [name for name in CASES if name.startswith("apple")]
+SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
 
 
 def take_steps(results: Path, names: list[str], root: Path = ROOT) -> dict:
@@ -35,6 +37,11 @@ def quick(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def apple(tmp_path_factory):
+    return take_steps(tmp_path_factory.mktemp("apple") / "found", APPLE)
+
+
+@pytest.fixture(scope="module")
 def slower(tmp_path_factory):
     return take_steps(tmp_path_factory.mktemp("slower") / "found", SLOWER)
 
@@ -47,6 +54,19 @@ def check(found: dict) -> None:
     kernels = {"float64": "math", "float32": "efficient", "bfloat16": "flash"}
     kernel = kernels[found["dtype"].removeprefix("torch.")]
     assert found["attention"] == ([] if found["by lengths"] else [kernel])
+    assert "torch.bfloat16" in found["dtypes"] or kernel != "flash"
+
+
+def test_gpus_without_bfloat16_compute_none(quick):
+    for name in ("old fsdp muon", "old nf4"):
+        assert "torch.bfloat16" not in quick[name]["dtypes"]
+    assert "torch.bfloat16" in quick["fsdp muon"]["dtypes"]
+
+
+@pytest.mark.parametrize("name", APPLE)
+def test_an_apple_gpu_has_no_float64(name, apple):
+    assert not {"torch.float64", "torch.bfloat16"} & set(apple[name]["dtypes"])
+    check(apple[name] | {"attention": ["efficient"]})  # this stand-in for MPS has no kernels
 
 
 @pytest.mark.parametrize("name", QUICK)

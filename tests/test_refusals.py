@@ -46,6 +46,8 @@ REFUSALS = """
 1 | train --float8 mxfp8 --batch 1 | 24 tokens of a microbatch ... multiple of 32
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
 1 | train --out /proc/run | cannot write to --out /proc/run: No such file
+1 | train --device mps | no Apple GPU: leave it out
+1 | finetune --device mps | no Apple GPU: leave it out
 2 | train --dtype int3 | --dtype ... int3
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp

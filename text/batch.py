@@ -75,7 +75,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. From pinned memory, the copy runs while the GPU computes."""
-        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        in_turn = dict(non_blocking=device.type == "cuda")  # with the GPU's other work
+        return self._with_tensors(lambda tensor: tensor.to(device, **in_turn))
 
     def pinned(self) -> "Batch":
         """Copy to pinned memory, which a GPU can read directly."""

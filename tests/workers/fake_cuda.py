@@ -2,9 +2,10 @@
 of cases or of the functions in OTHERS.
 
 Tensors are fake: they have a device, a dtype and a shape, and no contents. Some C++ tells torch's
-CPU build that there is a CUDA device; without that, backward would abort. Where devices or dtypes
-do not fit together, torch raises an error as it would on a GPU. The result of a case is that error,
-or for each part of a step the lines at which the host waits for the GPU, and its attention kernels.
+CPU build that there is a CUDA device or, for cases named apple, an Apple GPU; without that,
+backward would abort. Where devices or dtypes do not fit together, torch raises an error as it would
+on a GPU. The result of a case is that error, or for each part of a step the lines at which the host
+waits for the GPU, its attention kernels, and the dtypes of all results.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
+import zlib
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -24,11 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEVICE_THAT_DOES_NOTHING = """
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-const c10::Device gpu(c10::DeviceType::CUDA, 0);
-
-struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+template <c10::DeviceType kind>
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<kind> {
+  const c10::Device gpu{kind, 0};
   c10::Stream stream() const noexcept { return c10::Stream(c10::Stream::DEFAULT, gpu); }
   c10::Device getDevice() const override { return gpu; }
   c10::Device exchangeDevice(c10::Device) const override { return gpu; }
@@ -38,26 +41,44 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
 };
-namespace c10 { C10_REGISTER_GUARD_IMPL(CUDA, ::Guard) }
+namespace c10 {
+C10_REGISTER_GUARD_IMPL(CUDA, ::Guard<DeviceType::CUDA>)
+C10_REGISTER_GUARD_IMPL(MPS, ::Guard<DeviceType::MPS>)
+}
+
+bool apple = false;  // which of the two there is
+extern "C" void use_apple(bool yes) { apple = yes; }
+
+struct AppleHooks final : at::MPSHooksInterface {
+  void init() const override {}
+  bool hasMPS() const override { return apple; }
+  bool isBuilt() const override { return apple; }
+  bool isAvailable() const override { return apple; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+};
 
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
+  bool hasCUDA() const override { return !apple; }
+  bool isBuilt() const override { return !apple; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
-namespace at { C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ::Hooks) }
+namespace at {
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ::Hooks)
+C10_REGISTER_TYPED_CLASS(MPSHooksRegistry, "MPSHooks", ::AppleHooks)
+}
 """
 
 
 def load_device() -> None:
     """Build the C++ once for each torch, and load it: before torch, which asks only once."""
     torch_dir = Path(sysconfig.get_paths()["purelib"]) / "torch"
-    lib, key = torch_dir / "lib", f"{os.getuid()}-{(torch_dir / 'version.py').stat().st_mtime_ns}"
+    lib, made = torch_dir / "lib", (torch_dir / "version.py").stat().st_mtime_ns
+    key = f"{os.getuid()}-{made}-{zlib.crc32(DEVICE_THAT_DOES_NOTHING.encode())}"
     library = Path(tempfile.gettempdir()) / f"flatllama-fake-cuda-{key}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}")
@@ -65,7 +86,7 @@ def load_device() -> None:
         command = ["g++", "-x", "c++", "-", *flags.split(), "-ltorch_cpu", "-lc10", "-o", part]
         subprocess.run(command, input=DEVICE_THAT_DOES_NOTHING, text=True, check=True)
         part.rename(library)
-    ctypes.CDLL(str(library))
+    ctypes.CDLL(str(library)).use_apple("apple" in sys.argv)
 
 
 load_device()
@@ -80,6 +101,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE, LOW = torch.device("cuda", 0), torch.bfloat16
+APPLE = torch.device("mps", 0)
+MODERN = {"bfloat16": True, "triton": True}
+GPU = dict(MODERN)  # what the device of a case can compute
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 
 # ------------------------------------------------------------- what torch asks of its CUDA device
@@ -105,7 +129,7 @@ def made_fake(constructor):
     """Let a function that makes tensors on the device make fake ones, also outside of FAKE."""
 
     def make(*args, device=None, **options):
-        on_gpu = device is not None and torch.device(device).type == "cuda"
+        on_gpu = device is not None and torch.device(device).type in ("cuda", "mps")
         with FAKE if on_gpu else contextlib.nullcontext():
             return constructor(*args, device=device, **options)
 
@@ -117,7 +141,7 @@ def pretend() -> None:
     torch.autograd.set_multithreading_enabled(False)  # a thread for the device would look for it
     torch.utils._device._device_constructors()  # keeps the constructors that are replaced below
     torch.empty, torch.zeros = made_fake(torch.empty), made_fake(torch.zeros)
-    cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.is_bf16_supported = lambda *_, **__: GPU["bfloat16"]
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.current_device = lambda: 0
     cuda.set_device = cuda.synchronize = lambda *_: None
@@ -135,6 +159,9 @@ attention_on_cpu = F.scaled_dot_product_attention
 
 def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
     """Attention by the kernel that a GPU takes: choosing it would read the device's properties."""
+    if q.is_mps:
+        ATTENTION["apple"] += 1
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
     if not q.is_cuda:
         options = dict(is_causal=is_causal, enable_gqa=enable_gqa)
         return attention_on_cpu(q, k, v, attn_mask, **options)
@@ -177,12 +204,13 @@ class Waits(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found: list[str] = []
+        self.dtypes: set[torch.dtype] = set()  # of all results on the GPU
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, op._opname
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors}
-        if name in WAITING and "cuda" in devices:
+        if name in WAITING and devices - {"cpu", "meta"}:
             self.note(name)
             if name == "_local_scalar_dense":
                 return 1.0 if args[0].is_floating_point() else 1
@@ -192,7 +220,10 @@ class Waits(TorchDispatchMode):
         blocks = not kwargs.get("non_blocking") and not (name == "copy_" and any(args[2:]))
         if name in ("copy_", "_to_copy") and {"cpu", "cuda"} <= devices and blocks:
             self.note("a blocking copy")
-        return op(*args, **kwargs)
+        result = op(*args, **kwargs)
+        results = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.dtypes |= {tensor.dtype for tensor in results if tensor.device.type != "cpu"}
+        return result
 
     def note(self, what: str) -> None:
         self.found.append(f"{what} at {where()}")
@@ -204,7 +235,7 @@ WAITS = Waits()
 def tolist(tensor: torch.Tensor) -> list:
     if not isinstance(tensor, FakeTensor):
         return REAL_TOLIST(tensor)
-    if tensor.is_cuda:
+    if tensor.device.type != "cpu":
         WAITS.note("tolist")
     return ones(*tensor.shape)
 
@@ -216,6 +247,9 @@ def ones(*shape: int) -> list | float:
 # ------------------------------------------------------------------------------------ the cases
 
 pretend()
+from plumbing import devices
+
+devices.has_triton = lambda device: device.type == "cuda" and GPU["triton"]
 import parallel as parallel_py
 from lora import LoRA
 from model import KVCache, LlamaConfig, Vocabulary
@@ -234,7 +268,8 @@ CONFIG = LlamaConfig(256, 2, 4, 2, 512, vocab_size=1024)  # widths that 8 and 4 
 FSDP, TP = dict(dp="fsdp", shard=2), dict(dp="fsdp", tp=2)
 PP, CP = dict(dp="fsdp", pp=2), dict(dp="fsdp", shard=2, cp=2)
 ADAPTERS, DORA = LoRA(8), LoRA(8, dora=True)
-CASES = {  # fields of ParallelConfig, in bfloat16 if not said; lora, bits, packed, rank
+OLD = dict(dtype=torch.float32, gpu=dict(bfloat16=False, triton=False))  # such as a P100
+CASES = {  # fields of ParallelConfig, in bfloat16 if not said; lora, bits, packed, rank, gpu
     "float32": dict(dtype=torch.float32),
     "float64": dict(dtype=torch.float64),
     "autocast": dict(),
@@ -282,19 +317,32 @@ CASES = {  # fields of ParallelConfig, in bfloat16 if not said; lora, bits, pack
     "nf4 dora full": dict(lora=DORA, bits=4, checkpointing="full"),
     "nf4 fsdp": FSDP | dict(lora=ADAPTERS, bits=4),
     "nf4 tp": TP | dict(lora=ADAPTERS, bits=4),
+    "old": OLD | dict(packed=True),
+    "old fsdp muon": OLD | FSDP | dict(optimizer="muon"),
+    "old moments": OLD | dict(moments="bfloat16"),
+    "old nf4": OLD | dict(lora=ADAPTERS, bits=4),
+    "apple": dict(dtype=torch.float32, device=APPLE, packed=True, optimizer="muon"),
+    "apple lora": dict(dtype=torch.float32, device=APPLE, lora=ADAPTERS),
 }
 
 
 def take_step(
-    lora: LoRA | None = None, bits: int = 16, packed: bool = False, rank: int = 0, **options
+    lora: LoRA | None = None,
+    bits: int = 16,
+    packed: bool = False,
+    rank: int = 0,
+    gpu: dict | None = None,
+    device: torch.device = DEVICE,
+    **options,
 ) -> dict:
     """Take two training steps; return the waits of the second's forward and backward and of its
     update, and the kernels of attention."""
+    GPU.update(gpu or {})
     parallel = ParallelConfig(**dict(dtype=LOW) | options)
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
-    world = with_mesh(Process(rank, parallel.size, 0, parallel.size, DEVICE), parallel)
+    world = with_mesh(Process(rank, parallel.size, 0, parallel.size, device), parallel)
     model = build_on_meta(replace(CONFIG, n_layers=parallel.pp * parallel.stages_per_rank + 1),
                           lora, bits)  # fmt: skip
     runner = parallelize(model, world, lambda model: None)
@@ -305,7 +353,8 @@ def take_step(
     batch = Batch(tokens, tokens.clone(), positions if packed else None, 1)
     batch = share_sequences(batch, world)
     with FAKE, WAITS:
-        batch = batch.to(DEVICE)
+        batch = batch.to(device)
+        WAITS.dtypes.clear()
         for step in (1, 2):
             WAITS.found, found = [], {}
             ATTENTION.clear()
@@ -315,6 +364,7 @@ def take_step(
             found["update"] = WAITS.found
     by_lengths = parallel.dtype == LOW and (packed or parallel.cp > 1)
     found |= {"dtype": str(parallel.dtype), "by lengths": by_lengths}
+    found["dtypes"] = sorted(map(str, WAITS.dtypes))
     return found | {"attention": sorted(ATTENTION)}
 
 
@@ -375,6 +425,7 @@ def main() -> None:
     torch.compile = lambda function, **_: function  # AdamW's kernel and NF4's: eager here
     results = {}
     for name in sys.argv[2:]:
+        GPU.update(MODERN)
         try:
             results[name] = OTHERS[name]() if name in OTHERS else take_step(**CASES[name])
         except Exception as error:

@@ -1,0 +1,40 @@
+"""What a device can compute: bfloat16, compiled kernels, FlashAttention 3, float64."""
+
+import importlib.util
+
+import torch
+import torch.nn.attention
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device is a GPU that multiplies in bfloat16: of NVIDIA's, those from compute
+    capability 8.0 on. A T4 (7.5) or V100 (7.0) only emulates it, and has no attention in it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return whether torch.compile can write kernels for a device: with Triton, which is not in
+    every build of torch, for GPUs from compute capability 7.0 on."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def use_flash_attention_3(device: torch.device) -> bool:
+    """Compute attention by FlashAttention 3 where its package is installed and the GPU is a Hopper,
+    for which it was written; return whether it is. Without it, packed documents have the kernel of
+    FlashAttention 2."""
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if device.type != "cuda" or torch.version.hip or not activate:
+        return False
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    activate("FA3")
+    return True
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums of a step are kept: float64, which Apple's GPUs lack."""
+    return torch.float32 if device.type == "mps" else torch.float64
