@@ -1,6 +1,6 @@
 """Attention within packed documents, by a kernel that takes lengths in place of a mask.
 
-The kernel needs a GPU (tests/test_gpu.py); here it is one of our own, with the same arguments."""
+The kernel needs a GPU (test_gpu_kernels.py); here it is one of our own, with the same arguments."""
 
 from dataclasses import replace
 from types import SimpleNamespace

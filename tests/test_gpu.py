@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import finish, metrics, start, step_of, wait_for_lines
-from test_adamw import steps as adamw_steps
-from test_adamw import with_bfloat16_moments
-from test_context_parallel import shared
 from test_documents import random_positions
 from test_train import flags
 
@@ -24,8 +21,8 @@ import checkpoint
 import model as model_py
 from costs.memory import predict_memory
 from generate import generate
-from lora import LoRA, LoRALinear
-from model import LlamaConfig, attend, document_mask
+from lora import LoRA
+from model import LlamaConfig
 from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
@@ -33,11 +30,7 @@ from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from runs.check_model import check_documents
 from runs.flags import add_optimizer_flags
-from techniques.context_parallel import own_tokens
-from techniques.float8 import float8_product, has_kernel
-from techniques.nf4 import dequantized, quantized
-from techniques.optimizers import orthogonalize
-from text.batch import Batch, Documents
+from text.batch import Batch
 from text.tokenizer import load_tokenizer
 from train import accumulate, make_optimizer, train_step, update, zero_gradients
 
@@ -144,36 +137,38 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", [*SPLITS, *COMPILED])
-def test_gradients_are_those_of_the_cpu(process, name, packed, dtype, tolerance):
-    if name in COMPILED and (packed or dtype == "float64"):
-        pytest.skip("compiled once is enough")
+def compare(process, options, dtype, tolerance, packed=False, lora=None) -> None:
+    """Assert that a split model has the loss and the gradients of a plain one on the CPU."""
     torch._dynamo.reset()
-    options = (SPLITS | COMPILED)[name] | dict(dtype=getattr(torch, dtype))
-    model, runner, world = built(process, SMALL, values=weights_of(SMALL), **options)
+    values = weights_of(SMALL, lora)
+    model, runner, world = built(process, SMALL, lora, values, **options, dtype=dtype)
     if world.parallel.offload:
         assert all(p.device.type == "cpu" for p in model.parameters())
     found = gradients(model, runner, batch_of(4, 96, packed), world)
-    close(found, on_the_cpu(process, packed=packed), tolerance)
+    close(found, on_the_cpu(process, lora, packed), tolerance)
 
 
-def test_tensor_parallelism_of_one_rank(process):
-    model, _, world = built(process, SMALL, values=weights_of(SMALL), dtype=torch.float64)
-    tensor_parallel(model, world.mesh["tp"])
-    close(gradients(model, model, batch_of(4, 96, True), world), on_the_cpu(process, packed=True),
-          1e-10)  # fmt: skip
+EXACT = pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["float64", "float32"]
+)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-10), ("float32", 1e-4)])
+@EXACT
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", SPLITS)
+def test_gradients_are_those_of_the_cpu(process, name, packed, dtype, tolerance):
+    compare(process, SPLITS[name], dtype, tolerance, packed)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_gradients_are_those_of_the_cpu(process, name):
+    compare(process, COMPILED[name], torch.float32, 1e-4)
+
+
+@EXACT
 @pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", reshard="adapters")])
 def test_adapters_have_the_gradients_of_the_cpu(process, parallel, dtype, tolerance):
-    values = weights_of(SMALL, ADAPTERS)
-    options = parallel | dict(dtype=getattr(torch, dtype))
-    model, runner, world = built(process, SMALL, ADAPTERS, values, **options)
-    found = gradients(model, runner, batch_of(4, 96, False), world)
-    close(found, on_the_cpu(process, ADAPTERS), tolerance)
+    compare(process, parallel, dtype, tolerance, lora=ADAPTERS)
 
 
 @needs_gpu
@@ -181,127 +176,14 @@ def test_adapters_have_the_gradients_of_the_cpu(process, parallel, dtype, tolera
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["ddp", "fsdp full", "selective", "none compiled"])
 def test_bfloat16_is_close_to_float64(process, name, packed, lora):
-    torch._dynamo.reset()
-    options = (SPLITS | COMPILED)[name] | dict(dtype=LOW)
-    model, runner, world = built(process, SMALL, lora, weights_of(SMALL, lora), **options)
-    found = gradients(model, runner, batch_of(4, 96, packed), world)
-    close(found, on_the_cpu(process, lora, packed), 0.05)
+    compare(process, (SPLITS | COMPILED)[name], LOW, 0.05, packed, lora)
 
 
-def test_moments_in_bfloat16_are_updated_as_on_the_cpu():
-    on_cpu = adamw_steps(with_bfloat16_moments)
-    on_gpu = adamw_steps(with_bfloat16_moments, device=DEVICE.type)
-    for weight, expected in zip(on_gpu, on_cpu, strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("shape", [(96, 288), (288, 96), (512, 512)])
-def test_muon_orthogonalizes_in_bfloat16(shape):
-    """The directions that are not nearly 0 become about equally long."""
-    matrix = torch.randn(shape, device=DEVICE)
-    update = orthogonalize(matrix)
-    assert update.dtype == torch.float32
-    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    lengths = torch.diagonal(u.T @ update.double() @ v.T)[s > 0.01 * s.square().sum().sqrt()]
-    assert 0.6 < lengths.min() and lengths.max() < 1.3
-
-
-# --------------------------------------------------------------------- attention by documents
-
-
-@needs_gpu
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_by_documents_is_attention_by_mask(kv_heads):
-    for trial in range(10):
-        torch.manual_seed(trial)
-        positions = random_positions(3, 200, within=trial % 2 == 0)
-        tokens = torch.zeros(3, 200, dtype=torch.int64)
-        batch = Batch(tokens, tokens, positions, 0).to(DEVICE)
-        q, k, v = (torch.randn(3, 200, h, 64, device=DEVICE) for h in (4, kv_heads, kv_heads))
-        grad, results = torch.randn_like(q), []
-        for dtype in (torch.float32, LOW):
-            inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-            mask = batch.documents if dtype == LOW else document_mask(batch.positions, 200)
-            out = attend(*inputs, mask)
-            results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
-        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
-        close(by_lengths, by_mask, 0.02)
-
-
-@needs_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_shared_sequences_by_lengths_are_those_by_mask(packed):
-    """What each of three ranks computes once it has all keys and values."""
-    torch.manual_seed(0)
-    positions = random_positions(3, 240, within=True) if packed else None
-    q, k, v, grad = (torch.randn(3, 240, h, 64, device=DEVICE) for h in (4, 2, 2, 4))
-    for rank in range(3):
-        results = []
-        for dtype in (torch.float32, LOW):
-            documents = shared(positions, rank, 3, T=240, dtype=dtype).to(DEVICE).documents
-            assert isinstance(documents.masks[0], Documents) == (dtype == LOW)
-            own_q, own_grad = (own_tokens(t, rank, 3).to(dtype) for t in (q, grad))
-            inputs = [t.to(dtype).detach().requires_grad_() for t in (own_q, k, v)]
-            out = documents.attend_to(*inputs)
-            results.append([out, *torch.autograd.grad(out, inputs, own_grad)])
-        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
-        close(by_lengths, by_mask, 0.02)
-
-
-@needs_gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
-    """The GPU's products beside those that a CPU emulates: output and both gradients."""
-    if not has_kernel(torch.device("cuda"), torch.bfloat16, recipe):
-        pytest.skip(f"this GPU has no {recipe} products")
-    torch.manual_seed(0)
-    shapes = (1, 256, 512), (384, 512), (1, 256, 384)
-    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
-    weight[3] *= 100  # an outlier
-
-    def outputs(device: str, product) -> list[torch.Tensor]:
-        inputs = [t.to(device).requires_grad_() for t in (x, weight)]
-        y = product(*inputs, recipe)
-        return [y, *torch.autograd.grad(y, inputs, grad.to(device))]
-
-    product = torch.compile(float8_product, fullgraph=True) if compiled else float8_product
-    for ours, emulated in zip(outputs("cuda", product), outputs("cpu", float8_product)):
-        ours, emulated = ours.detach().cpu().double(), emulated.detach().double()
-        assert (ours - emulated).norm() < 0.01 * emulated.norm()
-
-
-@needs_gpu
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
-    """Codes and numbers bit for bit; output and gradients of a layer, also under autocast."""
-    torch.manual_seed(0)
-    matrix, x, grad = (torch.randn(*shape) for shape in ((384, 512), (2, 64, 512), (2, 64, 384)))
-    stored = quantized(matrix)
-    for on_cpu, on_gpu in zip(stored, quantized(matrix.cuda()), strict=True):
-        assert torch.equal(on_cpu, on_gpu.cpu())
-    for dtype in (torch.float32, torch.bfloat16):
-        numbers = dequantized(*(parameter.cuda() for parameter in stored), dtype)
-        assert torch.equal(dequantized(*stored, dtype), numbers.cpu())
-
-    layer = LoRALinear(torch.nn.Linear(512, 384, bias=False), LoRA(8, dora=dora), bits=4)
-    with torch.no_grad():
-        for parameter, value in zip((layer.weight, layer.row_scale), stored):
-            parameter.copy_(value)
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.uniform_(-1, 1)
-    results = {}
-    for device in ("cpu", "cuda"):
-        layer.to(device)
-        trained = [p for p in layer.parameters() if p.requires_grad]
-        inputs = x.to(device).requires_grad_()
-        with torch.autocast(device, torch.bfloat16):
-            y = layer(inputs)
-        results[device] = [y, *torch.autograd.grad(y, [inputs, *trained], grad.to(y))]
-    for ours, expected in zip(results["cuda"], results["cpu"], strict=True):
-        ours, expected = ours.detach().cpu().double(), expected.detach().double()
-        assert (ours - expected).norm() < 0.02 * expected.norm()
+def test_tensor_parallelism_of_one_rank(process):
+    model, _, world = built(process, SMALL, values=weights_of(SMALL), dtype=torch.float64)
+    tensor_parallel(model, world.mesh["tp"])
+    close(gradients(model, model, batch_of(4, 96, True), world), on_the_cpu(process, packed=True),
+          1e-10)  # fmt: skip
 
 
 @needs_gpu

@@ -1,0 +1,138 @@
+"""Kernels on one GPU: attention by documents, 8 and 4 bits, the optimizers' (`pytest -m gpu`)."""
+
+import pytest
+import torch
+from test_adamw import steps as adamw_steps
+from test_adamw import with_bfloat16_moments
+from test_context_parallel import shared
+from test_documents import random_positions
+from test_gpu import DEVICE, LOW, close, needs_gpu
+from test_gpu import pytestmark as pytestmark
+
+from lora import LoRA, LoRALinear
+from model import attend, document_mask
+from techniques.context_parallel import own_tokens
+from techniques.float8 import float8_product, has_kernel
+from techniques.nf4 import dequantized, quantized
+from techniques.optimizers import orthogonalize
+from text.batch import Batch, Documents
+
+# ---------------------------------------------------------------------------------- optimizers
+
+
+def test_moments_in_bfloat16_are_updated_as_on_the_cpu():
+    on_cpu = adamw_steps(with_bfloat16_moments)
+    on_gpu = adamw_steps(with_bfloat16_moments, device=DEVICE.type)
+    for weight, expected in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(96, 288), (288, 96), (512, 512)])
+def test_muon_orthogonalizes_in_bfloat16(shape):
+    """The directions that are not nearly 0 become about equally long."""
+    matrix = torch.randn(shape, device=DEVICE)
+    update = orthogonalize(matrix.bfloat16())
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    lengths = torch.diagonal(u.T @ update.double() @ v.T)[s > 0.01 * s.square().sum().sqrt()]
+    assert 0.6 < lengths.min() and lengths.max() < 1.3
+
+
+# --------------------------------------------------------------------- attention by documents
+
+
+@needs_gpu
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_by_documents_is_attention_by_mask(kv_heads):
+    for trial in range(10):
+        torch.manual_seed(trial)
+        positions = random_positions(3, 200, within=trial % 2 == 0)
+        tokens = torch.zeros(3, 200, dtype=torch.int64)
+        batch = Batch(tokens, tokens, positions, 0).to(DEVICE)
+        q, k, v = (torch.randn(3, 200, h, 64, device=DEVICE) for h in (4, kv_heads, kv_heads))
+        grad, results = torch.randn_like(q), []
+        for dtype in (torch.float32, LOW):
+            inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+            mask = batch.documents if dtype == LOW else document_mask(batch.positions, 200)
+            out = attend(*inputs, mask)
+            results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
+        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
+        close(by_lengths, by_mask, 0.02)
+
+
+@needs_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_sequences_by_lengths_are_those_by_mask(packed):
+    """What each of three ranks computes once it has all keys and values."""
+    torch.manual_seed(0)
+    positions = random_positions(3, 240, within=True) if packed else None
+    q, k, v, grad = (torch.randn(3, 240, h, 64, device=DEVICE) for h in (4, 2, 2, 4))
+    for rank in range(3):
+        results = []
+        for dtype in (torch.float32, LOW):
+            documents = shared(positions, rank, 3, T=240, dtype=dtype).to(DEVICE).documents
+            assert isinstance(documents.masks[0], Documents) == (dtype == LOW)
+            own_q, own_grad = (own_tokens(t, rank, 3).to(dtype) for t in (q, grad))
+            inputs = [t.to(dtype).detach().requires_grad_() for t in (own_q, k, v)]
+            out = documents.attend_to(*inputs)
+            results.append([out, *torch.autograd.grad(out, inputs, own_grad)])
+        by_mask, by_lengths = (dict(enumerate(r)) for r in results)
+        close(by_lengths, by_mask, 0.02)
+
+
+# -------------------------------------------------------------------------------- 8 and 4 bits
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
+    """The GPU's products beside those that a CPU emulates: output and both gradients."""
+    if not has_kernel(torch.device("cuda"), torch.bfloat16, recipe):
+        pytest.skip(f"this GPU has no {recipe} products")
+    torch.manual_seed(0)
+    shapes = (1, 256, 512), (384, 512), (1, 256, 384)
+    x, weight, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+    weight[3] *= 100  # an outlier
+
+    def outputs(device: str, product) -> list[torch.Tensor]:
+        inputs = [t.to(device).requires_grad_() for t in (x, weight)]
+        y = product(*inputs, recipe)
+        return [y, *torch.autograd.grad(y, inputs, grad.to(device))]
+
+    product = torch.compile(float8_product, fullgraph=True) if compiled else float8_product
+    for ours, emulated in zip(outputs("cuda", product), outputs("cpu", float8_product)):
+        ours, emulated = ours.detach().cpu().double(), emulated.detach().double()
+        assert (ours - emulated).norm() < 0.01 * emulated.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_base_in_4_bits_is_that_of_the_cpu(dora):
+    """Codes and numbers bit for bit; output and gradients of a layer, also under autocast."""
+    torch.manual_seed(0)
+    matrix, x, grad = (torch.randn(*shape) for shape in ((384, 512), (2, 64, 512), (2, 64, 384)))
+    stored = quantized(matrix)
+    for on_cpu, on_gpu in zip(stored, quantized(matrix.cuda()), strict=True):
+        assert torch.equal(on_cpu, on_gpu.cpu())
+    for dtype in (torch.float32, torch.bfloat16):
+        numbers = dequantized(*(parameter.cuda() for parameter in stored), dtype)
+        assert torch.equal(dequantized(*stored, dtype), numbers.cpu())
+
+    layer = LoRALinear(torch.nn.Linear(512, 384, bias=False), LoRA(8, dora=dora), bits=4)
+    with torch.no_grad():
+        for parameter, value in zip((layer.weight, layer.row_scale), stored):
+            parameter.copy_(value)
+        for parameter in layer.parameters():
+            if parameter.requires_grad:
+                parameter.uniform_(-1, 1)
+    results = {}
+    for device in ("cpu", "cuda"):
+        layer.to(device)
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        inputs = x.to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            y = layer(inputs)
+        results[device] = [y, *torch.autograd.grad(y, [inputs, *trained], grad.to(y))]
+    for ours, expected in zip(results["cuda"], results["cpu"], strict=True):
+        ours, expected = ours.detach().cpu().double(), expected.detach().double()
+        assert (ours - expected).norm() < 0.02 * expected.norm()
