@@ -245,7 +245,7 @@ def train(
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, job.whole, tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
-    with signals_collected() as stop, saver:
+    with signals_collected(args.time_limit) as stop, saver:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:

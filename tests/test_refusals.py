@@ -39,6 +39,8 @@ REFUSALS = """
 1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --steps 0 | --steps ... at least 1
+1 | train --time-limit 0:00 | --time-limit ... hours:minutes, as 23:50, got '0:00'
+1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
 1 | train --batch many | --batch ... 'many'
