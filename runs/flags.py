@@ -172,6 +172,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
     run.add_argument("--resume", action="store_true",
                      help="continue from the newest checkpoint in OUT, if there is one")
+    run.add_argument("--skip-steps", type=positive_int, nargs="+", default=[], metavar="STEP",
+                     help="steps to leave out, as one whose loss is not finite (default: none)")
     run.add_argument("--time-limit", type=duration, default=0, metavar="H:MM",
                      help="save and end after so many hours and minutes (default: never)")
     run.add_argument("--save-every", type=nonnegative_int, default=500,
