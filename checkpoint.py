@@ -1,7 +1,8 @@
 """Save, resume, import, export and merge checkpoints.
 
     OUT/step-00000100/          a checkpoint
-        config.json             model configuration, tokenizer, step, flags of the run
+        config.json             model configuration, tokenizer, step, flags of the run; run.json in
+                                a LoRA run
         tokenizer.model         a copy, if the tokenizer is a file
         weights/, optimizer/    written by torch.distributed.checkpoint (DCP), each rank its shards
         adapter_*               instead of weights/ in a LoRA run: the adapter in PEFT's format
@@ -24,6 +25,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import os
 import shutil
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +52,7 @@ from files.directories import (
     failure_reason,
     find_adapter,
     find_checkpoint,
+    hand_on,
     has_weights,
     load_tensors,
     lock_directory,
@@ -63,7 +66,7 @@ from files.directories import (
 )
 from files.optimizer_state import optimizer_state
 from files.published import check_computes_llama
-from files.safetensors import Weights
+from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
@@ -155,7 +158,8 @@ class Saver:
             sizes |= weights | state
             for name in weights | state:
                 self.holders[name].append(rank)
-        self._check_disk(sum(sizes.values()))
+        self.size = sum(sizes.values())
+        self._check_disk(self.size)
 
     def _check_disk(self, size: int) -> None:
         """Raise UserError if a rank does not find OUT, or if OUT lacks space for `size` bytes."""
@@ -215,6 +219,7 @@ class Saver:
 
     def _write(self, final: Path, step: int, tensors: dict[str, dict], factors: dict) -> None:
         rank, temporary = dist.get_rank(), final.with_name(f".{final.name}")
+        started = time.monotonic()
         try:
             self._on_every_rank(lambda: rank == 0 and temporary.mkdir(parents=True, exist_ok=True))
             for name, named in tensors.items():
@@ -233,6 +238,9 @@ class Saver:
                 f"cannot save {final}: {failure_reason(error)}; {free:,.1f} GB are free there. "
                 f"The last checkpoint is {last}: make room, and --resume goes on from it"
             )
+        seconds = time.monotonic() - started
+        saved = f"saved {final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
+        print_rank_zero(saved, file=sys.stderr)
         if rank == 0 and self.keep:
             for old in checkpoints(self.out)[: -self.keep]:
                 remove_checkpoint(old)
@@ -262,7 +270,8 @@ class Saver:
             )
         config = self.model.config
         if self.lora:
-            save_adapter(temporary, self.lora, config, factors, str(self.flags["init"]))
+            base = Path(self.flags["init"]).resolve()
+            save_adapter(temporary, self.lora, config, factors, str(base))
         metadata = {"model": asdict(config), "step": step, "flags": self.flags}
         complete(temporary, metadata, self.tokenizer, digests)
         os.rename(temporary, final)
@@ -281,13 +290,43 @@ def _weights(model: Llama) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------- loading
 
 
+def newest_undamaged(newest: Path) -> Path:
+    """Return the newest checkpoint of a run whose files have their checksums, and rename newer ones
+    with a warning. All ranks call it together, and each reads a share of the files.
+
+    Raises UserError if all are damaged."""
+    problems = [None] * dist.get_world_size()
+    try:
+        verify(newest, "")
+        mine = None
+    except UserError as error:
+        mine = str(error)
+    dist.all_gather_object(problems, mine)
+    problem = next(filter(None, problems), None)
+    if not problem:
+        return newest
+    *_, before, _ = [None, *checkpoints(newest.parent)]
+    dist.barrier()  # all have looked
+    if not before:
+        raise UserError(problem)
+    aside, fault = newest.with_name(f"damaged-{newest.name}"), problem.partition(". Remove")[0]
+    text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {before}"
+    print_rank_zero(text, file=sys.stderr)
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+        os.rename(newest, aside)
+    dist.barrier()
+    return newest_undamaged(before)
+
+
 def resume(
     directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
 ) -> int:
     """Load a run's checkpoint into a model and its optimizer; return its step.
 
     All ranks call it together. Loads the adapter if the model has one, the weights otherwise.
-    Raises UserError if the checkpoint belongs to another model, adapter or tokenizer."""
+    Raises UserError if the checkpoint belongs to another model, adapter or tokenizer. It is read
+    as it is: newest_undamaged has compared the checksums."""
 
     def check_same(what: str, theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> None:
         if theirs != ours:
@@ -301,7 +340,6 @@ def resume(
     check_tokenizer(metadata, tokenizer)
     if not (directory / "optimizer").is_dir():
         raise UserError(f"{directory} has weights and no optimizer: --init begins a run with it")
-    verify(directory, "weights", "adapter", "optimizer")
     if is_adapter(directory) != bool(lora):
         script = "finetune_lora.py" if is_adapter(directory) else "train.py"
         raise UserError(f"{directory} was saved by {script}: resume it with that script")
@@ -332,6 +370,7 @@ def load_weights(directory: Path, model: Llama) -> None:
     _, stored = open_weights(directory)
     formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
     quantize_base(model, lambda name: stored[name].read(), assign_shard)
+    stored = with_progress_of(stored, f"loading {directory}")
     for name, parameter in _weights(model).items():
         if parameter.is_floating_point():
             assign_shard(parameter, stored[name].read())
@@ -365,26 +404,38 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
     loaded = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(metadata)
     if loaded:
         check_tokenizer(metadata, loaded)
-    write_checkpoint(target, config, stored, loaded)
+    write_checkpoint(target, config, stored, loaded, {"init": str(source.resolve())})
 
 
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
-    write_checkpoint(target, config, (merged := Merged(stored, adapter, config)).weights, tokenizer)
+    merged = Merged(stored, adapter, config)
+    write_checkpoint(
+        target,
+        config,
+        merged.weights,
+        tokenizer,
+        dict(init=str(base.resolve()), adapter=adapter.name),
+    )
     print(merged.describe())
 
 
 def write_checkpoint(
-    target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None
+    target: Path,
+    config: LlamaConfig,
+    stored: Weights,
+    tokenizer: Tokenizer | None,
+    flags: dict | None = None,
 ) -> None:
     """Write a checkpoint of step 0 without an optimizer, from one process.
 
     The process holds one matrix at a time in memory."""
+    stored = with_progress_of(stored, f"writing {target}")
     with new_directory(target) as temporary:
         save_stored_tensors(stored, temporary / "weights")
         digests = checksums(temporary, (temporary / "weights").glob("__*"))
-        metadata = {"model": asdict(config), "step": 0, "flags": {}}
+        metadata = {"model": asdict(config), "step": 0, "flags": flags or {}}
         complete(temporary, metadata, tokenizer, digests)
 
 
@@ -399,12 +450,14 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
     check_computes_llama()
     if dtype:
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
+    stored = with_progress_of(stored, f"writing {target}")
     tokenizer = _tokenizer_of(read_config(source))
     with new_directory(target) as temporary:
         if format == "meta":
             formats.save_meta(temporary, config, stored)
         else:
             formats.save_hf(temporary, config, stored, tokenizer)
+            hand_on(source, temporary, tokenizer)
         read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
         if format == "meta":  # its files have no max_seq_len
             read_back = replace(read_back, max_seq_len=config.max_seq_len)

@@ -4,7 +4,7 @@
 
 A corpus is tokenized once into files in llm.c's `.bin` format. They are mapped into memory, so a
 corpus may be larger than memory. Raw text given to training is tokenized at first use and kept in
-`cache/`.
+`cache/`, or where the environment variable FLATLLAMA_CACHE says.
 
 The windows that a step trains on are a pure function of (seed, step). So the sampler has no state
 to save, and the order stays the same when a run is resumed or the number of processes changes.
@@ -20,9 +20,7 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +32,7 @@ import torch
 
 from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
-from plumbing.processes import UserError, run
+from plumbing.processes import Progress, UserError, run
 from text.batch import Batch
 from text.corpora import VAL_FRACTION, Piece, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
@@ -132,7 +130,7 @@ def _write_documents(
 
     Every document begins with `bos`. Between two documents of a split, `eos` precedes it, unless
     the tokenizer has one token for both."""
-    done, started = 0, time.monotonic()
+    progress = Progress("tokenizing", size / 1e6, " MB")
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
         while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
@@ -144,15 +142,11 @@ def _write_documents(
                         border = [tokenizer.eos, tokenizer.bos]
                     writer.write(np.array(border, dtype=np.uint32))
                 writer.write(tokens)
-                done += len(piece.text)  # in characters, some of which take several bytes
-            seconds = time.monotonic() - started
-            left = seconds * (size - done) / max(done, 1)
-            line = f"tokenizing {size / 1e6:,.1f} MB: {done / size:4.0%}, "
-            line += f"{done / seconds / 1e6:.1f} MB/s, {left:,.0f} s left "
-            print(f"\r{line}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+                progress.add(len(piece.text) / 1e6)  # of characters, some of several bytes
     for writer in writers.values():
         writer.close()
+    if not writers["train"].n_tokens:
+        raise UserError("there is no text to train on: give files that hold some")
 
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided

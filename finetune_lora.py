@@ -78,8 +78,10 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     check_training_flags(args, base["model"], process)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
-    if args.merge and (args.out / "merged").exists():
-        raise UserError(f"{args.out / 'merged'} exists: remove it, or leave out --merge")
+    if args.merge and (merged := args.out / "merged").exists():
+        of = checkpoint.read_config(merged)["flags"].get("adapter") if args.resume else None
+        if of != f"step-{args.steps:08d}":
+            raise UserError(f"{merged} exists: remove it, or leave out --merge")
     load = partial(load_tokenizer, choose_tokenizer(args, base))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     checkpoint.check_tokenizer(base, tokenizer)
@@ -149,8 +151,10 @@ def main() -> None:
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
     finished = train(args, world, runner, work, job, newest, sample_text)
     if args.merge and finished and world.rank == 0:
-        adapter, merged = checkpoint.find_adapter(args.out), args.out / "merged"
-        checkpoint.merge(args.init, adapter, merged, job.tokenizer)
+        merged = args.out / "merged"
+        if not merged.exists():  # it does if the run had finished before
+            adapter = checkpoint.find_adapter(args.out)
+            checkpoint.merge(args.init, adapter, merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))
     flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"

@@ -242,11 +242,11 @@ def train(
     saver = checkpoint.Saver(
         args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
     )
-    steps = range(done + 1, args.steps + 1)
+    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, job.whole, tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
-    with signals_collected() as stop, saver:
+    with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:
@@ -292,8 +292,8 @@ def main() -> None:
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner, work = build(args, job, process, accumulate)
     train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))
-    command = f"python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
-    print_rank_zero(f"generate:   {command}")
+    out, prompt = shlex.quote(str(args.out)), shlex.quote(args.prompt)
+    print_rank_zero(f"generate:   python generate.py {out} --prompt {prompt}")
 
 
 if __name__ == "__main__":

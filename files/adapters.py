@@ -173,10 +173,18 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     }
 
 
+def metadata_file(directory: Path) -> Path:
+    """Return the file with the metadata of a checkpoint: run.json beside an adapter, where
+    transformers would take config.json for a model's. Old checkpoints have the latter."""
+    path = directory / "run.json"
+    has_old_name = not is_adapter(directory) or (directory / "config.json").is_file()
+    return directory / "config.json" if has_old_name else path
+
+
 def bits_of_base(directory: Path) -> int:
     """Return in how many bits the base was when an adapter was trained beside it. Our checkpoints
     say it, PEFT's files do not."""
-    path = directory / "config.json"
+    path = metadata_file(directory)
     return JsonFile(path).get("flags", {}).get("base_bits", 16) if path.is_file() else 16
 
 

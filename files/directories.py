@@ -13,6 +13,7 @@ after its files have been synced to disk: so it is complete, even if the process
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ import re
 import shutil
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -30,20 +32,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from files.adapters import PEFT_FILES, is_adapter
+from files.adapters import PEFT_FILES, is_adapter, metadata_file
 from files.formats import JsonFile, is_hf, is_meta, open_hf, open_meta
 from files.published import small_logits, warn_of_other_code
 from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
-from plumbing.processes import UserError
-from text.tokenizer import Tokenizer, find_tokenizer
+from plumbing.processes import Progress, UserError
+from text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
+LOCK_SECONDS = 120  # longer than file servers keep the locks of a node that does not answer
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of no_dist=True
 
 # ---------------------------------------------------------------------------------------- finding
@@ -102,8 +105,9 @@ def read_config(directory: Path) -> dict:
         config, _ = open_weights(directory)
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
-    verify(directory, "config.json", "tokenizer.model")
-    content = JsonFile(directory / "config.json")
+    path = metadata_file(directory)
+    verify(directory, path.name, "tokenizer.model")
+    content = JsonFile(path)
     try:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
     except (TypeError, ValueError) as error:
@@ -114,6 +118,24 @@ def read_config(directory: Path) -> dict:
     if metadata["tokenizer"] == "tokenizer.model":
         metadata["tokenizer"] = str(directory / "tokenizer.model")
     return metadata
+
+
+def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
+    """Copy to `target` the generation settings, and with the same tokenizer its files and its chat
+    template, of Hugging Face's directory that the model in `source` began with, however many runs
+    ago. Does nothing if there was none, or if it has gone."""
+    while not is_hf(source):
+        init = has_weights(source) and JsonFile(metadata_file(source))["flags"].get("init")
+        if not init:
+            return
+        source = Path(init)
+    names, file = ["generation_config.json"], find_tokenizer(source)
+    if tokenizer and file and load_tokenizer(str(file)).hash == tokenizer.hash:
+        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+        names += ["chat_template.jinja"]
+    for name in names:
+        if (source / name).is_file():
+            shutil.copy(source / name, target)
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:
@@ -163,12 +185,15 @@ def describe_differences(theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -
 
 def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
     """Return the SHA-256 digests of files by name, relative to a directory."""
-    digests = {}
+    digests, paths = {}, list(paths)
+    size = sum(path.stat().st_size for path in paths)
+    progress = Progress(f"checksums in {directory}", size / 1e9, " GB")
     for path in paths:
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
+                progress.add(len(block) / 1e9)
         digests[str(path.relative_to(directory))] = digest.hexdigest()
     return digests
 
@@ -176,13 +201,13 @@ def checksums(directory: Path, paths: Iterable[Path]) -> dict[str, str]:
 def complete(directory: Path, metadata: dict, tokenizer: Tokenizer | None, digests: dict) -> None:
     """Turn a directory with weights/ or an adapter into a checkpoint, and flush it to disk.
 
-    Adds the tokenizer, config.json with the metadata and, last, SHA256SUMS in the format of the
+    Adds the tokenizer, a file with the metadata and, last, SHA256SUMS in the format of the
     command sha256sum; its last line is a comment with the digest of those above it. `digests` are
     those of the files in weights/ and optimizer/, which DCP has synced."""
     no_tokenizer = {"tokenizer": None, "tokenizer_hash": None}
     metadata = metadata | (tokenizer.save(directory) if tokenizer else no_tokenizer)
     metadata["logits"] = small_logits()
-    (directory / "config.json").write_text(json.dumps(metadata, indent=1, default=str))
+    metadata_file(directory).write_text(json.dumps(metadata, indent=1, default=str))
     small = [path for path in directory.glob("*") if path.is_file()]
     digests = digests | checksums(directory, [*small, *directory.glob("*/.metadata")])
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
@@ -209,11 +234,13 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
     names = [name for name in digests if name.startswith(prefixes)]
     small = [name for name in names if "/" not in name]
     large = [name for name in names if "/" in name]
-    for name in small + large[rank::size]:
-        file = directory / name
+    files = {name: directory / name for name in small + large[rank::size]}
+    for name, file in files.items():
         if not file.exists():
             raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
-        if checksums(directory, [file]) != {name: digests[name]}:
+    for name, digest in checksums(directory, files.values()).items():
+        file = files[name]
+        if digest != digests[name]:
             raise UserError(f"{file} is damaged: its checksum is not that in {CHECKSUMS}. {advice}")
 
 
@@ -271,9 +298,20 @@ def load_tensors(tensors: dict[str, Tensor], directory: Path, alone: bool = Fals
                 f"that it was saved with"
             )
     try:
-        dcp.load(tensors, checkpoint_id=directory, no_dist=alone)
+        dcp.load(tensors, checkpoint_id=directory, planner=_LoadWithProgress(), no_dist=alone)
     except CheckpointException as error:
         raise UserError(f"cannot load {directory}: {failure_reason(error)}")
+
+
+class _LoadWithProgress(dcp.DefaultLoadPlanner):
+    """Lets DCP plan as it does, and prints how much of the plan this rank has read."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.progress = Progress("loading tensors", len(new_plan.items))
+        return super().finish_plan(new_plan)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.progress.add()
 
 
 def save_stored_tensors(stored: Weights, directory: Path) -> None:
@@ -310,7 +348,8 @@ def lock_directory(out: Path) -> None:
     """Make the directory OUT if there is none, and lock it for this process until it ends.
 
     Raises UserError if OUT cannot be written, or if another run has locked it: two runs would
-    remove each other's files."""
+    remove each other's files. The lock of a node that has died is kept by the server of a network
+    disk for a while: the lock of another node is waited for."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         # The file stays open until the process ends: closing it would unlock OUT.
@@ -318,13 +357,21 @@ def lock_directory(out: Path) -> None:
     except OSError as error:
         reason = "it is a file" if out.is_file() else error.strerror
         raise UserError(f"cannot write to --out {out}: {reason}; give another directory")
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = os.read(descriptor, 200).decode(errors="replace")
-        raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
-    except OSError as error:
-        print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
+    for waited in itertools.count():
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace")
+            if owner.endswith(f" on {socket.gethostname()}") or waited >= LOCK_SECONDS:
+                raise UserError(f"{out} is in use by {owner}: wait for it, or give another --out")
+            if not waited:
+                line = f"{out} is in use by {owner}: waiting for {LOCK_SECONDS} s at most"
+                print(line, file=sys.stderr, flush=True)
+            time.sleep(1)
+        except OSError as error:
+            print(f"warning: {out} is not locked: {error.strerror}", file=sys.stderr)
+            break
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 

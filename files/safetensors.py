@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plumbing.processes import UserError
+from plumbing.processes import Progress, UserError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -135,6 +135,17 @@ def _map(
     if position % dtype.itemsize:  # torch views only aligned bytes as another dtype
         data = data.clone()
     return data.view(dtype).view(shape)
+
+
+def with_progress_of(stored: Weights, what: str) -> Weights:
+    """Return weights that print how many GB of them have been read, and the time left."""
+    progress = Progress(what, sum(weight.nbytes for weight in stored.values()) / 1e9, " GB")
+
+    def counted(tensor: Tensor) -> Tensor:
+        progress.add(tensor.nbytes / 1e9)
+        return tensor
+
+    return {name: weight.map(counted) for name, weight in stored.items()}
 
 
 def save_safetensors(path: Path, tensors: Weights, metadata: dict[str, str]) -> None:

@@ -1,7 +1,7 @@
-"""What ends a process at any instant: Ctrl-C, and the death of the torchrun that started it.
+"""What ends a process: Ctrl-C and other signals, and the death of the torchrun that started it.
 
 Every script imports this module before all others, since the import of PyTorch takes a second. It
-starts a thread that waits for SIGINT and looks once a second whether torchrun still runs. Unlike a
+starts a thread that waits for signals and looks once a second whether torchrun still runs. Unlike a
 signal handler of Python, a thread can act while the main thread waits in a collective. Imported by
 anything else than a script of this project, such as a notebook, the module does nothing.
 """
@@ -17,6 +17,10 @@ from collections.abc import Iterator
 
 _ending = threading.RLock()
 _left_to_thread = threading.Event()
+_received: list[int] = []  # by signals_collected
+_started = time.monotonic()
+# What asks a run to save and end: Ctrl-C, torchrun, a closed terminal, Slurm, and the time limit.
+SAVING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGALRM")
 
 
 def end(code: int, message: str, show: bool) -> None:
@@ -54,28 +58,38 @@ def ctrl_c_raises() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_collected() -> Iterator[list[int]]:
-    """Yield a list to which SIGINT and SIGTERM are added, instead of ending the process, within a
-    `with` block. A second SIGINT ends it after all."""
-    received = []
-
-    def collect(number: int, frame) -> None:
-        if number == signal.SIGINT and number in received:
-            end_interrupted()
-        received.append(number)
-
-    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM)}
+def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
+    """Yield a list to which SAVING_SIGNALS are added, instead of ending the process, within a
+    `with` block. A second SIGINT ends it after all. `time_limit`, in seconds since this process
+    has started, sends SIGALRM; 0 is none."""
+    _received.clear()
+    numbers = [getattr(signal, name) for name in SAVING_SIGNALS]
+    ignored = {n for n in numbers if signal.getsignal(n) is signal.SIG_IGN}  # as by nohup
+    before = {n: signal.signal(n, _collect) for n in numbers if n not in ignored}
+    if time_limit:
+        left = time_limit - (time.monotonic() - _started)
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
     try:
-        yield received
+        yield _received
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
+def _collect(number: int, frame) -> None:
+    if number == signal.SIGINT and number in _received:
+        end_interrupted()
+    _received.append(number)
+
+
 def end_interrupted() -> None:
     """End this process because of Ctrl-C."""
-    first = not _is_child and os.environ.get("RANK", "0") == "0"
-    end(128 + signal.SIGINT, "interrupted", show=first)
+    end(128 + signal.SIGINT, "interrupted", show=_is_rank_zero())
+
+
+def _is_rank_zero() -> bool:
+    return not _is_child and os.environ.get("RANK", "0") == "0"
 
 
 def end_if_orphaned() -> None:
@@ -92,12 +106,17 @@ def _leave_to_thread(number: int, frame) -> None:
 
 
 def _watch(signals: int) -> None:
+    told = False
     while True:
-        if select.select([signals], [], [], 1)[0]:
-            interrupted = signal.SIGINT in os.read(signals, 64)
-            ours = signal.getsignal(signal.SIGINT) is _leave_to_thread
-            if interrupted and (ours or _left_to_thread.is_set()):
+        for number in os.read(signals, 64) if select.select([signals], [], [], 1)[0] else b"":
+            handler = signal.getsignal(number)
+            ours = handler is _leave_to_thread or _left_to_thread.is_set()
+            if number == signal.SIGINT and ours:
                 end_interrupted()
+            if handler is _collect and not told and _is_rank_zero():
+                told, name = True, signal.Signals(number).name.replace("SIGALRM", "--time-limit")
+                with contextlib.suppress(OSError):  # the terminal may have been closed
+                    os.write(2, f"{name}: this step ends, then a checkpoint is saved\n".encode())
         end_if_orphaned()
 
 
@@ -109,7 +128,7 @@ if os.path.dirname(os.path.realpath(sys.argv[0])) == _root:
         _parent = os.getppid()
     _reader, _writer = os.pipe()
     os.set_blocking(_writer, False)  # as set_wakeup_fd demands
+    signal.set_wakeup_fd(_writer)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
         signal.signal(signal.SIGINT, _leave_to_thread)
-        signal.set_wakeup_fd(_writer)
     threading.Thread(target=_watch, args=(_reader,), daemon=True).start()

@@ -54,6 +54,14 @@ def given_int(text: str) -> Given:
     return Given(nonnegative_int(text))
 
 
+def duration(text: str) -> int:
+    """Argument type: HOURS:MINUTES, more than none, in seconds."""
+    hours, _, minutes = text.partition(":")
+    if not (hours.isdecimal() and minutes.isdecimal() and int(hours) + int(minutes)):
+        raise argparse.ArgumentTypeError(f"expected hours:minutes, as 23:50, got '{text}'")
+    return 3600 * int(hours) + 60 * int(minutes)
+
+
 def nonnegative_float(text: str) -> float:
     """Argument type: a finite number of at least 0."""
     try:

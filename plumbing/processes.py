@@ -226,7 +226,13 @@ def is_rank_zero() -> bool:
 def print_rank_zero(text: str, **where) -> None:
     """Print on rank 0 only, unless there is nothing to say; `where` as for print."""
     if text and is_rank_zero():
-        print(text, flush=True, **where)
+        try:
+            print(text, flush=True, **where)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            # The terminal has been closed. SIGHUP ends the run, which has a checkpoint to save.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), where.get("file", sys.stdout).fileno())
 
 
 def with_progress(

@@ -7,7 +7,7 @@ from pathlib import Path
 from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES, ParallelConfig
-from plumbing.parser import given_int, nonnegative_float, nonnegative_int, positive_int
+from plumbing.parser import duration, given_int, nonnegative_float, nonnegative_int, positive_int
 from techniques.float8 import RECIPES
 from techniques.schedules import SCHEDULES
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -176,6 +176,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", type=Path, help="output directory of the run (default: out/NAME)")
     run.add_argument("--resume", action="store_true",
                      help="continue from the newest checkpoint in OUT, if there is one")
+    run.add_argument("--skip-steps", type=positive_int, nargs="+", default=[], metavar="STEP",
+                     help="steps to leave out, as one whose loss is not finite (default: none)")
+    run.add_argument("--time-limit", type=duration, default=0, metavar="H:MM",
+                     help="save and end after so many hours and minutes (default: never)")
     run.add_argument("--save-every", type=nonnegative_int, default=500,
                      help="steps between checkpoints, 0 for one at the end (default: %(default)s)")
     run.add_argument("--async-save", action="store_true",

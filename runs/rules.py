@@ -116,6 +116,8 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     check_work(work)
     if getattr(args, "base_bits", 16) == 4:
         check_blocks(config, args.tp)
+    if args.steps in args.skip_steps:
+        raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"

@@ -183,6 +183,7 @@ def resume(
     """Load the `newest` checkpoint of a run, if there is one; return the steps it has done."""
     if not newest:
         return 0
+    newest = checkpoint.newest_undamaged(newest)
     records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
     done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
     print_rank_zero(f"resumed from {newest}")

@@ -67,7 +67,7 @@ def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
     assert (merged - expected).norm() < 0.03 * expected.norm()  # bfloat16
     beside_original = load_pretrained(base, torch.float64)
     shutil.copytree(out / "step-00000004", out / "plain", dirs_exist_ok=True)
-    (out / "plain" / "config.json").unlink()  # PEFT's files alone do not say what the base was
+    (out / "plain" / "run.json").unlink()  # PEFT's files alone do not say what the base was
     load_adapter(beside_original, out / "plain")
     assert (beside_original(tokens) - expected).norm() > 5 * (merged - expected).norm()
 

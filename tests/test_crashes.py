@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,9 +26,11 @@ from conftest import (
     wait_for_lines,
 )
 from test_train import flags
+from workers.kills import LAYOUTS, ranks_of
 
 import checkpoint
-from files.directories import CHECKSUMS, verify
+from files import directories
+from files.directories import CHECKSUMS, lock_directory, verify
 from plumbing.processes import UserError
 
 # Large enough for a save to take six times as long as a step, on a disk that is not slow.
@@ -90,9 +93,13 @@ def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc, kills, more", [(0, 14, {}), (2, 22, {}), (2, 8, dict(pp=2))])
+@pytest.mark.parametrize(
+    "nproc, kills, more",
+    [(0, 14, {}), (2, 22, {}), *((ranks_of(layout), 2, layout) for layout in LAYOUTS)],
+)
 def test_a_run_killed_often_gives_the_same_losses(corpus, tmp_path, nproc, kills, more):
-    assert kill_and_resume(corpus, tmp_path, nproc, kills, **more) >= kills / 4
+    """Ten of the kills are of runs split by pp, cp and tp: tests/workers/kills.py does more."""
+    assert kill_and_resume(corpus, tmp_path, nproc, kills, **more) >= kills // 4
 
 
 def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
@@ -255,20 +262,50 @@ def test_damage_is_found_and_named(run, tmp_path, name, damage):
     checkpoint.load_pretrained(out)
 
 
-def test_scripts_refuse_damaged_checkpoints(corpus, run, tmp_path):
+@pytest.mark.parametrize(
+    "nproc, name, damage",
+    [(0, MOMENTS, Path.unlink), (2, WEIGHTS, truncate), (0, "config.json", flip)],
+    ids=["unlink", "truncate", "flip"],
+)
+def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc, name, damage):
+    """To the one before; and if that is damaged, too, it is refused. generate.py goes nowhere."""
     out = Path(shutil.copytree(run, tmp_path / "run"))
+    older, newest = out / "step-00000001", out / "step-00000002"
+    damage(newest / name)
     before = contents(out)
-    resume = ["train.py", *large(corpus, out, steps=9, save_every=1), "--resume"]
-    for nproc, command, name, damage in [
-        (0, resume, MOMENTS, Path.unlink),
-        (2, resume, WEIGHTS, truncate),
-        (0, ["generate.py", out], WEIGHTS, flip),
-    ]:
-        path = out / "step-00000002" / name
-        damage(path)
-        refused(launch(*command, nproc=nproc), str(out / "step-00000002"), name)
-        path.write_bytes(before[path])
+    if name != MOMENTS:
+        refused(launch("generate.py", out), str(newest), name)
     assert contents(out) == before
+    resume = ["train.py", *large(corpus, out, steps=2, save_every=1), "--resume"]
+    result = succeed(*resume, nproc=nproc)
+    (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: "))
+    assert str(newest / name) in warning or f"{newest} is not complete: {name}" in warning
+    assert warning.endswith(f"It is now damaged-{newest.name}, and the run goes back to {older}")
+    assert f"resumed from {older}" in result.out
+    assert all_complete(out) == [older.name, newest.name]
+    losses = [[row["loss"] for row in metrics(path)] for path in (out, run)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for saved in (older, newest):
+        damage(saved / name)
+    refused(launch(*resume, nproc=nproc), str(older), name)
+
+
+@pytest.mark.parametrize("held, host", [(2, "elsewhere"), (9, "elsewhere"), (9, "")])
+def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, held, host):
+    monkeypatch.setattr(directories, "LOCK_SECONDS", 5)
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    hold += "f.write(f'process 1 on {sys.argv[2]}'); f.flush(); print(flush=True); "
+    hold += "time.sleep(float(sys.argv[3]))"
+    owner = host or socket.gethostname()
+    command = [sys.executable, "-c", hold, tmp_path / ".lock", owner, str(held)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        refusal = pytest.raises(UserError, match=f"in use by process 1 on {owner}: wait for it")
+        with refusal if held > 5 else contextlib.nullcontext():
+            lock_directory(tmp_path)
+        process.kill()
+    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 5 s at most\n"
+    assert capsys.readouterr().err == told * bool(host)
 
 
 def test_the_checksums_are_those_of_sha256sum(run, tmp_path):

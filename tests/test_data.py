@@ -152,6 +152,19 @@ def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
     assert [piece.text for piece in read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
 
 
+def test_what_is_left_out_of_a_directory_is_counted(tmp_path, capsys):
+    for name in "a.txt b.md c.html d.html LICENSE .git/e.py .venv/f/g.py h/i.py .j.txt".split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(path.relative_to(tmp_path)) for path in find_files([tmp_path])]
+    assert found == ["a.txt", "b.md", "h/i.py"]
+    told = capsys.readouterr().err
+    assert told.startswith(f"{tmp_path}: 3 files; left out: 3 hidden, 2 .html, 1 without a suffix")
+    with pytest.raises(UserError, match="there is no text to train on"):
+        data.tokenize(find_files([tmp_path / "h"]), load_tokenizer("bytes"), tmp_path / "tokens")
+    assert not (tmp_path / "tokens").exists()
+
+
 def test_default_corpus_is_python_source():
     files = find_files(["python"])
     assert any(path.name == "argparse.py" for path in files)

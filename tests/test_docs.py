@@ -113,12 +113,14 @@ def test_a_script_takes_the_flags(command, monkeypatch):
         importlib.import_module(command.script.removesuffix(".py")).main()
 
 
-def test_the_ranks_under_slurm_can_share_the_batch():
-    nodes, processes, batch = (
-        int(re.search(rf"--{flag}[ =](\d+)", slurm_script())[1])
-        for flag in ("nodes", "nproc-per-node", "batch")
+def test_the_numbers_of_the_slurm_script_fit_together():
+    """Its ranks can share the batch; torchrun waits for a save, and gives up before Slurm does."""
+    flags = ("--nodes=", "--nproc-per-node ", "--batch ", "SHUTDOWN_TIMEOUT=", "--signal=TERM@")
+    nodes, processes, batch, wait, left = (
+        int(re.search(rf"{flag}(\d+)", slurm_script())[1]) for flag in flags
     )
     assert nodes * processes > 1 and batch % (nodes * processes) == 0
+    assert 300 < wait < left
 
 
 def slurm_script() -> str:
@@ -312,13 +314,14 @@ def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     commands.mkdir()
     for name, body in {
         "scontrol": "echo 127.0.0.1; echo other",
-        "srun": '"$@" & first=$!; "$@" && wait $first',
+        "srun": '[ "$SRUN_CPUS_PER_TASK" = 7 ] || exit 9; "$@" & first=$!; "$@" && wait $first',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment["SLURM_CPUS_PER_TASK"] = "7"
     for steps in (2, 4):
         environment |= {"SLURM_JOB_ID": str(os.getpid()), "STEPS": str(steps)}
         options = dict(cwd=sandbox, env=environment, capture_output=True, text=True, timeout=180)

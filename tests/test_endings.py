@@ -1,14 +1,19 @@
-"""Ctrl-C at any instant, the death of a rank or of torchrun, and failures that one rank meets."""
+"""Signals at any instant, the death of a rank or of torchrun, and failures that one rank meets."""
 
 import os
+import pty
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import (
+    ENVIRONMENT,
+    ROOT,
     Forks,
     Result,
     changed_copy,
@@ -24,7 +29,10 @@ from conftest import (
     with_fault,
 )
 from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (a fixture)
+from test_docs import slurm_script
 from test_train import flags
+
+from plumbing import endings
 
 # ----------------------------------------------------------------------------------------- Ctrl-C
 
@@ -151,6 +159,68 @@ def test_ctrl_c_under_torchrun(tmp_path):
     os.killpg(run.pid, signal.SIGINT)
     result = finish(run)
     assert error_lines(result) == ["error: interrupted"] and time.monotonic() - sent < 10
+
+
+# ------------------------------------------------------------------------- signals that save
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "--time-limit"])
+def test_a_run_saves_although_that_takes_longer_than_torchrun_waits(
+    corpus, tmp_path, monkeypatch, name
+):
+    """Signals to torchrun or to a rank; with what the Slurm script of the README gives torchrun."""
+    script = slurm_script()
+    (seconds,) = re.findall(r"export (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)=(\d+)", script)
+    monkeypatch.setitem(ENVIRONMENT, *seconds)
+    torchrun = ["--standalone", *re.search(r"--signals-to-handle \S+", script)[0].split()]
+    finishing = "            self._on_every_rank(lambda: rank == 0 and self._finish("
+    fault = f"            import time; time.sleep(45 * (rank == 0))\n{finishing}"
+    _, copy = with_fault(tmp_path / "copy", "checkpoint", finishing, fault)
+    runs = {}
+    for to in ["torchrun", "rank 1"] if name.startswith("SIG") else ["nobody"]:
+        out = tmp_path / to
+        arguments = flags(
+            corpus, out, steps=10**6, **{} if name[0] == "S" else dict(time_limit="0:01")
+        )
+        runs[to] = start(copy / "train.py", *arguments, nproc=2, torchrun=torchrun)
+    for to in runs:
+        wait_for_lines(tmp_path / to / "metrics.jsonl", 5)
+        if to != "nobody":
+            target = runs[to].pid if to == "torchrun" else ranks(tmp_path / to)[1]
+            os.kill(target, getattr(signal, name))
+    for to, run in runs.items():
+        time.sleep(1)
+        result = finish(run, timeout=180)
+        (saved,) = (tmp_path / to).glob("*step-*")
+        assert saved.name == f"step-{metrics(tmp_path / to)[-1]['step']:08d}", result.err
+        assert "with --resume goes on" in result.out and not error_lines(result)
+        assert to == "torchrun" or result.code == 0
+        assert to == "rank 1" or f"{name}: this step ends, then" in result.err
+
+
+@pytest.mark.parametrize("nproc", [0, slow(2)])
+def test_a_closed_terminal(corpus, tmp_path, nproc):
+    """Which takes no more output, and sends SIGHUP."""
+    out, torchrun = tmp_path / "run", ["-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, f"--nproc-per-node={nproc}"] if nproc else []
+    command = [sys.executable, *command, ROOT / "train.py", *flags(corpus, out, steps=10**6)]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(command[0], list(map(str, command)), ENVIRONMENT)
+    wait_for_lines(out / "metrics.jsonl", 5)
+    os.close(terminal)
+    assert gone_in_time(process, 60)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == (1 if nproc else 0)
+    assert len(list(out.glob("step-*"))) == 1 and not processes(out)
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process():
+    with endings.signals_collected(time.monotonic() - endings._started + 0.2) as received:
+        time.sleep(0.1)
+        assert received == []
+        time.sleep(0.3)
+    assert received == [signal.SIGALRM] and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 # ----------------------------------------------------------------- the death of torchrun or a rank

@@ -166,6 +166,11 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
         load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
         merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
         assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
+    if parallel[:2] == ["--microbatch", "1"]:  # the job is submitted again
+        again = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc)
+        assert "has done its 4 steps" in again.out and "merged:     python generate" in again.out
+        more = [*arguments, "--resume", "--steps", "6"]  # another adapter than the merged one
+        refused(launch("finetune_lora.py", *more, nproc=nproc), f"{out / 'merged'} exists: remove")
 
     shutil.rmtree(out)
     shutil.copytree(one_run[0], out, ignore=lambda *_: ["step-00000004"])
@@ -213,13 +218,22 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     assert files == {
         *PEFT_FILES,
         "optimizer",
-        "config.json",
+        "run.json",
         "SHA256SUMS",
     }  # no weights of the base
     moments = {
         name.rsplit(".", 1)[0] for name in read_index(checkpoint / "optimizer").state_dict_metadata
     }
     assert moments and all(".lora_" in name for name in moments)
+
+    AutoPeft = pytest.importorskip("transformers").AutoModelForCausalLM
+    succeed("checkpoint.py", "export", base, tmp_path / "hf", "--format", "hf")
+    elsewhere = Path(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
+    settings = (elsewhere / PEFT_FILES[0]).read_text().replace(str(base), str(tmp_path / "hf"))
+    (elsewhere / PEFT_FILES[0]).write_text(settings)
+    theirs, tokens = AutoPeft.from_pretrained(elsewhere), torch.arange(20)[None]
+    load_adapter(ours := load_pretrained(base), checkpoint)
+    assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-4)
 
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out

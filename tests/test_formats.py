@@ -210,7 +210,8 @@ def tokenizers_agree(directory: Path) -> None:
     assert reference.decode(a.encode(text)) == text
     chat = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
     ids = reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert ids == a.encode_chat(chat)
+    assert ids == a.encode_chat(chat) and ids.count(a.bos) == 1
+    assert reference(text)["input_ids"] == a.encode(text, bos=True)  # as Meta's own files do
     assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop
 
 
@@ -228,6 +229,20 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     import_weights(tmp_path / "out", tmp_path / "again", None)
     written = [(tmp_path / run / "tokenizer.model").read_bytes() for run in ("run", "again")]
     assert written[0] == written[1]
+
+    # A base with a chat template and settings of its own hands them on, through several runs.
+    own = {"generation_config.json": '{"temperature": 0.6}', "chat_template.jinja": "mine"}
+    for name, content in own.items():
+        (tmp_path / "out" / name).write_text(content)
+    import_weights(tmp_path / "again", tmp_path / "third", None)
+    export_weights(tmp_path / "third", tmp_path / "last", "hf", None)
+    for name in [*own, "tokenizer.json", "tokenizer_config.json"]:
+        assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "last")
+    assert tokenizer.get_chat_template() == "mine"
+    shutil.rmtree(tmp_path / "out")
+    export_weights(tmp_path / "third", tmp_path / "without", "hf", None)
+    assert not (tmp_path / "without" / "generation_config.json").exists()
 
 
 @pytest.mark.slow

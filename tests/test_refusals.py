@@ -39,6 +39,9 @@ REFUSALS = """
 1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --steps 0 | --steps ... at least 1
+1 | train --skip-steps 3 5 | --skip-steps 5 is the last: give --steps 4
+1 | train --time-limit 0:00 | --time-limit ... hours:minutes, as 23:50, got '0:00'
+1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
 1 | train --batch many | --batch ... 'many'
@@ -72,7 +75,7 @@ REFUSALS = """
 1 | train --data {corpus} {text} | mixes token files and text
 1 | train --data {foreign} | give --tokenizer
 2 | train --data {foreign} --tokenizer bytes --out {here}/run | token 999 ... bytes has only 267
-2 | train --lr 1e300 --warmup 0 --out {here}/run | step ... is not finite ... Nothing was updated
+2 | train --lr 1e300 --warmup 0 --out {here}/run | step ... is not finite ... --skip-steps
 # --------------------------------------------------------------------------- finetune_lora.py
 1 | finetune_lora.py | --init
 1 | finetune --init /no/model | no checkpoint in '/no/model'

@@ -10,13 +10,15 @@ of the text is held out.
 
 import json
 import math
+import sys
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from plumbing.processes import UserError
+from plumbing.processes import UserError, print_rank_zero
 
 PIECE_BYTES = 1 << 20  # text read and tokenized at a time
 VAL_FRACTION = 0.05  # held out for validation
@@ -40,15 +42,27 @@ def find_files(sources: Iterable[str]) -> list[Path]:
             files += standard_library()
         elif path.is_dir():
             suffixes = (".txt", ".jsonl", ".md", ".py")
-            found = sorted(p for p in path.rglob("*") if p.suffix in suffixes and p.is_file())
+            kinds = {p: _kind(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+            found = sorted(p for p, kind in kinds.items() if kind in suffixes)
             if not found:
                 raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
+            left_out = Counter(kind for kind in kinds.values() if kind not in suffixes)
+            if left_out:
+                counts = ", ".join(f"{n:,} {kind}" for kind, n in left_out.most_common())
+                line = f"{source}: {len(found):,} files; left out: {counts}"
+                print_rank_zero(line, file=sys.stderr)
             files += found
         elif path.is_file():
             files.append(path)
         else:
             raise UserError(f"no data at '{source}': give a file, a directory, or `python`")
     return files
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix of a file's path; "hidden" if the file or a directory is, as .git."""
+    hidden = any(part.startswith(".") for part in path.parts)
+    return "hidden" if hidden else path.suffix or "without a suffix"
 
 
 def standard_library() -> list[Path]:

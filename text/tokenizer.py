@@ -22,10 +22,11 @@ import numpy as np
 import regex  # comes with tiktoken, which needs it
 import tiktoken
 
-from plumbing.processes import UserError
+from plumbing.processes import Progress, UserError
 from text.corpora import find_files, read_pieces
 
-CACHE = Path(__file__).resolve().parent.parent / "cache"  # what is made at first use
+# What is made at first use, of which several nodes or users may want to share one.
+CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
 DEFAULT_TOKENIZER = "python-2048"
 
 # Llama 3's pre-tokenization: words with the space before them, numbers of at most three digits...
@@ -245,11 +246,20 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     pattern = {"Regex": tokenizer.encoding._pat_str}
     split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
     special = [{"id": i, "content": token, **flags} for token, i in tokenizer.special.items()]
+    bos = next(token for token, i in tokenizer.special.items() if i == tokenizer.bos)
+    first = [{"SpecialToken": {"id": bos, "type_id": 0}}]  # as in training; Meta's file has it, too
+    text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     content = {
         "version": "1.0",
         "added_tokens": special,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*first, text],
+            "pair": [*first, text, *first, second],
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
+        },
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -303,6 +313,8 @@ def train_tokenizer(sources: list[str], vocab_size: int, out: Path) -> None:
         if piece.split == "train":
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
+    if (found := len(tokens) + N_SMALL_SPECIAL) < vocab_size:
+        print(f"warning: the text gives {found:,} tokens, not {vocab_size:,}", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     temporary.write_bytes(_model_file(tokens))
@@ -334,6 +346,7 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
             words_with[pair].add(w)
     heap = [(-count, pair) for pair, count in pair_counts.items()]  # heapq pops the smallest
     heapq.heapify(heap)
+    progress = Progress("training the tokenizer: token", n_tokens - len(tokens))
     while len(tokens) < n_tokens and heap:
         negative_count, pair = heapq.heappop(heap)
         if -negative_count != pair_counts[pair]:
@@ -342,6 +355,7 @@ def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
             continue
         left, right = map(ord, pair)
         tokens.append(tokens[left] + tokens[right])
+        progress.add()
         grown = set()  # pairs whose count may have risen
         for w in words_with.pop(pair):
             merged = in_tokens[w].replace("".join(pair), chr(len(tokens) - 1))
