@@ -1,12 +1,8 @@
 """techniques/optimizers.py: AdamW with moments in bfloat16."""
 
-import shutil
-
 import pytest
 import torch
-from conftest import metrics, succeed
 from test_checkpoint import CONFIG, save
-from test_train import flags
 
 import checkpoint
 from model import Llama
@@ -104,19 +100,6 @@ def test_moments_come_back_in_the_dtype_of_the_flag(tmp_path, saved, resumed):
             assert loaded.dtype == (torch.float32 if key == "step" else getattr(torch, resumed))
             assert torch.equal(loaded, value.to(loaded.dtype)) and value.any()
     torch.distributed.destroy_process_group()
-
-
-def test_a_run_resumes_exactly_and_is_told_of_another_dtype(corpus, tmp_path):
-    given = dict(steps=6, save_every=3, dtype="float32", moments="bfloat16")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run = succeed("train.py", *flags(corpus, whole, **given), nproc=2)
-    assert "note:" not in run.out  # as an optimizer would get that sends what is not predicted
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "step-00000006")
-    succeed("train.py", *flags(corpus, parts, **given), "--resume", nproc=2)
-    assert [row["loss"] for row in metrics(whole)] == [row["loss"] for row in metrics(parts)]
-    other = flags(corpus, whole, **given | dict(steps=7, moments="float32"))
-    assert "--moments was bfloat16, is now float32" in succeed("train.py", *other, "--resume").err
 
 
 @pytest.mark.slow

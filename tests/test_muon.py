@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, metrics, refused, step_of, succeed
+from conftest import launch, refused, step_of
 from exact import orthogonalized
-from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
 from costs.machines import assumed_machine
@@ -80,26 +79,6 @@ def test_a_plan_has_the_time_of_muon():
     works = [step_of(model, parallel, 4, 1, 1024) for parallel in options]
     waits = [step_time(work, machine)["pp"] for work in works]
     assert waits[0] == waits[1] > 0
-
-
-def test_a_run_is_resumed_on_another_mesh(corpus, tmp_path):
-    """Momenta are saved, whole."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    given = dict(steps=4, save_every=2, optimizer="muon")
-    succeed("train.py", *flags(corpus, one, **given))
-    first = flags(corpus, other, **given | dict(steps=2, warmup=2))
-    succeed("train.py", *first, "--dp", "fsdp", nproc=2)
-    result = succeed("train.py", *flags(corpus, other, **given), "--resume", "--tp", "2", nproc=2)
-    assert "--steps was 2, is now 4" in result.err
-    for ours, theirs in zip(metrics(other)[2:], metrics(one)[2:], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
-
-
-def test_a_run_keeps_its_optimizer(corpus, tmp_path):
-    given = flags(corpus, tmp_path / "run", steps=2, optimizer="adamw")
-    succeed("train.py", *given)
-    resumed = [flag for flag in given if not flag.startswith("--optimizer")]
-    refused(launch("train.py", *resumed, "--resume"), "another optimizer: give --optimizer adamw")
 
 
 @pytest.mark.parametrize(
