@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from conftest import changed_copy, launch, refused, slow, step_of, succeed, with_fault
+from conftest import slow, step_of, succeed, with_fault
 from exact import assert_same, assert_traffic, case, check_step, train
 from test_float8 import WIDE
-from test_train import flags
 
 from model import LlamaConfig
 from parallel import ParallelConfig
@@ -74,18 +73,3 @@ def test_wrong_flags_are_refused(options, says):
     with pytest.raises(UserError, match=says):
         parallel = ParallelConfig(**options, async_tp=True)
         check_step(step_of(model, parallel, 4, 1, 24), base_bits=16)
-
-
-CHANGES = {
-    "q of a norm": ("self.wq(x)", "self.wq(F.rms_norm(x, x.shape[-1:]))"),
-    "a sum": ("self.w1(x), self.w3(x)", "self.w1(x), self.w3(x + 1)"),
-}
-
-
-@pytest.mark.parametrize("name", ["q of a norm", slow("a sum")])
-def test_what_needs_all_tokens_at_once_is_refused(corpus, tmp_path, name):
-    """A change of model.py that plain tensor parallelism can split, and this cannot."""
-    old, new = CHANGES[name]
-    changed = changed_copy(tmp_path / "copy", edits={old: new})
-    given = flags(corpus, tmp_path / "run", tp=2)
-    refused(launch(*changed, "train.py", *given, "--async-tp", nproc=2), "leave out --async-tp")

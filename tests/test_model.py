@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from costs.machines import peak_flops
 from costs.traffic import flops_per_token
+from files.formats import hf_name, to_hf_rows
 from generate import generate, sample
 from model import (
     IGNORE,
@@ -140,34 +141,7 @@ def test_initial_weights_follow_what_a_module_says():
 
 def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
     """Our weights under Hugging Face's names; q and k go from pairs to halves."""
-    names = {
-        "tok_embeddings.weight": "model.embed_tokens.weight",
-        "norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }
-    layer = {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    for n in range(config.n_layers):
-        for ours, theirs in layer.items():
-            names[f"layers.{n}.{ours}.weight"] = f"model.layers.{n}.{theirs}.weight"
-    converted = {}
-    for name, weight in weights.items():
-        heads = {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
-        if heads:
-            out, width = weight.shape
-            pairs = weight.view(heads, out // heads // 2, 2, width)
-            weight = pairs.transpose(1, 2).reshape(out, width)
-        converted[names[name]] = weight
-    return converted
+    return {hf_name(name): to_hf_rows(name, config, w) for name, w in weights.items()}
 
 
 @pytest.fixture
