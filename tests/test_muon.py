@@ -14,6 +14,7 @@ from costs.traffic import muon_flops
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import build_on_meta
+from plumbing.processes import UserError
 from techniques.optimizers import is_block_matrix, orthogonalize
 
 
@@ -82,13 +83,13 @@ def test_a_plan_has_the_time_of_muon():
 
 
 @pytest.mark.parametrize(
-    "script, given, says",
-    [
-        ("train.py", ["--offload"], "--offload is for AdamW: give --optimizer adamw, too"),
-        ("train.py", ["--moments", "bfloat16"], "--moments bfloat16 is for AdamW: give --optimi"),
-        ("bench.py", ["compare", "--lora", "--optimizer", "muon"], "leave it out with --lora"),
-    ],
+    "options, says", [(dict(offload=True), "--offload"), (dict(moments="bfloat16"), "--moments bf")]
 )
-def test_refused(script, given, says, tmp_path):
-    out = ["--out", tmp_path / "out"] if script != "bench.py" else []
-    refused(launch(script, *given, *out), says)
+def test_what_is_for_adamw_is_refused(options, says):
+    with pytest.raises(UserError, match=f"{says}.* is for AdamW: give --optimizer adamw, too"):
+        ParallelConfig("fsdp", optimizer="muon", **options)
+
+
+def test_a_comparison_of_adapters_refuses_it():
+    command = "compare", "--lora", "--optimizer", "muon"
+    refused(launch("bench.py", *command), "leave it out with --lora")
