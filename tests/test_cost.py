@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import step_of
+from conftest import slow, step_of
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -89,7 +89,7 @@ def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
         assert float(text.split()[-1]) <= 0.9 * gigabytes
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["selective", slow("full")])
 def test_a_compiled_block_that_recomputes_saves_no_copies_of_weights(monkeypatch, checkpointing):
     """What the compiler saves for backward under autocast, counted, is what is predicted to be
     saved; and of weights in bfloat16 only those of one block and the root are."""
@@ -119,6 +119,7 @@ def test_a_compiled_block_that_recomputes_saves_no_copies_of_weights(monkeypatch
     assert copied == 2 * (counts[0] - (WIDE.n_layers - 1) * counts[1])
 
 
+@pytest.mark.slow
 def test_a_large_world_sends_what_is_predicted():
     """A layer of 405 B on 512 ranks, of which one is here."""
     config = PRESETS["llama3.1-405b"]
