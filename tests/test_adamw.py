@@ -1,22 +1,10 @@
 """techniques/optimizers.py: AdamW with moments in bfloat16."""
 
-import shutil
-
 import pytest
 import torch
-from conftest import metrics, succeed
-from test_checkpoint import CONFIG, save
-from test_train import flags
 
-import checkpoint
-from model import Llama
-from plumbing.parser import Parser
-from plumbing.processes import init_distributed
-from runs.flags import add_optimizer_flags
 from techniques import optimizers as adamw
 from techniques.optimizers import BFloat16AdamW
-from text.tokenizer import load_tokenizer
-from train import make_optimizer
 
 BETAS, LR, EPS, DECAY = (0.9, 0.95), 0.01, 1e-8, 0.1
 SHAPES = [(7, 5), (11,), (1,), (0, 3)]
@@ -77,46 +65,6 @@ def test_without_rounding_it_is_torchs():
 def test_moments_that_rounding_would_stop_are_refused():
     with pytest.raises(ValueError, match=r"need betas of at most 0.99"):
         BFloat16AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1, betas=(0.9, 0.999))
-
-
-@pytest.mark.parametrize("saved, resumed", [("bfloat16", "bfloat16"), ("bfloat16", "float32"),
-                                            ("float32", "bfloat16")])  # fmt: skip
-def test_moments_come_back_in_the_dtype_of_the_flag(tmp_path, saved, resumed):
-    init_distributed()
-    tokenizer = load_tokenizer("bytes")
-
-    def trained(seed: int, moments: str):
-        (model := Llama(CONFIG)).init_weights(seed)
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, moments=moments))
-        tokens = torch.arange(24).view(2, 12)
-        model(tokens, targets=tokens + 1).backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(0, saved)
-    directory = save(tmp_path, 1, model, optimizer, tokenizer)
-    again, its_optimizer = trained(1, resumed)
-    checkpoint.resume(directory, again, its_optimizer, tokenizer)
-    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-        for key, value in optimizer.state[theirs].items():
-            loaded = its_optimizer.state[ours][key]
-            assert loaded.dtype == (torch.float32 if key == "step" else getattr(torch, resumed))
-            assert torch.equal(loaded, value.to(loaded.dtype)) and value.any()
-    torch.distributed.destroy_process_group()
-
-
-def test_a_run_resumes_exactly_and_is_told_of_another_dtype(corpus, tmp_path):
-    given = dict(steps=6, save_every=3, dtype="float32", moments="bfloat16")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run = succeed("train.py", *flags(corpus, whole, **given), nproc=2)
-    assert "note:" not in run.out  # as an optimizer would get that sends what is not predicted
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "step-00000006")
-    succeed("train.py", *flags(corpus, parts, **given), "--resume", nproc=2)
-    assert [row["loss"] for row in metrics(whole)] == [row["loss"] for row in metrics(parts)]
-    other = flags(corpus, whole, **given | dict(steps=7, moments="float32"))
-    assert "--moments was bfloat16, is now float32" in succeed("train.py", *other, "--resume").err
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from parallel import ParallelConfig
 from techniques import context_parallel as lower_right
 from techniques.context_parallel import (
     SharedBatch,
-    chunks_of,
     own_tokens,
     share_sequences,
     whole_sequences,
@@ -23,15 +22,6 @@ from techniques.context_parallel import (
 from text.batch import Batch
 
 # ------------------------------------------------------------------------- one rank by itself
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_chunks_come_back_in_order(n):
-    tokens = torch.randn(2, 12 * n)
-    parts = [own_tokens(tokens, rank, n) for rank in range(n)]
-    stacked = torch.stack([part.view(2, -1, 1, 1) for part in parts])
-    assert torch.equal(whole_sequences(stacked).view(2, -1), tokens)
-    assert sorted(chunk for rank in range(n) for chunk in chunks_of(rank, n)) == [*range(2 * n)]
 
 
 def shared(
@@ -102,14 +92,6 @@ def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
         pairs.clear()  # now in whole rows, without a mask
         shared(None, rank, n, T=T).documents.attend_to(own_tokens(q, rank, n), k, v)
         assert sum(pairs) == squares * size**2
-
-
-def test_targets_and_text_are_counted_once():
-    batches = [shared(None, rank, 3) for rank in range(3)]
-    assert sum(batch.text_bytes for batch in batches) == 7
-    tokens = torch.cat([batch.tokens for batch in batches], 1)
-    assert torch.equal(tokens.sort(1).values, torch.arange(72).view(3, 24))
-    assert all(torch.equal(batch.targets, batch.tokens + 1) for batch in batches)
 
 
 @pytest.mark.slow

@@ -15,9 +15,7 @@ from conftest import hugging_face_config, shared, succeed
 
 from checkpoint import export_weights, import_weights, load_pretrained, read_config
 from files import formats
-from files.adapters import PEFT_FILES, open_adapter, save_adapter
 from files.safetensors import StoredTensor
-from lora import LoRA, adapters, add_adapters
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.tokenizer import load_tokenizer, train_tokenizer
@@ -25,7 +23,6 @@ from text.tokenizer import load_tokenizer, train_tokenizer
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
-MODELS = pytest.mark.parametrize("config", [PLAIN, SCALED, SMALL], ids=["plain", "3.1", "3.2"])
 
 
 # Both models have large weights, so that attention depends on positions and errors of RoPE show.
@@ -65,34 +62,31 @@ def logits_agree(model: Llama, reference) -> None:
 # ---------------------------------------------------------------------------------- Hugging Face
 
 
-@MODELS
-@pytest.mark.parametrize("max_shard_size", ["5GB", "30KB"])
+@pytest.mark.parametrize(
+    "config, max_shard_size", [(PLAIN, "5GB"), (SCALED, "30KB"), (SMALL, "30KB")]
+)
 def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tmp_path):
+    """Also where config.json is as transformers 4 writes it."""
     reference = transformers_model(config)
     reference.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "30KB")
     model = load_pretrained(tmp_path)
     assert model.config == config
     logits_agree(model, reference)
-
-
-@MODELS
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
-def test_a_config_of_transformers_4(config, type_key, tmp_path):
-    transformers_model(config).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
-    rope = content.pop("rope_parameters")
-    content["rope_theta"] = rope.pop("rope_theta")
-    rope[type_key] = rope.pop("rope_type")
-    content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
-    content["torch_dtype"] = content.pop("dtype")
-    path.write_text(json.dumps(content))
-    assert formats.hf_config(tmp_path) == config
+    for type_key in ("rope_type", "type"):
+        content = json.loads(path.read_text())
+        rope = content.pop("rope_parameters")
+        content["rope_theta"] = rope.pop("rope_theta")
+        rope[type_key] = rope.pop("rope_type")
+        content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
+        content["torch_dtype"] = content.pop("dtype")
+        (old := tmp_path / type_key).mkdir()
+        (old / "config.json").write_text(json.dumps(content))
+        assert formats.hf_config(old) == config
 
 
-@MODELS
-@pytest.mark.parametrize("file_bytes", [10**9, 30_000])
+@pytest.mark.parametrize("config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000)])
 def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
     model = our_model(config)
@@ -135,8 +129,10 @@ def save_shards(directory: Path, config: LlamaConfig, shards: list[dict], **more
         torch.save(shard | {"rope.freqs": torch.ones(4)}, directory / f"consolidated.{i:02d}.pth")
 
 
-@MODELS
-@pytest.mark.parametrize("n, by_rows_only", [(1, True), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    "config, n, by_rows_only",
+    [(PLAIN, 1, True), (SCALED, 2, True), (SMALL, 2, True), (PLAIN, 4, False), (SMALL, 4, False)],
+)
 def test_metas_shards_are_joined(config, n, by_rows_only, tmp_path):
     config = replace(config, vocab_size=104)
     model = our_model(config, torch.bfloat16)
@@ -178,8 +174,9 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
 # -------------------------------------------------------------------------------- round trips
 
 
-@MODELS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "config, dtype", [(PLAIN, torch.float32), (SCALED, torch.bfloat16), (SMALL, torch.bfloat16)]
+)
 def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first."""
     (tmp_path / "hf").mkdir()
@@ -354,7 +351,7 @@ def test_mutated_pth_files_are_refused_or_read(tmp_path):
     save_shards(tmp_path, config, meta_shards(our_model(config), 1, by_rows_only=True))
     path, choice, refusals = tmp_path / "consolidated.00.pth", random.Random(0), 0
     content = path.read_bytes()
-    for _ in range(200):
+    for _ in range(100):
         data = bytearray(content)
         for _ in range(choice.choice([1, 4, 20])):
             data[choice.randrange(2000 if choice.random() < 0.8 else len(data))] ^= 1 << 3
@@ -363,7 +360,7 @@ def test_mutated_pth_files_are_refused_or_read(tmp_path):
             load_pretrained(tmp_path)
         except UserError:
             refusals += 1
-    assert 40 < refusals < 200
+    assert 20 < refusals < 100
 
 
 def test_weights_of_several_dtypes(tmp_path):
@@ -413,24 +410,3 @@ def test_a_tokenizer_of_another_kind_is_left_behind(tmp_path, capsys):
     assert not (tmp_path / "meta" / "tokenizer.model").exists()
     import_weights(tmp_path / "hf", tmp_path / "run", "bytes")
     assert read_config(tmp_path / "run")["tokenizer"] == "bytes"
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_an_adapter_of_lm_head_is_refused(tmp_path, listed):
-    """Listed in the configuration, or with factors in the file."""
-    model = Llama(PLAIN)
-    add_adapters(model, LoRA(rank=2))
-    factors = {name: p.detach() for name, p in adapters(model).items()}
-    save_adapter(tmp_path, LoRA(rank=2), PLAIN, factors, "base")
-    assert open_adapter(tmp_path, PLAIN)[0] == LoRA(rank=2)
-    config, weights = (tmp_path / name for name in PEFT_FILES)
-    if listed:
-        content = json.loads(config.read_text())
-        content["target_modules"].append("lm_head")
-        config.write_text(json.dumps(content))
-    else:
-        tensors = safetensors.torch.load_file(weights)
-        more = {f"base_model.model.lm_head.lora_{AB}.weight": torch.zeros(2, 2) for AB in "AB"}
-        safetensors.torch.save_file(tensors | more, weights)
-    with pytest.raises(UserError, match="adapts lm_head: here LoRA works only on the seven"):
-        open_adapter(tmp_path, PLAIN)

@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from conftest import succeed
 from workers.losses import CONFIG, LOSSES, ROWS
 
-import model
 from files.published import with_fixed_weights
 from model import IGNORE, Llama
 from runs.check_model import small_batch
-from techniques import passes
-from techniques.chunked_loss import LOSS_CHUNK, chunked_loss
+from techniques.chunked_loss import LOSS_CHUNK
 
 
 def expected_losses(name: str, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -26,16 +24,16 @@ def expected_losses(name: str, logits: torch.Tensor, targets: torch.Tensor) -> t
     return found
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2])
+def results(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("losses") / "results.pt"
-    succeed("tests/workers/losses.py", path, nproc=2)
+    succeed("tests/workers/losses.py", path, nproc=request.param)
     return torch.load(path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_in_chunks_and_over_shards_is_that_of_pytorch(name, ranks, request, monkeypatch):
+def test_a_loss_in_chunks_and_over_shards_is_that_of_pytorch(name, results):
+    found = results[name]
     batch = small_batch(*ROWS, CONFIG)
     assert batch.tokens.numel() > LOSS_CHUNK
     llama = with_fixed_weights(Llama(CONFIG).double())
@@ -47,21 +45,6 @@ def test_a_loss_in_chunks_and_over_shards_is_that_of_pytorch(name, ranks, reques
     loss.backward()
     validation = F.cross_entropy(logits[valid], batch.targets[valid], reduction="sum")
 
-    if ranks == 2:
-        found = request.getfixturevalue("sharded")[name]
-    else:
-        for function, changed in LOSSES[name].items():
-            monkeypatch.setattr(model, function, changed)
-        other = with_fixed_weights(Llama(CONFIG).double())
-        other.loss = chunked_loss
-        passes.put_in(other, "cross entropy")
-        (own_loss := other(*batch.inputs)).backward()
-        gradients = {path: p.grad for path, p in other.named_parameters()}
-        with torch.no_grad():
-            own_validation, own_logits = other(*batch.inputs), other(batch.tokens[:2])
-        found = dict(
-            loss=own_loss, gradients=gradients, validation=own_validation, logits=own_logits
-        )
     torch.testing.assert_close(found["loss"], loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(found["validation"], validation, rtol=1e-13, atol=0)
     torch.testing.assert_close(found["logits"], logits[:2], rtol=1e-12, atol=1e-12)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, metrics, refused, step_of, succeed
+from conftest import launch, refused, step_of
 from exact import orthogonalized
-from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
 from costs.machines import assumed_machine
@@ -15,6 +14,7 @@ from costs.traffic import muon_flops
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import build_on_meta
+from plumbing.processes import UserError
 from techniques.optimizers import is_block_matrix, orthogonalize
 
 
@@ -82,34 +82,14 @@ def test_a_plan_has_the_time_of_muon():
     assert waits[0] == waits[1] > 0
 
 
-def test_a_run_is_resumed_on_another_mesh(corpus, tmp_path):
-    """Momenta are saved, whole."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    given = dict(steps=4, save_every=2, optimizer="muon")
-    succeed("train.py", *flags(corpus, one, **given))
-    first = flags(corpus, other, **given | dict(steps=2, warmup=2))
-    succeed("train.py", *first, "--dp", "fsdp", nproc=2)
-    result = succeed("train.py", *flags(corpus, other, **given), "--resume", "--tp", "2", nproc=2)
-    assert "--steps was 2, is now 4" in result.err
-    for ours, theirs in zip(metrics(other)[2:], metrics(one)[2:], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
-
-
-def test_a_run_keeps_its_optimizer(corpus, tmp_path):
-    given = flags(corpus, tmp_path / "run", steps=2, optimizer="adamw")
-    succeed("train.py", *given)
-    resumed = [flag for flag in given if not flag.startswith("--optimizer")]
-    refused(launch("train.py", *resumed, "--resume"), "another optimizer: give --optimizer adamw")
-
-
 @pytest.mark.parametrize(
-    "script, given, says",
-    [
-        ("train.py", ["--offload"], "--offload is for AdamW: give --optimizer adamw, too"),
-        ("train.py", ["--moments", "bfloat16"], "--moments bfloat16 is for AdamW: give --optimi"),
-        ("bench.py", ["compare", "--lora", "--optimizer", "muon"], "leave it out with --lora"),
-    ],
+    "options, says", [(dict(offload=True), "--offload"), (dict(moments="bfloat16"), "--moments bf")]
 )
-def test_refused(script, given, says, tmp_path):
-    out = ["--out", tmp_path / "out"] if script != "bench.py" else []
-    refused(launch(script, *given, *out), says)
+def test_what_is_for_adamw_is_refused(options, says):
+    with pytest.raises(UserError, match=f"{says}.* is for AdamW: give --optimizer adamw, too"):
+        ParallelConfig("fsdp", optimizer="muon", **options)
+
+
+def test_a_comparison_of_adapters_refuses_it():
+    command = "compare", "--lora", "--optimizer", "muon"
+    refused(launch("bench.py", *command), "leave it out with --lora")

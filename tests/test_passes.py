@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from model import (
     FeedForward,
@@ -26,44 +27,8 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     assert error <= TOLERANCE[dtype], error
 
 
-def in_few_passes(norm: RMSNorm) -> RMSNorm:
-    passes.put_in(norm, "RMSNorm")
-    return norm
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1, 7), (0, 4), (6,)])
-@pytest.mark.parametrize("change", [lambda norm: norm, in_few_passes])
-def test_the_norm_is_torchs(change, shape, dtype, frozen):
-    torch.manual_seed(0)
-    ours, theirs = (cls(shape[-1], eps=1e-2).to(dtype) for cls in (RMSNorm, nn.RMSNorm))
-    ours = change(ours)
-    weight = torch.randn(shape[-1])
-    for norm in (ours, theirs):
-        norm.weight.data.copy_(weight)
-        norm.weight.requires_grad_(not frozen)
-    x, grad = torch.randn(2, *shape, dtype=dtype).unbind()
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [norm(x) for norm, x in zip((ours, theirs), inputs)]
-    if not x.numel():
-        return
-    close(*outputs, dtype)
-    for output in outputs:
-        output.backward(grad)
-    close(inputs[0].grad, inputs[1].grad, dtype)
-    if not frozen:
-        close(ours.weight.grad, theirs.weight.grad, dtype)
-
-
-def test_second_derivatives_of_the_norm_are_refused():
-    x, norm = torch.randn(3, 8, requires_grad=True), in_few_passes(RMSNorm(8, eps=1e-5))
-    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def compare(ours, theirs, inputs: list[torch.Tensor], *constants) -> None:
+    """Compare the outputs of two functions, and the gradients of their inputs."""
     results = []
     for function in (ours, theirs):
         given = [x.clone().requires_grad_() for x in inputs]
@@ -72,6 +37,38 @@ def compare(ours, theirs, inputs: list[torch.Tensor], *constants) -> None:
         results.append((output, *(x.grad for x in given)))
     for pair in zip(*results):
         close(*pair, inputs[0].dtype)
+
+
+def in_few_passes(norm: RMSNorm) -> RMSNorm:
+    passes.put_in(norm, "RMSNorm")
+    return norm
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1, 7), (6,)])
+@pytest.mark.parametrize("change", [lambda norm: norm, in_few_passes])
+def test_the_norm_is_torchs(change, shape, dtype, frozen):
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype)
+    norms = change(RMSNorm(shape[-1], eps=1e-2)), nn.RMSNorm(shape[-1], eps=1e-2)
+
+    def function(norm):
+        return lambda x, weight: functional_call(norm, {"weight": weight}, x)
+
+    given = ([x], weight) if frozen else ([x, weight],)
+    compare(*map(function, norms), *given)
+
+
+def test_a_norm_of_no_rows_has_none():
+    assert in_few_passes(RMSNorm(4, eps=1e-2))(torch.randn(0, 4)).shape == (0, 4)
+
+
+def test_second_derivatives_of_the_norm_are_refused():
+    x, norm = torch.randn(3, 8, requires_grad=True), in_few_passes(RMSNorm(8, eps=1e-5))
+    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

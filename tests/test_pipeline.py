@@ -106,19 +106,13 @@ def test_the_command_draws(tmp_path):
     assert "33.3% of the time is waiting" in result.out and "hold 2, 1 microbatches" in result.out
     assert picture.read_text().count("<rect") == 8
     file.write_text("F0 B0\nF0 B0\n")
-    refused(launch("techniques/schedules.py", *given), "rank 0, position 3: B1@0 is missing")
-    refused(
-        launch("techniques/schedules.py", "--stages", 3, "--schedule", file),
-        "has 2 lines, and 3 ranks",
-    )
-    refused(
-        launch("techniques/schedules.py", "--schedule", "none"),
-        "no schedule 'none': choose from gpipe",
-    )
-    refused(
-        launch("techniques/schedules.py", "--schedule", "interleaved", "--microbatches", 3),
-        "multiple of 2",
-    )
+    for wrong, says in (
+        (given, "rank 0, position 3: B1@0 is missing"),
+        (["--stages", 3, "--schedule", file], "has 2 lines, and 3 ranks"),
+        (["--schedule", "none"], "no schedule 'none': choose from gpipe"),
+        (["--schedule", "interleaved", "--microbatches", 3], "multiple of 2"),
+    ):
+        refused(launch("techniques/schedules.py", *wrong), says)
     with pytest.raises(UserError, match="takes a multiple of 4 microbatches, not 6"):
         make_schedule("interleaved", 4, 6, 2)
 

@@ -36,6 +36,8 @@ LAYOUTS = {
     "pp2": ParallelConfig("ddp", pp=2),
     "pp2fsdp2": ParallelConfig("fsdp", shard=2, pp=2, schedule="zero-bubble"),
     "pp4": ParallelConfig("ddp", pp=4),
+    "muon-fsdp2": ParallelConfig("fsdp", shard=2, optimizer="muon"),
+    "muon-tp2": ParallelConfig("ddp", tp=2, optimizer="muon"),
 }
 BATCH, SEQ, VOCAB = 8, 13, 269
 # Neither the vocabulary nor the feed-forward can be sharded evenly over 4 ranks.
@@ -65,7 +67,8 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(CONFIG)
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
+        flags = dict(lr=1e-2, optimizer=world.parallel.optimizer)
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
         if source:
             saved = directory / source / "step-00000002"
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2

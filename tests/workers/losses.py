@@ -1,5 +1,5 @@
-"""Losses as a student would write them in model.py. Run on two ranks with FILE as argument: saves
-the loss, and the gradient of each parameter, that a small model has with each of them."""
+"""Losses as a student would write them in model.py. Run with FILE as argument: saves what a
+small model computes with each, its vocabulary sharded over all ranks."""
 
 import sys
 from pathlib import Path
@@ -50,7 +50,8 @@ LOSSES = {
 
 
 def main():
-    world = with_mesh(init_distributed(), ParallelConfig(tp=2, dtype=torch.float64))
+    world = init_distributed()
+    world = with_mesh(world, ParallelConfig(tp=world.size, dtype=torch.float64))
     batch, results = small_batch(*ROWS, CONFIG), {}
     for name, changes in LOSSES.items():
         vars(model).update(PLAIN | changes)

@@ -32,7 +32,6 @@ from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
-from runs.records import describe_mesh
 from techniques.context_parallel import share_sequences
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
@@ -167,8 +166,6 @@ def train(process, case: dict) -> dict:
         "last": merge_ranks({name: whole_tensor(p) for name, p in model.named_parameters()}),
         "sent": None if compiled else counter.sent,
         "predicted": predicted,
-        "mesh": describe_mesh(world),
-        "ranks": {dim: world.mesh[dim].mesh.tolist() for dim in world.mesh.mesh_dim_names},
         "layers": len(model.layers),
         "attentions": profiled_attentions(counter) if compiled else counter.attentions,
         "graphs": dict(torch._dynamo.utils.counters["stats"]),
