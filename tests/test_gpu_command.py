@@ -1,11 +1,10 @@
 """bench.py gpu, rehearsed on a CPU: which parts it measures, what it keeps, what it writes."""
 
 import json
-import subprocess
 
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import succeed
 
 import bench
 from perf import gpu
@@ -14,23 +13,19 @@ from plumbing.parser import Parser
 from text.tokenizer import load_tokenizer
 
 
-def rehearse(file, *more) -> str:
-    return succeed("bench.py", "gpu", "--out", file, "--rehearse", *more, timeout=900).out
-
-
-def test_parts_are_measured_once_and_kept(tmp_path):
+def test_parts_are_measured_once_and_kept(monkeypatch, tmp_path):
     """A part that is named is measured anew, and the others stay."""
     file, docs = tmp_path / "gpu.json", tmp_path / "measured.md"
     docs.write_text("# Measured\n\n## On one GPU\n\nold\n\n## Other\n\nstays\n")
     other = {name: {"error": "error: out of memory"} for name in PARTS["rates"]}
-    old = {"chunks of 256": {"seconds": [1, 2, 3]}}
+    old, new = ({"chunks of 256": {"seconds": [1, n, 9]}} for n in (2, 3))
     file.write_text(json.dumps({"parts": {"rates": other, "loss-1b": {"loss": old}}}))
-    out = rehearse(file, "--parts", "loss-1b", "--docs", docs)
-    assert "**loss-1b**" in out and "| chunks of 4096 |" in out
+    monkeypatch.setattr(gpu, "run_command", lambda *_, **__: new)
+    out = gpu.measure_gpu(file, ["loss-1b"], docs, rehearse=True)
+    assert "**loss-1b**" in out and "| chunks of 256 | 3 (1-9) |" in out
     report = json.loads(file.read_text())
-    assert report["machine"]["device"] == "cpu" and report["parts"]["rates"] == other
-    measured = report["parts"]["loss-1b"]["loss"]
-    assert "error" not in measured and measured["chunks of 256"]["seconds"] != [1, 2, 3]
+    assert report["machine"]["device"] == "cpu"
+    assert report["parts"] == {"rates": other, "loss-1b": {"loss": new}}
     text = docs.read_text()
     assert text.startswith("# Measured\n\n## On one GPU\n\ncpu, ") and "old" not in text
     assert text.endswith("\n\n## Other\n\nstays\n")
@@ -39,12 +34,14 @@ def test_parts_are_measured_once_and_kept(tmp_path):
 @pytest.mark.slow
 def test_all_kinds_of_parts(tmp_path):
     """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens."""
+    file = tmp_path / "gpu.json"
     kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
     kinds += ["float8-8b-8192", "largest-full-8b-4096"]
     assert {name.split("-")[0] for name in PARTS} == {name.split("-")[0] for name in kinds}
-    out = rehearse(tmp_path / "gpu.json", "--parts", *kinds)
+    given = ["gpu", "--out", file, "--rehearse", "--parts", *kinds]
+    out = succeed("bench.py", *given, timeout=900).out
     assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == kinds
-    assert "error" not in (tmp_path / "gpu.json").read_text()
+    assert "error" not in file.read_text()
     for step in ("eager, checkpointing full", "transformers", "bare", "64 sequences", "rowwise"):
         assert f"| {step} | " in out
 
@@ -71,6 +68,7 @@ def test_the_vocabulary_is_as_large_as_llamas(tmp_path):
 def run_with(monkeypatch, tmp_path):
     """Measure on what seems to be a GPU; `run_with(errors)` returns the lines that it ran."""
     monkeypatch.setattr(gpu, "markdown_section", lambda report, command: "section")
+    monkeypatch.setattr(gpu, "write_tokenizer", lambda file: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def run_with(errors: dict[str, str]) -> tuple[list[str], str]:
@@ -110,17 +108,18 @@ def test_after_too_little_memory_a_part_ends(run_with):
     assert run_with({})[0] == []
 
 
-def test_a_failing_process_is_told(monkeypatch, tmp_path):
-    line = "bench.py loss --tokens 0"
-    assert "expected an integer" in gpu.run_command(line, tmp_path, False, 60)["error"]
-    monkeypatch.setattr(gpu, "ROOT", gpu.ROOT / "tests")  # where there is no bench.py
-    assert gpu.run_command(line, tmp_path, False, 60) == {"error": "ended with exit code 2"}
+def test_what_a_process_writes_is_returned_or_how_it_failed(monkeypatch, tmp_path):
+    """By a program in place of bench.py; test_all_kinds_of_parts runs the real one."""
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
 
-    def too_slow(*given, timeout, **options):
-        raise subprocess.TimeoutExpired(given, timeout)
+    def run_program(source: str, timeout: float = 60) -> dict:
+        (tmp_path / "bench.py").write_text(f"import sys, time\n{source}")
+        return gpu.run_command("bench.py loss", tmp_path, False, timeout)
 
-    monkeypatch.setattr(subprocess, "run", too_slow)
-    assert gpu.run_command(line, tmp_path, False, 60) == {"error": "took more than 60 s"}
+    assert run_program("open(sys.argv[-1], 'w').write('[1]')") == [1]
+    assert run_program("sys.exit('no error here\\nerror: a line')") == {"error": "error: a line"}
+    assert run_program("sys.exit(2)") == {"error": "ended with exit code 2"}
+    assert run_program("time.sleep(60)", 0.4) == {"error": "took more than 0 s"}
 
 
 def test_errors_are_in_the_tables():
@@ -134,11 +133,3 @@ def test_errors_are_in_the_tables():
     assert (
         replace_section(replace_section("# A\n", "## On one GPU\n\nx"), section).count("## On") == 1
     )
-
-
-def test_wrong_input_and_no_gpu(tmp_path):
-    file = tmp_path / "gpu.json"
-    refused(launch("bench.py", "gpu", "--out", file), "needs a GPU: --rehearse")
-    refused(launch("bench.py", "gpu", "--out", file, "--parts", "x"), "no part 'x': choose from")
-    refused(launch("bench.py", "gpu", "--out", tmp_path / "no" / "file"), "make it first")
-    refused(launch("bench.py", "gpu", "--out", file, "--docs", "no.md"), "--docs no.md: no such")

@@ -1,11 +1,11 @@
 """Which file imports which, how long files are, and what each folder may hold."""
 
 import ast
+import functools
 import runpy
 from pathlib import Path
 
-import pytest
-from conftest import ROOT, succeed
+from conftest import ROOT
 
 # A folder, or a script at the top, may import those that stand after it, and its own row.
 ORDER = """
@@ -43,10 +43,11 @@ def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def imported_by(path: Path) -> set[str]:
-    """Return the project's modules that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def imported_by(path: Path, anywhere: bool = True) -> set[str]:
+    """Return the project's modules that a file imports, anywhere in it or outside of functions."""
+    names, tree = set(), ast.parse(path.read_text())
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -71,17 +72,18 @@ def test_imports_run_downwards():
     assert "parallel" in imported_by(FILES["train"])  # or nothing would be found
 
 
-@pytest.fixture(scope="module")
-def imported_first():
-    """For each module of the project, the modules that its import brings with it."""
-    result = succeed("tests/workers/import_each.py", *FILES)
-    rows = (line.split() for line in result.out.splitlines())
-    return {name: set(imported) for name, *imported in rows}, result.err
+def imported_at_once(module: str) -> set[str]:
+    """Return the project's modules that Python imports before the code of a module has run."""
+    found, left = set(), [module]
+    while left:
+        new = imported_by(FILES[left.pop()], anywhere=False) - found
+        found |= new
+        left += new
+    return found
 
 
-def test_every_module_can_be_imported_first(imported_first):
-    modules, errors = imported_first
-    assert modules.keys() == FILES.keys(), errors
+def test_every_module_can_be_imported_first():
+    assert [name for name in FILES if name in imported_at_once(name)] == []  # no circle
 
 
 def test_the_model_is_one_file():
@@ -89,11 +91,10 @@ def test_the_model_is_one_file():
     assert lines_of(FILES["model"]) <= 450
 
 
-def test_parallelism_does_not_know_lora(imported_first):
-    modules, _ = imported_first
-    assert "lora" in modules["finetune_lora"]
+def test_parallelism_does_not_know_lora():
+    assert "lora" in imported_at_once("finetune_lora")
     for name in ("parallel", "model"):
-        assert "lora" not in modules[name], name
+        assert "lora" not in imported_at_once(name), name
 
 
 def test_flags_stop_at_the_door():

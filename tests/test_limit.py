@@ -1,7 +1,7 @@
 """bench.py limit and loss, and bench.py's own errors. Speed is not tested, memory is."""
 
 import pytest
-from conftest import launch, refused, succeed
+from conftest import succeed
 
 
 def test_limit():
@@ -26,14 +26,3 @@ def test_loss():
     out = succeed("bench.py", "loss", "--tokens=2048", "--vocab-size=32000", "--dim=64").out
     plain, chunked = (float(line.split("|")[2].split()[0]) for line in out.splitlines()[2:])
     assert chunked < plain
-
-
-@pytest.mark.parametrize("command", ["limit", "lora", "comm"])
-def test_muon_is_not_compared_with_adamw(command):
-    result = launch("bench.py", command, "--optimizer=muon")
-    refused(result, "this command measures AdamW: leave out --optimizer muon")
-
-
-def test_unknown_command():
-    result = launch("bench.py", "speed")
-    assert result.code == 2 and "invalid choice: 'speed'" in result.err

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import slow
 from workers.train_cases import build, initialize
 
 import techniques.nf4 as nf4
@@ -139,9 +140,17 @@ def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
     assert {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad} == {"wq"}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dora", [False, True])
-def test_numbers_are_never_saved(compiled, dora):
+@pytest.mark.parametrize(
+    "dora, backend",
+    [
+        (False, None),
+        (True, None),
+        (True, "aot_eager_decomp_partition"),  # traced and divided as by inductor, without kernels
+        slow(False, "inductor"),
+        slow(True, "inductor"),
+    ],
+)
+def test_numbers_are_never_saved(dora, backend):
     """What forward saves for backward has no matrix of a block's layer, with as many rows."""
     config = CONFIG | dict(n_layers=1)
     model = build(config, dict(rank=2, base_bits=4, dora=dora)).to_empty(device="cpu")
@@ -149,8 +158,8 @@ def test_numbers_are_never_saved(compiled, dora):
     initialize(model)
     shapes = {(m.out_features, m.in_features) for m in model.modules() if hasattr(m, "lora_A")}
     block = model.layers["0"]
-    if compiled:
-        block.forward = torch.compile(block.forward)
+    if backend:
+        block.forward = torch.compile(block.forward, backend=backend)
     tokens, saved = torch.arange(14).view(2, 7), []  # 14 is no width
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with hooks:

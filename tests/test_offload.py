@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import launch, refused
+from conftest import slow
 from exact import GROUPED, ODD, case, train
-from test_train import flags
 
 import techniques.offload as offload
 from model import Block, Llama, LlamaConfig
@@ -17,19 +16,22 @@ CASES = {
     "autocast": case(ODD, dp="ddp", replicate=2) | {"dtype": "bfloat16"},
     "tp": case(GROUPED, 2, dp="fsdp", tp=2) | {"dtype": "bfloat16"},
 }
-COMPILED = {
-    name: given | {"parallel": given["parallel"] | {"compile": True}}
-    for name, given in CASES.items()
-}
 
 
-def same_bits(directory, cases: dict) -> None:
+def with_option(given: dict, **option: bool) -> dict:
+    return given | {"parallel": given["parallel"] | option}
+
+
+@pytest.mark.parametrize(
+    "names, compiled", [(["fsdp"], False), slow(["autocast", "tp"], False), slow([*CASES], True)]
+)
+def test_offloading_changes_no_bit(names, compiled, tmp_path):
+    cases = {name: with_option(CASES[name], compile=compiled) for name in names}
     offloading = {
-        f"{name} offloading": given
-        | {"parallel": given["parallel"] | {"offload_activations": True}}
+        f"{name} offloading": with_option(given, offload_activations=True)
         for name, given in cases.items()
     }
-    results = train(directory, 2, cases | offloading)
+    results = train(tmp_path, 2, cases | offloading)
     for name in cases:
         result, expected = results[f"{name} offloading"], results[name]
         assert result["rows"] == expected["rows"], name
@@ -37,15 +39,6 @@ def same_bits(directory, cases: dict) -> None:
         for what in ("gradients", "last"):
             for parameter, value in expected[what].items():
                 assert torch.equal(result[what][parameter], value), (name, parameter)
-
-
-def test_offloading_changes_no_bit(tmp_path):
-    same_bits(tmp_path, CASES)
-
-
-@pytest.mark.slow
-def test_offloading_compiled_blocks_changes_no_bit(tmp_path):
-    same_bits(tmp_path, COMPILED)
 
 
 def small_model() -> Llama:
@@ -111,9 +104,3 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
     offload_activations(model := small_model(), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="changed in place a tensor"):
         model(tokens, targets=tokens).backward()
-
-
-def test_selective_checkpointing_is_refused(corpus, tmp_path):
-    given = flags(corpus, tmp_path / "out", checkpointing="selective")
-    result = launch("train.py", *given, "--offload-activations")
-    refused(result, "--offload-activations", "use --checkpointing full or none")

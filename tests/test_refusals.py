@@ -3,7 +3,8 @@
 A row has the number of ranks, a command, and parts of its error line, with " ... " between them.
 A first word in FIRST stands for the flags there. Names in braces are paths: {text}, {corpus} and
 {sums} (conftest.py), {base} (a checkpoint), {run} (of train.py), {bare} (Hugging Face's files
-without a tokenizer), {foreign} (a token of 999), {here} (an empty directory), {out} (never made).
+without a tokenizer), {foreign} (a token of 999), {other} (a tokenizer of 300 tokens), {here} (an
+empty directory), {out} (never made).
 """
 
 import shlex
@@ -17,20 +18,21 @@ from data import TokenFileWriter
 from files.formats import save_hf
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
-from text.tokenizer import load_tokenizer
+from text.tokenizer import load_tokenizer, train_tokenizer
 
 SIZES = "--dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --ffn-dim 48"
 SHORT = "--out {out} --steps 5 --batch 8 --warmup 2 --eval-every 0 --save-every 0 --dtype float64"
 FIRST = {
     "train": f"train.py {SIZES} {SHORT} --data {{corpus}} --seq-len 24",
     "finetune": f"finetune_lora.py {SHORT} --data {{sums}} --init {{base}} --seq-len 96",
+    "step": f"bench.py step {SIZES} --data {{corpus}} --seq-len 24",
     "tokenize": "data.py tokenize {text} --tokenizer bytes --out {out}",
 }
 REFUSALS = """
 # ----------------------------------------------------------------------------------- train.py
 1 | train --model gpt5 | no model 'gpt5' ... llama3.1-8b
 1 | train --tokenizer nonsense | no tokenizer 'nonsense' ... bytes
-1 | train --data /no/such/place | no data at '/no/such/place'
+1 | train --data /no/such/place --tokenizer bytes | no data at '/no/such/place'
 1 | train --microbatch 3 | --batch 8 ... --microbatch 3
 1 | train --lr -1 | --lr ... at least 0
 1 | train --keep -1 | --keep ... at least 0
@@ -65,13 +67,14 @@ REFUSALS = """
 2 | train --pp 2 --schedule zero-bubble --compile | --no-compile
 2 | train --pp 2 --schedule zero-bubble --reshard all | --reshard all does not combine
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
+1 | train --offload-activations --checkpointing selective | use --checkpointing full or none
 2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
 1 | train --out {text} | cannot write to --out ... it is a file
 1 | train --out {run} | already holds a run ... --resume
 1 | train --out {run} --resume --ffn-dim 64 | another model ... ffn_dim 48, not 64
 1 | train --out {run} --resume --optimizer adamw | another optimizer: give --optimizer muon
 1 | train --init {run} --dim 64 | has dim 32, not 64
-1 | train --data {corpus} --tokenizer python-300 | were not made with tokenizer python-300
+1 | train --data {corpus} --tokenizer {other} | were not made with tokenizer ... other.model
 1 | train --data {corpus} {text} | mixes token files and text
 1 | train --data {foreign} | give --tokenizer
 2 | train --data {foreign} --tokenizer bytes --out {here}/run | token 999 ... bytes has only 267
@@ -94,7 +97,7 @@ REFUSALS = """
 1 | finetune --dp fsdp --reshard adapters --offload | --offload ... --reshard adapters
 1 | finetune --seq-len 500 | --seq-len 500 ... maximum: --seq-len 256
 1 | finetune --seq-len 8 | longest
-1 | finetune --tokenizer python-300 | another tokenizer
+1 | finetune --tokenizer {other} | another tokenizer
 1 | finetune --float8 rowwise | --float8 is for train.py
 1 | finetune --optimizer muon | --optimizer muon is for whole matrices ... leave it out
 # ------------------------------------------------------------------------------------ data.py
@@ -108,7 +111,7 @@ REFUSALS = """
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
 1 | generate.py {base} --temperature=-1 | --temperature: expected a number of at least 0
-1 | generate.py {base} --tokenizer python-300 | trained with another tokenizer than python-300
+1 | generate.py {base} --tokenizer {other} | trained with another tokenizer than ... other.model
 1 | generate.py {base} --max-new-tokens 256 | more than the 256 tokens
 1 | generate.py {base} --chat --system Hi --max-new-tokens 225 | a prompt of 36 ... the 256 tokens
 1 | generate.py {base} --system Hi | --system ... give --chat, too
@@ -116,9 +119,31 @@ REFUSALS = """
 1 | generate.py {bare} --prompt a | has no tokenizer.model: give its --tokenizer
 1 | checkpoint.py export {base} {here} --format hf | exists
 1 | checkpoint.py import /no/model {out} | no checkpoint in '/no/model'
-1 | checkpoint.py import {bare} {out} --tokenizer python-300 | has 300 tokens ... 267
+1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # ----------------------------------------------------------------------------------- bench.py
+1 | bench.py speed | 'speed' ... choose from
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
+1 | step --plot x.svg | --plot draws a pipeline: give --pp 2
+1 | step --shard 2 | --shard 2 is for --dp hsdp
+1 | step --repeats 0 | expected an integer of at least 1
+2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
+1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
+1 | bench.py compare ddp --seq-len 9999 | at most --seq-len 2048
+1 | bench.py compare ddp quick | expected one, ddp ... got 'quick'
+1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
+1 | bench.py compare --json {out}/x.json | no directory {out}
+1 | bench.py compare --plot x.doc | --plot x.doc ... .png
+1 | bench.py compare --plot {out}/x.png | no directory {out}
+1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py lora --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py comm --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
+1 | bench.py comm --sizes 0 | --sizes ... '0'
+2 | bench.py comm --out {out}/x | --out {out}/x: there is no directory {out}; make it first
+1 | bench.py gpu --out {here}/x | needs a GPU: --rehearse
+1 | bench.py gpu --out {here}/x --parts x | no part 'x': choose from
+1 | bench.py gpu --out {out}/x | make it first
+1 | bench.py gpu --out {here}/x --docs {out} | --docs {out}: no such file
 """
 ROWS = [row.split(" | ") for row in REFUSALS.splitlines() if row and row[0] != "#"]
 
@@ -136,7 +161,8 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
-    places["run"] = base.with_name("run")
+    places |= dict(run=base.with_name("run"), other=foreign.with_name("other.model"))
+    train_tokenizer([str(text)], 300, places["other"])
     succeed(*f"{FIRST['train']} --steps 1 --warmup 0".format(**places, out=places["run"]).split())
     return places
 
@@ -147,5 +173,6 @@ def test_a_wrong_command_is_refused_in_one_line(ranks, command, line, places, tm
     places = places | dict(here=tmp_path, out=tmp_path / "out")
     words = " ".join([FIRST.get(first, first), *rest]).format(**places)
     nproc = 0 if ranks == "1" else int(ranks)
-    refused(launch(*shlex.split(words), nproc=nproc), *line.split(" ... "))
+    parts = (part.replace("{out}", str(places["out"])) for part in line.split(" ... "))
+    refused(launch(*shlex.split(words), nproc=nproc), *parts)
     assert not places["out"].exists()

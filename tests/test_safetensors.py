@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from conftest import slow
 
 from files.safetensors import DTYPES, StoredTensor, open_safetensors, save_safetensors
 from plumbing.processes import UserError
@@ -134,14 +135,15 @@ def mutated(content: bytes, choice: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(tmp_path):
-    """Of 3,000 files, the package accepts all that we accept, and reads the same bytes."""
+@pytest.mark.parametrize("files", [1000, slow(10_000)])
+def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(files, tmp_path):
+    """Of all files, the package accepts those that we accept, and reads the same bytes."""
     tensors = {name: t.contiguous() for name, t in samples().items() if "uint" not in name}
     few = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64)}
     originals = [safetensors.torch.save(few, {"x": "y"}), safetensors.torch.save(tensors)]
     choice, path = random.Random(0), tmp_path / "file"
     accepted = refused_by_us_alone = 0
-    for i in range(3000):
+    for i in range(files):
         path.write_bytes(mutated(originals[i % 4 == 0], choice))
         try:
             their = safetensors.torch.load(path.read_bytes())
@@ -155,5 +157,5 @@ def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(
         assert their is not None and their.keys() == our.keys(), i
         assert all(same(our[name], their[name]) for name in our), i
         accepted += 1
-    assert accepted > 50  # a mutation of names or data leaves a valid file
-    assert refused_by_us_alone < 30, refused_by_us_alone
+    assert accepted > files / 60  # a mutation of names or data leaves a valid file
+    assert refused_by_us_alone < files / 100, refused_by_us_alone

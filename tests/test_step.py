@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import launch, refused, step_of, succeed
+from conftest import step_of, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -74,6 +74,7 @@ def test_fully_sharded(corpus, tmp_path):
     check_traffic(out)
 
 
+@pytest.mark.slow
 def test_shared_sequences(corpus):
     out, parts, memory = step(corpus, "--cp=2", "--dp=fsdp", "--microbatch=2", nproc=2)
     assert list(parts)[2:4] == [EXPOSED + "shard", EXPOSED + "cp"]
@@ -137,17 +138,6 @@ def test_silenced_passes_leave_no_trace():
     assert names == ["ddp", "zero1", "fsdp", "reshard none", "tp"]
     for line in out.splitlines():
         assert line.endswith("silenced True, sum after it 2, same weights True"), line
-
-
-@pytest.mark.slow
-def test_refuses_what_train_refuses(corpus):
-    wrong = ["bench.py", "step", *SIZES, "--data", corpus, "--seq-len=24"]
-    refused(launch(*wrong, "--plot", "x.svg"), "--plot draws a pipeline: give --pp 2")
-    result = launch(*wrong, "--batch=3", nproc=2)
-    assert result.err.count("error: --batch 3 is no multiple of the 2 ranks that share it") == 1
-    assert result.codes == [2, 2]
-    refused(launch(*wrong, "--shard=2"), "--shard 2 is for --dp hsdp")
-    refused(launch(*wrong, "--repeats=0"), "expected an integer of at least 1")
 
 
 def test_parts():

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -37,6 +38,8 @@ import generate  # noqa: F401
 
 def main() -> None:
     gc.freeze()  # a collection in a fork would copy every page of these objects
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # PyTorch's operators would be removed one by one, as slowly
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
     while line := sys.stdin.readline():
         if os.fork() == 0:  # the store starts threads, after which a process must not fork
