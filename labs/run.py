@@ -31,7 +31,6 @@ import argparse
 import json
 import os
 import re
-import runpy
 import textwrap
 import time
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from types import ModuleType
 
 import torch
 
+from labs.machinery.answers import answer_of, starter_of, wrong_answers
 from labs.machinery.checking import check
 from labs.machinery.grading import grade, release, write_lab
 from labs.machinery.predict import predict
@@ -74,26 +74,6 @@ def check_of(lab: str) -> ModuleType:
     if lab not in NAMES:
         raise UserError(f"no lab '{lab}': choose from {', '.join(NAMES)}")
     return check_module(lab)
-
-
-def answer_of(lab: str) -> str:
-    """Return the source of the solution. Raises UserError where it was left out."""
-    path = LABS / lab / "answer.py"
-    if not path.exists():
-        raise UserError("this copy of the labs has no solutions: ask your teacher")
-    return path.read_text()
-
-
-def starter_of(lab: str) -> str:
-    """Return a lab's solution without the part that is to be written, and what follows it."""
-    kept = LABS / lab / "starter.py"  # in a copy without solutions
-    if kept.exists():
-        return kept.read_text()
-    answer = answer_of(lab)
-    gap = re.search(r"^( +)# >>>\n(.*?)^ +# <<<\n", answer, re.MULTILINE | re.DOTALL)
-    lines = len(gap[2].splitlines())
-    filled = f'{gap[1]}raise NotImplementedError("about {lines} lines")\n'
-    return answer[: gap.start()] + filled
 
 
 def question_of(lab: str) -> str:
@@ -188,13 +168,10 @@ def why(args: argparse.Namespace) -> Iterator[str]:
     check_of(args.lab)
     if args.lab not in read_state()["passed"] and not args.give_up:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
-    answer = answer_of(args.lab)
-    yield answer[: answer.index("\nWRONG = [")].strip()
-    for wrong in runpy.run_path(str(LABS / args.lab / "answer.py"))["WRONG"]:
-        yield f"\n\nWrong: {wrong['name']}\n  > {wrong['says']}"
-        for old, new in wrong["change"].items():
-            yield textwrap.indent(old.strip("\n"), "  - ", lambda line: True)
-            yield textwrap.indent(new.strip("\n"), "  + ", lambda line: True)
+    yield answer_of(args.lab)[0].strip()
+    for wrong in wrong_answers(args.lab):
+        lines = textwrap.indent(f"> {wrong.says}\n{wrong.patch}", "  ")
+        yield f"\n\nWrong: {wrong.name}\n{lines.rstrip()}"
 
 
 def reset(args: argparse.Namespace) -> Iterator[str]:

@@ -18,12 +18,12 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, Forks, in_copy, launch, refused
 
 from labs import run
+from labs.machinery import answers
 
 LABS = ROOT / "labs"
 NAMES = run.NAMES
-ANSWERS = {name: (LABS / name / "answer.py").read_text() for name in NAMES}
-WRONG = [(name, wrong) for name in NAMES
-         for wrong in runpy.run_path(str(LABS / name / "answer.py"))["WRONG"]]  # fmt: skip
+ANSWERS = {name: answers.answer_of(name)[0] for name in NAMES}
+WRONG = [(name, wrong) for name in NAMES for wrong in answers.wrong_answers(name)]
 
 
 def lab(*args, code: int = 0, **options) -> str:
@@ -37,12 +37,15 @@ def check_module(name: str) -> ModuleType:
     return importlib.import_module(f"labs.{name}.check")
 
 
-def student_file(name: str, directory: Path, change: dict[str, str] | None = None) -> Path:
-    """A file with a lab's solution, after a change that makes it wrong."""
-    source = ANSWERS[name][: ANSWERS[name].index("\nWRONG = [")]
+def student_file(
+    name: str, directory: Path, change: dict[str, str] | None = None, patch: str = ""
+) -> Path:
+    """A file with a lab's solution, after a change."""
+    source = ANSWERS[name]
     for old, new in (change or {}).items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
+    source = answers.patched(source, patch)
     path = directory / f"{name}.py"
     path.write_text(source)
     return path
@@ -52,16 +55,17 @@ def student_file(name: str, directory: Path, change: dict[str, str] | None = Non
 def test_starters_are_the_solutions_without_the_marked_part(name):
     before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", ANSWERS[name], flags=re.MULTILINE)
     lines = len(gap.splitlines())
-    starter = run.starter_of(name)
+    starter = answers.starter_of(name)
     assert starter == f'{before}    raise NotImplementedError("about {lines} lines")\n'
     assert 5 <= lines <= 40
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_there_are_enough_wrong_answers(name):
-    wrong_answers = [wrong for of_lab, wrong in WRONG if of_lab == name]
-    assert len(wrong_answers) >= 4
-    assert any(wrong.get("numbers") == "right" for wrong in wrong_answers)
+    of_lab = answers.wrong_answers(name)
+    assert len(of_lab) >= 4
+    assert len(of_lab) == (LABS / name / "answer.py").read_text().count("\n> ")  # all are read
+    assert {"right numbers"} <= {wrong.tells for wrong in of_lab} <= {"right numbers", "hangs", ""}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -95,7 +99,7 @@ def test_commands(copy):
     assert f"next: python labs/run.py check {first}, " in in_copy(copy)
     assert "not written yet" in in_copy(copy, "check", name, code=1)  # writes the starter
     file = copy / f"labs/work/{name}.py"
-    starter = run.starter_of(name)
+    starter = answers.starter_of(name)
     assert file.read_text() == starter
     hints = [in_copy(copy, "hint", name) for _ in range(4)]
     assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
@@ -178,7 +182,7 @@ def test_released_copies_have_no_solutions(tmp_path):
     student_file("mean", copy / "labs/work")
     assert "passed on 2 ranks" in in_copy(copy, "check", "mean", "--ranks", 2)
     in_copy(copy, "reset", "mean")
-    assert (copy / "labs/work/mean.py").read_text() == run.starter_of("mean")
+    assert (copy / "labs/work/mean.py").read_text() == answers.starter_of("mean")
 
 
 @pytest.mark.slow

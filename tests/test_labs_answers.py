@@ -7,12 +7,12 @@ import pytest
 from conftest import slow
 from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 
-from labs import run
+from labs.machinery.answers import starter_of
 
 
 @pytest.mark.parametrize("name", [name if name == "mean" else slow(name) for name in ANSWERS])
 def test_starters_fail_as_not_written_yet(name, tmp_path):
-    (tmp_path / "starter.py").write_text(run.starter_of(name))
+    (tmp_path / "starter.py").write_text(starter_of(name))
     assert "not written yet: about" in lab("check", name, "--file", tmp_path / "starter.py", code=1)
 
 
@@ -44,18 +44,18 @@ def test_solutions_pass_on_all_numbers_of_ranks(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, wrong", WRONG, ids=[f"{n}: {wrong['name']}" for n, wrong in WRONG])
+@pytest.mark.parametrize("name, wrong", WRONG, ids=[f"{n}: {w.name}" for n, w in WRONG])
 def test_wrong_answers_are_named(name, wrong, tmp_path):
-    path = student_file(name, tmp_path, wrong["change"])
+    path = student_file(name, tmp_path, patch=wrong.patch)
     sizes = check_module(name).SIZES
-    size = wrong.get("ranks", 3 if 3 in sizes else sizes[0])
+    size = 3 if 3 in sizes else sizes[0]
     out = lab("check", name, "--file", path, "--ranks", size, code=1)
-    assert wrong["says"] in " ".join(out.split()), out
-    if wrong.get("numbers") == "right":  # so it takes more than numbers to find it
+    assert wrong.says in " ".join(out.split()), out
+    if wrong.tells == "right numbers":  # so it takes more than numbers to find it
         kinds = r"  (loss|norm|gradients|gathered|output|adapters|weights|example) .*"
         numbers = [line for line in out.splitlines() if re.match(kinds, line)]
         assert numbers and all(line.endswith("ok") for line in numbers)
-    if wrong.get("hangs"):
+    if wrong.tells == "hangs":
         assert "stopped: ranks wait" in out and "rank 0  call" in out and ", line " in out
 
 
@@ -63,7 +63,7 @@ def test_wrong_answers_are_named(name, wrong, tmp_path):
 @pytest.mark.parametrize("body", ["pass", "return 0.0, 0.0", "everything"])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_doing_nothing_fails(name, body, tmp_path):
-    starter, path = run.starter_of(name), tmp_path / "nothing.py"
+    starter, path = starter_of(name), tmp_path / "nothing.py"
     path.write_text(re.sub(r"    raise NotImplementedError.*", f"    {body}", starter))
     if body == "everything":  # is commented out
         path.write_text("".join(f"# {line}\n" for line in starter.splitlines()))
@@ -91,7 +91,7 @@ def test_doing_nothing_fails(name, body, tmp_path):
     ],
 )
 def test_other_mistakes_are_explained(line, says, tmp_path):
-    starter, path = run.starter_of("mean"), tmp_path / "mean.py"
+    starter, path = starter_of("mean"), tmp_path / "mean.py"
     path.write_text(re.sub(r"raise NotImplementedError.*", line, starter))
     out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
     assert says in " ".join(out.split()), out
@@ -126,6 +126,6 @@ def scale_down(parameters, clip, norm):
     for parameter in parameters:
         parameter.grad *= min(1.0, clip / norm)
 """
-    starter, path = run.starter_of("mean"), tmp_path / "mean.py"
+    starter, path = starter_of("mean"), tmp_path / "mean.py"
     path.write_text(re.sub(r"raise NotImplementedError.*", lambda _: body, starter))
     lab("check", "mean", "--file", path, "--ranks", 3)

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, in_copy, launch, refused, succeed
 from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 
-from labs import run
 from labs.machinery import grading
+from labs.machinery.answers import starter_of
 from labs.machinery.grading import seed_of
 
 LABS = ROOT / "labs"
@@ -31,12 +31,12 @@ NOT_ALLOWED = {
     "directory": (f"    import os; os.mkdir('/tmp/mine')\n{FIRST}", "change /tmp/mine"),
     "home": (f"    open('own.txt', 'w').write('1')\n{FIRST}", ""),  # its own directory is allowed
 }
-PUBLISHED = next(wrong for name, wrong in WRONG if name == "mean" and "numbers" not in wrong)
+PUBLISHED = next(wrong for name, wrong in WRONG if name == "mean" and not wrong.tells)
 
 
-def submit(directory: Path, student: str, name: str, change: dict | None = None) -> None:
+def submit(directory: Path, student: str, name: str, change: dict | None = None, patch="") -> None:
     (directory / student).mkdir(exist_ok=True, parents=True)
-    student_file(name, directory / student, change)
+    student_file(name, directory / student, change, patch)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
     """The directory of a class, what grading printed, and the rows of the table in its file."""
     directory = tmp_path_factory.mktemp("grading")
     submit(directory / "class", "ada", "mean")
-    submit(directory / "class", "bob", "mean", PUBLISHED["change"])
-    (directory / "class/bob/ddp.py").write_text(run.starter_of("ddp"))
+    submit(directory / "class", "bob", "mean", patch=PUBLISHED.patch)
+    (directory / "class/bob/ddp.py").write_text(starter_of("ddp"))
     (directory / "class/notes.txt").write_text("not a submission")
     (directory / "class/frank").mkdir()
     files = dict(csv=directory / "g.csv", junit=directory / "g.xml")
@@ -60,7 +60,7 @@ def test_grades(graded):
     ada, bob_ddp, bob_mean = sorted(rows, key=lambda row: (row["student"], row["lab"]))
     lines = int(ada["of"])
     assert (ada["passed"], ada["points"]) == ("True", ada["of"]) and lines % 3 == 0  # sizes
-    assert (bob_mean["passed"], bob_mean["mistake"]) == ("False", PUBLISHED["name"])
+    assert (bob_mean["passed"], bob_mean["mistake"]) == ("False", PUBLISHED.name)
     assert 0 < int(bob_mean["points"]) < lines and bob_mean["of"] == ada["of"]
     assert (bob_ddp["points"], bob_ddp["mistake"]) == ("0", "not written yet")
     for row in rows:
@@ -104,9 +104,9 @@ def test_the_directory_of_one_student(graded):
 @pytest.mark.slow
 def test_summary_counts_mistakes(tmp_path):
     for student in ("ada", "bob", "eve"):
-        submit(tmp_path, student, "mean", None if student == "eve" else PUBLISHED["change"])
+        submit(tmp_path, student, "mean", patch=PUBLISHED.patch * (student != "eve"))
     out = lab("grade", tmp_path, "--summary", "--class", "key", timeout=200)
-    assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED['name']}" in out
+    assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED.name}" in out
 
 
 def test_mistakes_are_alike_but_for_their_numbers():
@@ -218,7 +218,7 @@ def test_a_new_lab_works(copy):
     out = in_copy(copy, "new", "median")
     assert "labs/median/answer.py" in out and "labs/median/check.py" in out
     assert "not written yet: about 5 lines" in in_copy(copy, "check", "median", code=1)
-    answer = (copy / "labs/median/answer.py").read_text().split("\nWRONG = [")[0]
+    answer, _ = (copy / "labs/median/answer.py").read_text().split("\nWRONG = ")
     (copy / "labs/work/median.py").write_text(answer)
     assert "passed. The project's own is" in in_copy(copy, "check", "median")
     wrong = answer.replace("total / dist.get_world_size()", "total")

@@ -1,11 +1,12 @@
 """Mistakes that others have published, in files of their own style, are recognized by name."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from test_labs import check_module, lab
+
+from labs.machinery.answers import wrong_answers
 
 LABS = ROOT / "labs"
 # File -> part of the name of the wrong answer, and whether all comparisons of numbers hold.
@@ -35,8 +36,8 @@ def test_published_mistakes_are_recognized(name):
     of_lab = path.read_text().removeprefix('"""').split(",")[0]
     size = check_module(of_lab).SIZES[-1]
     out = lab("check", of_lab, "--file", path, "--ranks", size, code=1)
-    wrong = runpy.run_path(str(LABS / of_lab / "answer.py"))["WRONG"]
-    recognized = [one["name"] for one in wrong if one["says"] in " ".join(out.split())]
+    said = " ".join(out.split())
+    recognized = [wrong.name for wrong in wrong_answers(of_lab) if wrong.says in said]
     part, numbers_are_right = PUBLISHED[name]
     assert recognized and part in recognized[0], out
     numbers = [line for line in out.splitlines() if line.split()[:1] and line.split()[0] in NUMBERS]

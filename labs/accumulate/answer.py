@@ -40,101 +40,71 @@ def accumulate(
 # The last microbatch's backward then averages what has added up, not its own gradient alone.
 
 
-WRONG = [
-    dict(
-        name="forward outside of no_sync (build-nanogpt PR #30)",
-        says="Gradients are sent in each of the",
-        numbers="right",
-        change={
-            """
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-            loss = runner(tokens, targets)
-""": """
-        loss = runner(tokens, targets)
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-"""
-        },
-    ),
-    dict(
-        name="without no_sync",
-        says="Gradients are sent in each of the",
-        numbers="right",
-        change={"with contextlib.nullcontext() if is_last else runner.no_sync():": "if True:"},
-    ),
-    dict(
-        name="switched between forward and backward",
-        says="No gradient was exchanged",
-        change={
-            """
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-            loss = runner(tokens, targets)
-            loss.backward()
-""": """
-        with runner.no_sync():
-            loss = runner(tokens, targets)
-        runner.require_backward_grad_sync = is_last
-        loss.backward()
-"""
-        },
-    ),
-    dict(
-        name="first microbatch instead of the last",
-        says="The first microbatch's gradient was averaged, the others' not",
-        change={"is_last = i == len(microbatches) - 1": "is_last = i == 0"},
-    ),
-    dict(
-        name="hook on the incoming gradient (picotron_tutorial, step 5)",
-        says="The last microbatch's gradient was averaged, the others' not",
-        change={
-            "    total = 0.0\n": """\
-    import torch.distributed as dist
+WRONG = """
+forward outside of no_sync (build-nanogpt PR #30) [right numbers]
+> Gradients are sent in each of the
+-         with contextlib.nullcontext() if is_last else runner.no_sync():
+-             loss = runner(tokens, targets)
++         loss = runner(tokens, targets)
++         with contextlib.nullcontext() if is_last else runner.no_sync():
 
-    def average(gradient: Tensor) -> Tensor:
-        if is_last:
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-        return gradient
+without no_sync [right numbers]
+> Gradients are sent in each of the
+- with contextlib.nullcontext() if is_last else runner.no_sync():
++ if True:
 
-    for parameter in runner.module.parameters():
-        parameter.register_hook(average)
-    total = 0.0
-""",
-            """
-        with contextlib.nullcontext() if is_last else runner.no_sync():
-            loss = runner(tokens, targets)
-            loss.backward()
-""": """
-        loss = runner.module(tokens, targets)
-        loss.backward()
-""",
-        },
-    ),
-    dict(
-        name="mean over microbatches",
-        says="The gradient is divided by the number of microbatches",
-        change={"loss.backward()": "(loss / len(microbatches)).backward()"},
-    ),
-    dict(
-        name="one backward for all microbatches",
-        says="Activations of all microbatches exist at once",
-        numbers="right",
-        change={
-            """
-            loss = runner(tokens, targets)
-            loss.backward()
-        total += loss.detach()
-    return total
-""": """
-            total += runner(tokens, targets)
-    total.backward()
-    return total.detach()
+switched between forward and backward
+> No gradient was exchanged
+-         with contextlib.nullcontext() if is_last else runner.no_sync():
+-             loss = runner(tokens, targets)
+-             loss.backward()
++         with runner.no_sync():
++             loss = runner(tokens, targets)
++         runner.require_backward_grad_sync = is_last
++         loss.backward()
+
+first microbatch instead of the last
+> The first microbatch's gradient was averaged, the others' not
+- is_last = i == len(microbatches) - 1
++ is_last = i == 0
+
+hook on the incoming gradient (picotron_tutorial, step 5)
+> The last microbatch's gradient was averaged, the others' not
+-     total = 0.0
++     import torch.distributed as dist
++
++     def average(gradient: Tensor) -> Tensor:
++         if is_last:
++             dist.all_reduce(gradient)
++             gradient /= dist.get_world_size()
++         return gradient
++
++     for parameter in runner.module.parameters():
++         parameter.register_hook(average)
++     total = 0.0
+-         with contextlib.nullcontext() if is_last else runner.no_sync():
+-             loss = runner(tokens, targets)
+-             loss.backward()
++         loss = runner.module(tokens, targets)
++         loss.backward()
+
+mean over microbatches
+> The gradient is divided by the number of microbatches
+- loss.backward()
++ (loss / len(microbatches)).backward()
+
+one backward for all microbatches [right numbers]
+> Activations of all microbatches exist at once
+-             loss = runner(tokens, targets)
+-             loss.backward()
+-         total += loss.detach()
+-     return total
++             total += runner(tokens, targets)
++     total.backward()
++     return total.detach()
+
+losses with their graphs [right numbers]
+> Who keeps this loss keeps what its graph holds
+- total += loss.detach()
++ total += loss
 """
-        },
-    ),
-    dict(
-        name="losses with their graphs",
-        says="Who keeps this loss keeps what its graph holds",
-        numbers="right",
-        change={"total += loss.detach()": "total += loss"},
-    ),
-]

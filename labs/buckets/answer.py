@@ -68,81 +68,62 @@ def average_gradients(model: nn.Module) -> Callable[[], None]:
 # Horovod before its PR #15.
 
 
-WRONG = [
-    dict(
-        name="one bucket for all, after backward (rsl_rl #163)",
-        says="All gradients are in one bucket",
-        numbers="right",
-        change={"limit = 25_000": "limit = float('inf')"},
-    ),
-    dict(
-        name="one tensor at a time (before horovod PR #15)",
-        says="Every gradient travels alone",
-        numbers="right",
-        change={"limit = 25_000": "limit = 1"},
-    ),
-    dict(
-        name="buckets in the order of forward",
-        says="Backward begins with the last layer",
-        numbers="right",
-        change={
-            "    bucket, pending = [], []\n": """\
-    bucket, pending = [], []
-    order, ready = list(model.parameters()), set()
-""",
-            """\
-        bucket.append(parameter)
-        if sum(p.grad.nbytes for p in bucket) >= limit:
-            send()
-""": """\
-        ready.add(parameter)
-        while order and order[0] in ready:
-            bucket.append(order.pop(0))
-            if sum(p.grad.nbytes for p in bucket) >= limit:
-                send()
-""",
-            "        pending.clear()\n": """\
-        pending.clear()
-        order.extend(model.parameters())
-        ready.clear()
-""",
-        },
-    ),
-    dict(
-        name="waits in the hook",
-        says="Backward stands still while a bucket travels",
-        numbers="right",
-        change={"        pending.append": "        work.wait()\n        pending.append"},
-    ),
-    dict(
-        name="buckets of 3 MB",
-        says="These buckets are too small",
-        numbers="right",
-        change={"limit = 25_000": "limit = 3_000"},
-    ),
-    dict(
-        name="buckets of 100 MB",
-        says="These buckets are too large",
-        numbers="right",
-        change={"limit = 25_000": "limit = 100_000"},
-    ),
-    dict(
-        name="the last bucket is never sent",
-        says="The last bucket is hardly ever full",
-        change={"        if bucket:\n            send()\n": ""},
-    ),
-    dict(
-        name="not copied back",
-        says="torch.cat copies",
-        change={
-            "                parameter.grad = part.view_as(parameter) / dist.get_world_size()": (
-                "                part /= dist.get_world_size()"
-            )
-        },
-    ),
-    dict(
-        name="never waits",
-        says="were not waited for",
-        change={"            work.wait()\n": ""},
-    ),
-]
+WRONG = """
+one bucket for all, after backward (rsl_rl #163) [right numbers]
+> All gradients are in one bucket
+- limit = 25_000
++ limit = float('inf')
+
+one tensor at a time (before horovod PR #15) [right numbers]
+> Every gradient travels alone
+- limit = 25_000
++ limit = 1
+
+buckets in the order of forward [right numbers]
+> Backward begins with the last layer
+-     bucket, pending = [], []
++     bucket, pending = [], []
++     order, ready = list(model.parameters()), set()
+-         bucket.append(parameter)
+-         if sum(p.grad.nbytes for p in bucket) >= limit:
+-             send()
++         ready.add(parameter)
++         while order and order[0] in ready:
++             bucket.append(order.pop(0))
++             if sum(p.grad.nbytes for p in bucket) >= limit:
++                 send()
+-         pending.clear()
++         pending.clear()
++         order.extend(model.parameters())
++         ready.clear()
+
+waits in the hook [right numbers]
+> Backward stands still while a bucket travels
+-         pending.append
++         work.wait()
++         pending.append
+
+buckets of 3 MB [right numbers]
+> These buckets are too small
+- limit = 25_000
++ limit = 3_000
+
+buckets of 100 MB [right numbers]
+> These buckets are too large
+- limit = 25_000
++ limit = 100_000
+
+the last bucket is never sent
+> The last bucket is hardly ever full
+-         if bucket:
+-             send()
+
+not copied back
+> torch.cat copies
+-                 parameter.grad = part.view_as(parameter) / dist.get_world_size()
++                 part /= dist.get_world_size()
+
+never waits
+> were not waited for
+-             work.wait()
+"""

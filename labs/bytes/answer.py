@@ -75,56 +75,44 @@ def traffic(
 # counts twice: keeping pays more, the more microbatches a step has.
 
 
-WRONG = [
-    dict(
-        name="root gathered twice",
-        says="You gather the root again in backward",
-        change={
-            "of_root, of_block = microbatches, 2": "of_root, of_block = 2 * microbatches, 2",
-        },
-    ),
-    dict(
-        name="no rounding up to shards",
-        says="Rows are not rounded up in your formula",
-        numbers="right",
-        change={"-(-rows // shard) * shard * columns": "rows * columns"},
-    ),
-    dict(
-        name="backward's all-gather under none",
-        says="Under none the weights stay until the step ends",
-        numbers="right",
-        change={"of_root = of_block = 1": "of_root, of_block = 1, 2"},
-    ),
-    dict(
-        name="none gathers in each microbatch",
-        says="Under none the weights stay until the step ends",
-        numbers="right",
-        change={"of_root = of_block = 1": "of_block = microbatches"},
-    ),
-    dict(
-        name="all-gathers of one microbatch",
-        says="These are the all-gathers of 1 microbatch",
-        numbers="right",
-        change={
-            "of_root, of_block = microbatches, 2 * microbatches": "of_root, of_block = 1, 2",
-        },
-    ),
-    dict(
-        name="gradients of each microbatch under weights (torchtune #1275, cosmos-framework #161)",
-        says="You reduce-scatter in each of",
-        numbers="right",
-        change={'microbatches if reshard == "all" else 1': "microbatches"},
-    ),
-    dict(
-        name="gradients of the last microbatch alone under all",
-        says="Under all no whole gradients are kept",
-        numbers="right",
-        change={'microbatches if reshard == "all" else 1': "1"},
-    ),
-    dict(
-        name="the whole gradient between replicas (first version of pytorch PR #84590)",
-        says="You all-reduce whole gradients",
-        numbers="right",
-        change={"P // shard * grad_bytes": "P * grad_bytes"},
-    ),
-]
+WRONG = """
+root gathered twice
+> You gather the root again in backward
+- of_root, of_block = microbatches, 2
++ of_root, of_block = 2 * microbatches, 2
+
+no rounding up to shards [right numbers]
+> Rows are not rounded up in your formula
+- -(-rows // shard) * shard * columns
++ rows * columns
+
+backward's all-gather under none [right numbers]
+> Under none the weights stay until the step ends
+- of_root = of_block = 1
++ of_root, of_block = 1, 2
+
+none gathers in each microbatch [right numbers]
+> Under none the weights stay until the step ends
+- of_root = of_block = 1
++ of_block = microbatches
+
+all-gathers of one microbatch [right numbers]
+> These are the all-gathers of 1 microbatch
+- of_root, of_block = microbatches, 2 * microbatches
++ of_root, of_block = 1, 2
+
+gradients of each microbatch under weights (torchtune #1275, cosmos-framework #161) [right numbers]
+> You reduce-scatter in each of
+- microbatches if reshard == "all" else 1
++ microbatches
+
+gradients of the last microbatch alone under all [right numbers]
+> Under all no whole gradients are kept
+- microbatches if reshard == "all" else 1
++ 1
+
+the whole gradient between replicas (first version of pytorch PR #84590) [right numbers]
+> You all-reduce whole gradients
+- P // shard * grad_bytes
++ P * grad_bytes
+"""

@@ -76,76 +76,58 @@ def context_attention(T: int) -> tuple[Tensor, Callable]:
 # #103082).
 
 
-WRONG = [
-    dict(
-        name="chunks in a row",
-        says="Late tokens attend to more keys than early ones",
-        numbers="right",
-        change={
-            "torch.cat([chunks[r], chunks[-1 - r]])": (
-                "torch.cat([chunks[2 * r], chunks[2 * r + 1]])"
-            ),
-            "zip((chunks[rank], chunks[-1 - rank])": (
-                "zip((chunks[2 * rank], chunks[2 * rank + 1])"
-            ),
-        },
-    ),
-    dict(
-        name="all keys, and a mask",
-        says="nearly half of the pairs are computed for nothing",
-        numbers="right",
-        change={"end = int(chunk[-1]) + 1": "end = T"},
-    ),
-    dict(
-        name="keys and values repeated before they are sent (torchtitan #1283)",
-        says="repeated for each query head before they are sent",
-        numbers="right",
-        change={
-            "        own = torch": """\
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        own = torch"""
-        },
-    ),
-    dict(
-        name="all-reduce of all gradients, and a cut",
-        says="An all-reduce sends twice as much",
-        numbers="right",
-        change={
-            "            part = grad.new_empty(T // ranks, *grad.shape[1:])\n": "",
-            "dist.reduce_scatter_tensor(part, grad.contiguous())": """\
-grad = grad.contiguous()
-            dist.all_reduce(grad)
-            part = grad.chunk(ranks)[rank]""",
-        },
-    ),
-    dict(
-        name="keys in the order of the ranks",
-        says="Gathered keys stand rank after rank",
-        change={"Gather.apply(own)[sorting]": "Gather.apply(own)"},
-    ),
-    dict(
-        name="is_causal (pytorch #103082)",
-        says="A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i",
-        change={"*seen, mask, enable_gqa=True": "*seen, is_causal=True, enable_gqa=True"},
-    ),
-    dict(
-        name="gradients not summed (lightly #1528)",
-        says="Other ranks' queries use these keys and values, too",
-        change={
-            "dist.reduce_scatter_tensor(part, grad.contiguous())": "part = grad.chunk(ranks)[rank]"
-        },
-    ),
-    dict(
-        name="gathered outside of autograd",
-        says="Collectives of torch.distributed are not recorded by autograd",
-        change={"Gather.apply(own)[sorting]": "Gather.apply(own.detach())[sorting]"},
-    ),
-    dict(
-        name="gradients of other tokens",
-        says="Gradients come back in order of position",
-        change={
-            "[sorting].movedim(0, 3)": ".movedim(0, 3)",
-            "            return whole\n": "            return whole[sorting]\n",
-        },
-    ),
-]
+WRONG = """
+chunks in a row [right numbers]
+> Late tokens attend to more keys than early ones
+- torch.cat([chunks[r], chunks[-1 - r]])
++ torch.cat([chunks[2 * r], chunks[2 * r + 1]])
+- zip((chunks[rank], chunks[-1 - rank])
++ zip((chunks[2 * rank], chunks[2 * rank + 1])
+
+all keys, and a mask [right numbers]
+> nearly half of the pairs are computed for nothing
+- end = int(chunk[-1]) + 1
++ end = T
+
+keys and values repeated before they are sent (torchtitan #1283) [right numbers]
+> repeated for each query head before they are sent
+-         own = torch
++         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
++         own = torch
+
+all-reduce of all gradients, and a cut [right numbers]
+> An all-reduce sends twice as much
+-             part = grad.new_empty(T // ranks, *grad.shape[1:])
++
+- dist.reduce_scatter_tensor(part, grad.contiguous())
++ grad = grad.contiguous()
++             dist.all_reduce(grad)
++             part = grad.chunk(ranks)[rank]
+
+keys in the order of the ranks
+> Gathered keys stand rank after rank
+- Gather.apply(own)[sorting]
++ Gather.apply(own)
+
+is_causal (pytorch #103082)
+> A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i
+- *seen, mask, enable_gqa=True
++ *seen, is_causal=True, enable_gqa=True
+
+gradients not summed (lightly #1528)
+> Other ranks' queries use these keys and values, too
+- dist.reduce_scatter_tensor(part, grad.contiguous())
++ part = grad.chunk(ranks)[rank]
+
+gathered outside of autograd
+> Collectives of torch.distributed are not recorded by autograd
+- Gather.apply(own)[sorting]
++ Gather.apply(own.detach())[sorting]
+
+gradients of other tokens
+> Gradients come back in order of position
+- [sorting].movedim(0, 3)
++ .movedim(0, 3)
+-             return whole
++             return whole[sorting]
+"""

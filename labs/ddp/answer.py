@@ -47,69 +47,48 @@ def average_gradients(model: nn.Module) -> Callable[[], None]:
 # model.parameters() has a tied matrix once, whose gradient is complete after its last use.
 
 
-WRONG = [
-    dict(
-        name="the weight is averaged (picotron's DataParallelNaive, its #39)",
-        says="A hook is given the parameter: its gradient is parameter.grad",
-        change={
-            "dist.all_reduce(parameter.grad, async_op=True)": (
-                "dist.all_reduce(parameter.data, async_op=True)"
-            ),
-            "parameter.grad /=": "parameter.data /=",
-        },
-    ),
-    dict(
-        name="sent when backward is over",
-        says="A gradient may leave as soon as it is there",
-        numbers="right",
-        change={
-            """
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(send)
-""": "",
-            "    def finish() -> None:\n": """\
-    def finish() -> None:
-        for parameter in model.parameters():
-            send(parameter)
-""",
-        },
-    ),
-    dict(
-        name="waits inside the hook",
-        says="backward stands still meanwhile",
-        numbers="right",
-        change={"        pending.append": "        work.wait()\n        pending.append"},
-    ),
-    dict(
-        name="tied matrix sent twice",
-        says="A matrix that two layers share is one parameter",
-        change={
-            """
-    for parameter in model.parameters():
-        parameter.register""": """
-    for parameter in [p for m in model.modules() for p in m.parameters(recurse=False)]:
-        parameter.register"""
-        },
-    ),
-    dict(
-        name="sum instead of average",
-        says="This is the sum over the ranks",
-        change={"            parameter.grad /= dist.get_world_size()\n": ""},
-    ),
-    dict(
-        name="never waits",
-        says="were not waited for",
-        change={"            work.wait()\n": ""},
-    ),
-    dict(
-        name="DistributedDataParallel",
-        says="DistributedDataParallel is what you are to write",
-        change={
-            "    pending = []": """\
-    from torch.nn.parallel import DistributedDataParallel
+WRONG = """
+the weight is averaged (picotron's DataParallelNaive, its #39)
+> A hook is given the parameter: its gradient is parameter.grad
+- dist.all_reduce(parameter.grad, async_op=True)
++ dist.all_reduce(parameter.data, async_op=True)
+- parameter.grad /=
++ parameter.data /=
 
-    DistributedDataParallel(model)
-    pending = []"""
-        },
-    ),
-]
+sent when backward is over [right numbers]
+> A gradient may leave as soon as it is there
+-     for parameter in model.parameters():
+-         parameter.register_post_accumulate_grad_hook(send)
++
+-     def finish() -> None:
++     def finish() -> None:
++         for parameter in model.parameters():
++             send(parameter)
+
+waits inside the hook [right numbers]
+> backward stands still meanwhile
+-         pending.append
++         work.wait()
++         pending.append
+
+tied matrix sent twice
+> A matrix that two layers share is one parameter
+-     for parameter in model.parameters():
++     for parameter in [p for m in model.modules() for p in m.parameters(recurse=False)]:
+
+sum instead of average
+> This is the sum over the ranks
+-             parameter.grad /= dist.get_world_size()
+
+never waits
+> were not waited for
+-             work.wait()
+
+DistributedDataParallel
+> DistributedDataParallel is what you are to write
+-     pending = []
++     from torch.nn.parallel import DistributedDataParallel
++
++     DistributedDataParallel(model)
++     pending = []
+"""

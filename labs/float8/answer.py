@@ -74,65 +74,50 @@ def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
 # weights are a copy of what FSDP gathers (torchao #562): the project makes them again in backward.
 
 
-WRONG = [
-    dict(
-        name="no scale",
-        says="x and weight are rounded without a scale",
-        change={
-            "factor = (largest / amax.clamp(min=2.0**-100)).float()": "factor = torch.tensor(1.0)"
-        },
-    ),
-    dict(
-        name="the gradient without a scale",
-        says="The gradient dies: 650 of 650 numbers of x's gradient are 0. It is rounded without a",
-        change={
-            "grad8, grad_scale = rounded(grad, grad.abs().max(), E5M2)": (
-                "grad8, grad_scale = grad.to(E5M2), torch.tensor(1.0)"
-            )
-        },
-    ),
-    dict(
-        name="casts that autograd records",
-        says="Autograd has recorded your casts",
-        change={
-            "    return Float8Linear.apply(x, weight)\n": """\
-    amax = torch.stack([x.detach().abs().max(), weight.detach().abs().max()])
-    dist.all_reduce(amax, dist.ReduceOp.MAX)
-    return product(*rounded(x, amax[0], E4M3), *rounded(weight, amax[1], E4M3))
+WRONG = """
+no scale
+> x and weight are rounded without a scale
+- factor = (largest / amax.clamp(min=2.0**-100)).float()
++ factor = torch.tensor(1.0)
+
+the gradient without a scale
+> The gradient dies: 650 of 650 numbers of x's gradient are 0. It is rounded without a
+- grad8, grad_scale = rounded(grad, grad.abs().max(), E5M2)
++ grad8, grad_scale = grad.to(E5M2), torch.tensor(1.0)
+
+casts that autograd records
+> Autograd has recorded your casts
+-     return Float8Linear.apply(x, weight)
++     amax = torch.stack([x.detach().abs().max(), weight.detach().abs().max()])
++     dist.all_reduce(amax, dist.ReduceOp.MAX)
++     return product(*rounded(x, amax[0], E4M3), *rounded(weight, amax[1], E4M3))
+
+scale of the rank's own columns
+> Each rank scales by the largest number of its own columns
+-             dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+sum of the largest numbers
+> The largest numbers of the ranks are added up
+- dist.all_reduce(amax, dist.ReduceOp.MAX)
++ dist.all_reduce(amax)
+
+factor in place of the scale
+> their product is multiplied by a wrong number
+- return codes, 1 / factor
++ return codes, factor
+
+zeros divided by zero (torchao #4713)
+> A tensor of zeros has no factor
+- amax.clamp(min=2.0**-100)
++ amax
+
+x is kept in full precision (torchao #1850; nanochat PR #531) [right numbers]
+> keep the codes, and not x
+- save_for_backward(*x8, *weight8)
++ save_for_backward(x, x8[1], *weight8)
+-             x8, x_scale, weight8
++             x, x_scale, weight8
+-             grad8, grad_scale
++             x8, x_scale = rounded(x, 448.0 * x_scale, E4M3)
++             grad8, grad_scale
 """
-        },
-    ),
-    dict(
-        name="scale of the rank's own columns",
-        says="Each rank scales by the largest number of its own columns",
-        change={"            dist.all_reduce(amax, dist.ReduceOp.MAX)\n": ""},
-    ),
-    dict(
-        name="sum of the largest numbers",
-        says="The largest numbers of the ranks are added up",
-        change={"dist.all_reduce(amax, dist.ReduceOp.MAX)": "dist.all_reduce(amax)"},
-    ),
-    dict(
-        name="factor in place of the scale",
-        says="their product is multiplied by a wrong number",
-        change={"return codes, 1 / factor": "return codes, factor"},
-    ),
-    dict(
-        name="zeros divided by zero (torchao #4713)",
-        says="A tensor of zeros has no factor",
-        change={"amax.clamp(min=2.0**-100)": "amax"},
-    ),
-    dict(
-        name="x is kept in full precision (torchao #1850; nanochat PR #531)",
-        says="keep the codes, and not x",
-        numbers="right",
-        change={
-            "save_for_backward(*x8, *weight8)": "save_for_backward(x, x8[1], *weight8)",
-            "            x8, x_scale, weight8": """\
-            x, x_scale, weight8""",
-            "            grad8, grad_scale": """\
-            x8, x_scale = rounded(x, 448.0 * x_scale, E4M3)
-            grad8, grad_scale""",
-        },
-    ),
-]

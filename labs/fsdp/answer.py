@@ -58,66 +58,49 @@ def sharded_linear(x: Tensor, rows: Tensor, out: int) -> Tensor:
 # block's while this one computes.
 
 
-WRONG = [
-    dict(
-        name="the gathered matrix is saved, as with --reshard none",
-        says="The whole matrix is kept from forward to backward",
-        numbers="right",
-        change={
-            """
-            ctx.save_for_backward(x, rows)
-            return x @ borrow(rows).T
-""": """
-            weight = borrow(rows)
-            ctx.save_for_backward(x, rows, weight)
-            return x @ weight.T
-""",
-            "x, rows = ctx.saved_tensors": "x, rows, weight = ctx.saved_tensors",
-            "grad @ borrow(rows)": "grad @ weight",
-        },
-    ),
-    dict(
-        name="all-reduce, and a cut",
-        says="An all-reduce gives every rank all of the sum",
-        numbers="right",
-        change={
-            "dist.reduce_scatter_tensor(rows_grad, weight_grad)": """\
-dist.all_reduce(weight_grad)
-            rows_grad = weight_grad[dist.get_rank() * most :][:most]"""
-        },
-    ),
-    dict(
-        name="the gradient of the rank's own sequences",
-        says="No gradient was exchanged",
-        change={
-            "dist.reduce_scatter_tensor(rows_grad, weight_grad)": (
-                "rows_grad = weight_grad[dist.get_rank() * most :][:most]"
-            )
-        },
-    ),
-    dict(
-        name="without padding",
-        says="Ranks must call alike",
-        change={
-            "torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])": "rows",
-            "weight = rows.new_empty(size * most, rows.shape[1])": (
-                "weight = rows.new_empty(size * len(rows), rows.shape[1])"
-            ),
-        },
-    ),
-    dict(
-        name="gathered outside of autograd",
-        says="Collectives of torch.distributed are not recorded by autograd",
-        change={"return ShardedLinear.apply(x, rows)": "return x @ borrow(rows.detach()).T"},
-    ),
-    dict(
-        name="no gradient for x",
-        says="The layers before this one learn from the gradient of x",
-        change={"return x_grad, rows_grad": "return None, rows_grad"},
-    ),
-    dict(
-        name="average instead of sum",
-        says="This is the average over the ranks",
-        change={"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"},
-    ),
-]
+WRONG = """
+the gathered matrix is saved, as with --reshard none [right numbers]
+> The whole matrix is kept from forward to backward
+-             ctx.save_for_backward(x, rows)
+-             return x @ borrow(rows).T
++             weight = borrow(rows)
++             ctx.save_for_backward(x, rows, weight)
++             return x @ weight.T
+- x, rows = ctx.saved_tensors
++ x, rows, weight = ctx.saved_tensors
+- grad @ borrow(rows)
++ grad @ weight
+
+all-reduce, and a cut [right numbers]
+> An all-reduce gives every rank all of the sum
+- dist.reduce_scatter_tensor(rows_grad, weight_grad)
++ dist.all_reduce(weight_grad)
++             rows_grad = weight_grad[dist.get_rank() * most :][:most]
+
+the gradient of the rank's own sequences
+> No gradient was exchanged
+- dist.reduce_scatter_tensor(rows_grad, weight_grad)
++ rows_grad = weight_grad[dist.get_rank() * most :][:most]
+
+without padding
+> Ranks must call alike
+- torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
++ rows
+- weight = rows.new_empty(size * most, rows.shape[1])
++ weight = rows.new_empty(size * len(rows), rows.shape[1])
+
+gathered outside of autograd
+> Collectives of torch.distributed are not recorded by autograd
+- return ShardedLinear.apply(x, rows)
++ return x @ borrow(rows.detach()).T
+
+no gradient for x
+> The layers before this one learn from the gradient of x
+- return x_grad, rows_grad
++ return None, rows_grad
+
+average instead of sum
+> This is the average over the ranks
+- rows_grad[: len(rows)]
++ rows_grad[: len(rows)] / size
+"""

@@ -73,75 +73,51 @@ def culprit(logs: list[list[Call]]) -> dict[int, int]:
 # maximum of a flag that says whether to stop.
 
 
-WRONG = [
-    dict(
-        name="blames the ranks that wait",
-        says="Who waits is not at fault",
-        numbers="right",
-        change={
-            "made(rank, calls[rank]) != most or 2 * count <= len(voters)": (
-                "calls[rank] and count < len(voters)"
-            )
-        },
-    ),
-    dict(
-        name="blames the ranks with the shortest logs",
-        says="It made another call, not fewer",
-        change={
-            "    def made": """\
-    longest = max(map(len, logs))
-    return {rank: len(log) + 1 for rank, log in enumerate(logs) if len(log) < longest}
+WRONG = """
+blames the ranks that wait [right numbers]
+> Who waits is not at fault
+- made(rank, calls[rank]) != most or 2 * count <= len(voters)
++ calls[rank] and count < len(voters)
 
-    def made"""
-        },
-    ),
-    dict(
-        name="compares names, and no shapes",
-        says="with other shapes",
-        change={
-            "[number - 1][:2] if number else None  # name and shape": (
-                "[number - 1].name if number else None"
-            )
-        },
-    ),
-    dict(
-        name="compares positions in whole logs",
-        says="ranks outside of the group take no part in them",
-        change={
-            "for group in {call.group for log in logs for call in log}:": (
-                "for group in [range(len(logs))]:"
-            ),
-            "enumerate(logs[rank], 1) if call.group == group]": "enumerate(logs[rank], 1)]",
-        },
-    ),
-    dict(
-        name="takes rank 0 for right",
-        says="Rank 0 is the one at fault, and not the measure for the others",
-        numbers="right",
-        change={
-            "most, count = votes.most_common(1)[0]": (
-                "most, count = made(voters[0], calls[voters[0]]), len(voters)"
-            )
-        },
-    ),
-    dict(
-        name="in a tie, blames those that came second",
-        says="so all of them are suspects",
-        numbers="right",
-        change={" or 2 * count <= len(voters)": ""},
-    ),
-    dict(
-        name="ranks that wait in another group count as missing",
-        says="It waits in another group",
-        numbers="right",
-        change={" if number or rank not in waiting]": "]"},
-    ),
-    dict(
-        name="compares up to the end of the shortest log",
-        says="has ended, and others wait for a call",
-        change={
-            "from itertools import zip_longest\n": "",
-            "in zip_longest(*numbers)": "in zip(*numbers)",
-        },
-    ),
-]
+blames the ranks with the shortest logs
+> It made another call, not fewer
+-     def made
++     longest = max(map(len, logs))
++     return {rank: len(log) + 1 for rank, log in enumerate(logs) if len(log) < longest}
++
++     def made
+
+compares names, and no shapes
+> with other shapes
+- [number - 1][:2] if number else None  # name and shape
++ [number - 1].name if number else None
+
+compares positions in whole logs
+> ranks outside of the group take no part in them
+- for group in {call.group for log in logs for call in log}:
++ for group in [range(len(logs))]:
+- enumerate(logs[rank], 1) if call.group == group]
++ enumerate(logs[rank], 1)]
+
+takes rank 0 for right [right numbers]
+> Rank 0 is the one at fault, and not the measure for the others
+- most, count = votes.most_common(1)[0]
++ most, count = made(voters[0], calls[voters[0]]), len(voters)
+
+in a tie, blames those that came second [right numbers]
+> so all of them are suspects
+-             if made(rank, calls[rank]) != most or 2 * count <= len(voters):
++             if made(rank, calls[rank]) != most:
+
+ranks that wait in another group count as missing [right numbers]
+> It waits in another group
+-  if number or rank not in waiting]
++ ]
+
+compares up to the end of the shortest log
+> has ended, and others wait for a call
+- from itertools import zip_longest
++
+- in zip_longest(*numbers)
++ in zip(*numbers)
+"""

@@ -56,72 +56,53 @@ def hybrid_sharding(per_node: int) -> tuple[Callable, Callable, Callable]:
 # it reduce-scattered (pytorch PR #84590).
 
 
-WRONG = [
-    dict(
-        name="mesh transposed, its dimensions in the wrong order (pytorch #161776)",
-        says="The ranks that share one copy of the weights are in different nodes",
-        numbers="right",
-        change={
-            '(nodes, per_node), mesh_dim_names=("replicate", "shard")': (
-                '(per_node, nodes), mesh_dim_names=("shard", "replicate")'
-            )
-        },
-    ),
-    dict(
-        name="all-reduce before reduce-scatter (first version of pytorch PR #84590)",
-        says="The whole gradient crosses",
-        numbers="right",
-        change={
-            "        dist.all_reduce(rows, group=across)\n": "",
-            "        dist.reduce_scatter_tensor": """\
-        dist.all_reduce(gradient, group=across)
-        dist.reduce_scatter_tensor""",
-        },
-    ),
-    dict(
-        name="one replica of all ranks: FSDP",
-        says="A node does not hold a whole copy of the weights",
-        numbers="right",
-        change={"(nodes, per_node), mesh": "(1, nodes * per_node), mesh"},
-    ),
-    dict(
-        name="nodes never exchange",
-        says="Each node has the sum over its own ranks",
-        change={"        dist.all_reduce(rows, group=across)\n": ""},
-    ),
-    dict(
-        name="a second sum within the node",
-        says="The sum was taken twice within the node, and never across",
-        change={"dist.all_reduce(rows, group=across)": "dist.all_reduce(rows, group=within)"},
-    ),
-    dict(
-        name="groups made by their members alone",
-        says="Every rank has to make every group, its own or not",
-        change={
-            """
-    mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
-    within, across = mesh.get_group("shard"), mesh.get_group("replicate")
-""": """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for first in range(0, size, per_node):
-        if first <= rank < first + per_node:
-            within = dist.new_group(range(first, first + per_node))
-    for first in range(per_node):
-        if rank % per_node == first:
-            across = dist.new_group(range(first, size, per_node))
+WRONG = """
+mesh transposed, its dimensions in the wrong order (pytorch #161776) [right numbers]
+> The ranks that share one copy of the weights are in different nodes
+- (nodes, per_node), mesh_dim_names=("replicate", "shard")
++ (per_node, nodes), mesh_dim_names=("shard", "replicate")
+
+all-reduce before reduce-scatter (first version of pytorch PR #84590) [right numbers]
+> The whole gradient crosses
+-         dist.all_reduce(rows, group=across)
++
+-         dist.reduce_scatter_tensor
++         dist.all_reduce(gradient, group=across)
++         dist.reduce_scatter_tensor
+
+one replica of all ranks: FSDP [right numbers]
+> A node does not hold a whole copy of the weights
+- (nodes, per_node), mesh
++ (1, nodes * per_node), mesh
+
+nodes never exchange
+> Each node has the sum over its own ranks
+-         dist.all_reduce(rows, group=across)
+
+a second sum within the node
+> The sum was taken twice within the node, and never across
+- dist.all_reduce(rows, group=across)
++ dist.all_reduce(rows, group=within)
+
+groups made by their members alone
+> Every rank has to make every group, its own or not
+-     mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+-     within, across = mesh.get_group("shard"), mesh.get_group("replicate")
++     rank, size = dist.get_rank(), dist.get_world_size()
++     for first in range(0, size, per_node):
++         if first <= rank < first + per_node:
++             within = dist.new_group(range(first, first + per_node))
++     for first in range(per_node):
++         if rank % per_node == first:
++             across = dist.new_group(range(first, size, per_node))
+
+the weight is remembered
+> gather returns the weight as it was
+-         return weight.chunk(within
++         shard.whole = weight
++         return weight.chunk(within
+-         weight = rows.new_empty(within.size() * len(rows), rows.shape[1])
+-         dist.all_gather_into_tensor(weight, rows, group=within)
+-         return weight
++         return shard.whole
 """
-        },
-    ),
-    dict(
-        name="the weight is remembered",
-        says="gather returns the weight as it was",
-        change={
-            "        return weight.chunk(within": """\
-        shard.whole = weight
-        return weight.chunk(within""",
-            "        weight = rows.new_empty(within.size() * len(rows), rows.shape[1])\n": "",
-            "        dist.all_gather_into_tensor(weight, rows, group=within)\n": "",
-            "        return weight\n": "        return shard.whole\n",
-        },
-    ),
-]

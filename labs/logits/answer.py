@@ -65,69 +65,51 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_start: int) -> Tensor:
 # from one part alone depends on the number of ranks, as in Megatron-LM #7464.
 
 
-WRONG = [
-    dict(
-        name="the logits gathered (AReaL #664, torchforge PR #608)",
-        says="A tensor has the logits of the whole vocabulary",
-        numbers="right",
-        change={
-            "    return CrossEntropy.apply(logits)\n": """\
-    import torch.nn.functional as F
+WRONG = """
+the logits gathered (AReaL #664, torchforge PR #608) [right numbers]
+> A tensor has the logits of the whole vocabulary
+-     return CrossEntropy.apply(logits)
++     import torch.nn.functional as F
++
++     rank, size, width = dist.get_rank(), dist.get_world_size(), torch.tensor(logits.shape[1])
++     dist.all_reduce(width, dist.ReduceOp.MAX)
++     logits = F.pad(logits, (0, width - logits.shape[1]), value=-torch.inf)
++     parts = [torch.empty_like(logits) for _ in range(size)]
++     dist.all_gather(parts, logits.detach())
++     parts[rank] = logits
++     whole = torch.cat(parts, 1)
++     return F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
 
-    rank, size, width = dist.get_rank(), dist.get_world_size(), torch.tensor(logits.shape[1])
-    dist.all_reduce(width, dist.ReduceOp.MAX)
-    logits = F.pad(logits, (0, width - logits.shape[1]), value=-torch.inf)
-    parts = [torch.empty_like(logits) for _ in range(size)]
-    dist.all_gather(parts, logits.detach())
-    parts[rank] = logits
-    whole = torch.cat(parts, 1)
-    return F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
+each rank's own softmax
+> Each rank normalizes over its own part of the vocabulary
+-             dist.all_reduce(sums)
+
+the target's logit stays where it is
+> The logit of the target is missing on ranks that do not have it
+- dist.all_reduce(sums)
++ dist.all_reduce(sums[0])
+
+each rank subtracts its own largest logit
+> Ranks have subtracted different numbers
+-             dist.all_reduce(largest, dist.ReduceOp.MAX)
+
+nothing is subtracted
+> exp of a large logit is infinite
+- logits.amax(1)
++ torch.zeros(len(logits), dtype=logits.dtype)
+
+targets of other ranks count as the first entry
+> A rank that does not have the target adds the logit of another entry
+- torch.where(is_here, logits[token, column] - largest, 0)
++ logits[token, column] - largest
+
+onehot subtracted on every rank
+> Every rank subtracts 1
+- -= is_here.to(p.dtype)
++ -= 1
+
+only the target's rank has a gradient (ms-swift PR #9947)
+> A rank has a gradient only for targets in its own part
+- ctx.save_for_backward(p * counts[:, None])
++ ctx.save_for_backward(p * is_here[:, None])
 """
-        },
-    ),
-    dict(
-        name="each rank's own softmax",
-        says="Each rank normalizes over its own part of the vocabulary",
-        change={"            dist.all_reduce(sums)\n": ""},
-    ),
-    dict(
-        name="the target's logit stays where it is",
-        says="The logit of the target is missing on ranks that do not have it",
-        change={"dist.all_reduce(sums)": "dist.all_reduce(sums[0])"},
-    ),
-    dict(
-        name="each rank subtracts its own largest logit",
-        says="Ranks have subtracted different numbers",
-        change={"            dist.all_reduce(largest, dist.ReduceOp.MAX)\n": ""},
-    ),
-    dict(
-        name="nothing is subtracted",
-        says="exp of a large logit is infinite",
-        change={
-            "logits.amax(1)\n": "torch.zeros(len(logits), dtype=logits.dtype)\n",
-        },
-    ),
-    dict(
-        name="targets of other ranks count as the first entry",
-        says="A rank that does not have the target adds the logit of another entry",
-        change={
-            "torch.where(is_here, logits[token, column] - largest, 0)": (
-                "logits[token, column] - largest"
-            )
-        },
-    ),
-    dict(
-        name="onehot subtracted on every rank",
-        says="Every rank subtracts 1",
-        change={"-= is_here.to(p.dtype)": "-= 1"},
-    ),
-    dict(
-        name="only the target's rank has a gradient (ms-swift PR #9947)",
-        says="A rank has a gradient only for targets in its own part",
-        change={
-            "ctx.save_for_backward(p * counts[:, None])": (
-                "ctx.save_for_backward(p * is_here[:, None])"
-            )
-        },
-    ),
-]

@@ -43,67 +43,49 @@ def prepare(model: Llama, mesh: DeviceMesh, seed: int) -> torch.optim.Optimizer:
 # comes last, since fully_shard puts new parameters in place of the old ones.
 
 
-WRONG = [
-    dict(
-        name="fully_shard over everything (litgpt #1417)",
-        says="of what you send never learns",
-        numbers="right",
-        change={", ignored_params=frozen": ""},
-    ),
-    dict(
-        name="adapters ignored as well",
-        says="No gradient was exchanged",
-        change={"ignored_params=frozen": "ignored_params=set(model.parameters())"},
-    ),
-    dict(
-        name="the base still has gradients",
-        says="The base is frozen, and has gradients",
-        numbers="right",
-        change={
-            """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "lora_" in name
-""": "\n",
-            "[p for p in model.parameters() if p.requires_grad]\n    return": (
-                '[p for name, p in model.named_parameters() if "lora_" in name]\n    return'
-            ),
-            "frozen = {p for p in model.parameters() if not p.requires_grad}": (
-                'frozen = {p for name, p in model.named_parameters() if "lora_" not in name}'
-            ),
-        },
-    ),
-    dict(
-        name="each rank has a seed of its own",
-        says="The factors do not start with the values",
-        change={
-            "init_adapters(model, seed)\n": "init_adapters(model, seed + mesh.get_local_rank())\n"
-        },
-    ),
-    dict(
-        name="everything is trained",
-        says="The base has changed",
-        change={'= "lora_" in name': "= True"},
-    ),
-    dict(
-        name="optimizer made before fully_shard",
-        says="The adapters have not changed",
-        change={
-            "    for module in (*model": """\
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
-    for module in (*model""",
-            """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
-""": """
-    return optimizer
-""",
-        },
-    ),
-    dict(
-        name="one fully_shard for everything",
-        says="Each block gathers its factors twice",
-        numbers="right",
-        change={"for module in (*model.layers.values(), model):": "for module in (model,):"},
-    ),
-]
+WRONG = """
+fully_shard over everything (litgpt #1417) [right numbers]
+> of what you send never learns
+-         fully_shard(module, mesh=mesh, ignored_params=frozen)
++         fully_shard(module, mesh=mesh)
+
+adapters ignored as well
+> No gradient was exchanged
+- ignored_params=frozen
++ ignored_params=set(model.parameters())
+
+the base still has gradients [right numbers]
+> The base is frozen, and has gradients
+-     for name, parameter in model.named_parameters():
+-         parameter.requires_grad = "lora_" in name
++
+- [p for p in model.parameters() if p.requires_grad]
++ [p for name, p in model.named_parameters() if "lora_" in name]
+- frozen = {p for p in model.parameters() if not p.requires_grad}
++ frozen = {p for name, p in model.named_parameters() if "lora_" not in name}
+
+each rank has a seed of its own
+> The factors do not start with the values
+-     init_adapters(model, seed)
++     init_adapters(model, seed + mesh.get_local_rank())
+
+everything is trained
+> The base has changed
+- = "lora_" in name
++ = True
+
+optimizer made before fully_shard
+> The adapters have not changed
+-     for module in (*model
++     trained = [p for p in model.parameters() if p.requires_grad]
++     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
++     for module in (*model
+-     trained = [p for p in model.parameters() if p.requires_grad]
+-     return torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
++     return optimizer
+
+one fully_shard for everything [right numbers]
+> Each block gathers its factors twice
+- for module in (*model.layers.values(), model):
++ for module in (model,):
+"""

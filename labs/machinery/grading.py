@@ -16,7 +16,6 @@ import json
 import keyword
 import os
 import re
-import runpy
 import secrets
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from labs.machinery.answers import answer_of, wrong_answers
 from labs.machinery.guard import run_guarded
 from plumbing.processes import UserError, with_progress
 
@@ -139,12 +139,9 @@ def grade_all(submissions: list[tuple[str, str, Path]], seeds: list[int]) -> lis
 @cache
 def points_of_solution(lab: str) -> int:
     """Return the points that the solution earns. Raises UserError if it does not pass here."""
-    source = LABS / lab / "answer.py"
-    if not source.exists():
-        raise UserError("grading needs the solutions, labs/LAB/answer.py: use the whole project")
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name).resolve() / f"{lab}.py"
-        copy.write_text(source.read_text().split("\nWRONG = [")[0])
+        copy.write_text(answer_of(lab)[0])
         ((_, result),) = run_guarded([(lab, copy, 0)])
     if not result["passed"]:
         raise UserError(f"the solution of {lab} fails on this machine: {result['text']}")
@@ -153,10 +150,9 @@ def points_of_solution(lab: str) -> int:
 
 def name_of(lab: str, mistake: str) -> str:
     """Return the name of the wrong answer that earns this sentence, or else the sentence."""
-    for wrong in runpy.run_path(str(LABS / lab / "answer.py"))["WRONG"]:
-        if wrong["says"] in " ".join(mistake.split()):
-            return wrong["name"]
-    return " ".join(mistake.split()) or "another mistake"
+    said = " ".join(mistake.split())
+    known = (wrong.name for wrong in wrong_answers(lab) if wrong.says in said)
+    return next(known, said or "another mistake")
 
 
 # ------------------------------------------------------------------------------------- reports
@@ -268,13 +264,12 @@ def NAME(x: Tensor) -> Tensor:
 # Why: the idea, its price, and who got it wrong.
 
 
-WRONG = [
-    dict(
-        name="the sum instead of the mean",
-        says="This is the sum",
-        change={"total / dist.get_world_size()": "total"},
-    ),
-]
+WRONG = """
+the sum instead of the mean
+> This is the sum
+- total / dist.get_world_size()
++ total
+"""
 '''
 CHECK = '''"""The check of NAME."""
 

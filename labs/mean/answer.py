@@ -41,84 +41,60 @@ def average(parameters: list[Tensor], loss: Tensor, targets: int, clip: float):
 # a step is that of the sum, so clipping comes last.
 
 
-WRONG = [
-    dict(
-        name="mean of means (transformers #34242)",
-        says="This is the mean of the ranks' means.",
-        change={
-            """
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= totals[1]
-""": """
-        parameter.grad /= targets
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-"""
-        },
-    ),
-    dict(
-        name="sum divided by the rank's own number of targets",
-        says="Here each rank divides the sum by its own number of targets",
-        change={"grad /= totals[1]": "grad /= targets"},
-    ),
-    dict(
-        name="clipped by the norm of the rank's own gradients",
-        says="Here each rank clips by the norm of its own gradients",
-        change={
-            "    for parameter in parameters:\n        dist": """
-    norm = torch.stack([p.grad.norm() for p in parameters]).norm() / totals[1]
-    for parameter in parameters:
-        dist""",
-            """
-    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
-""": "\n",
-        },
-    ),
-    dict(
-        name="not clipped",
-        says="The gradient is not clipped.",
-        change={"parameter.grad *= min(1.0, clip / norm)": "pass"},
-    ),
-    dict(
-        name="all gradients gathered on each rank",
-        says="Here every rank receives the gradients of all others",
-        numbers="right",
-        change={
-            """
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= totals[1]
-""": """
-        of_ranks = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_ranks, parameter.grad)
-        parameter.grad = sum(of_ranks) / totals[1]
-"""
-        },
-    ),
-    dict(
-        name="rank 0 waits for the others",
-        says="made no more, and the others wait",
-        hangs=True,
-        change={
-            "    return totals[0] / totals[1], norm": """\
-    if clip < 1 and dist.get_rank() == 0:
-        dist.barrier()
-    return totals[0] / totals[1], norm"""
-        },
-    ),
-    dict(
-        name="always scaled to the norm `clip`",
-        says="Gradients are scaled to the norm `clip` although theirs is smaller",
-        change={"min(1.0, clip / norm)": "clip / norm"},
-    ),
-    dict(
-        name="the project's",
-        says="update is what you are to write",
-        change={
-            "    totals = torch.stack": """\
-    import train
+WRONG = """
+mean of means (transformers #34242)
+> This is the mean of the ranks' means.
+-         dist.all_reduce(parameter.grad)
+-         parameter.grad /= totals[1]
++         parameter.grad /= targets
++         dist.all_reduce(parameter.grad)
++         parameter.grad /= dist.get_world_size()
 
-    train.update(None, loss, None, clip, None, 1)
-    totals = torch.stack"""
-        },
-    ),
-]
+sum divided by the rank's own number of targets
+> Here each rank divides the sum by its own number of targets
+- grad /= totals[1]
++ grad /= targets
+
+clipped by the norm of the rank's own gradients
+> Here each rank clips by the norm of its own gradients
+-     for parameter in parameters:
+-         dist
++
++     norm = torch.stack([p.grad.norm() for p in parameters]).norm() / totals[1]
++     for parameter in parameters:
++         dist
+-     norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+
+not clipped
+> The gradient is not clipped.
+- parameter.grad *= min(1.0, clip / norm)
++ pass
+
+all gradients gathered on each rank [right numbers]
+> Here every rank receives the gradients of all others
+-         dist.all_reduce(parameter.grad)
+-         parameter.grad /= totals[1]
++         of_ranks = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
++         dist.all_gather(of_ranks, parameter.grad)
++         parameter.grad = sum(of_ranks) / totals[1]
+
+rank 0 waits for the others [hangs]
+> made no more, and the others wait
+-     return totals[0] / totals[1], norm
++     if clip < 1 and dist.get_rank() == 0:
++         dist.barrier()
++     return totals[0] / totals[1], norm
+
+always scaled to the norm `clip`
+> Gradients are scaled to the norm `clip` although theirs is smaller
+- min(1.0, clip / norm)
++ clip / norm
+
+the project's
+> update is what you are to write
+-     totals = torch.stack
++     import train
++
++     train.update(None, loss, None, clip, None, 1)
++     totals = torch.stack
+"""

@@ -88,53 +88,46 @@ def memory(
 # the loss, and more ranks for the state alone.
 
 
-WRONG = [
-    dict(
-        name="moments in bfloat16",
-        says="You count 2 bytes for each of AdamW's two moments",
-        change={"4 * 2 * P // shards": "2 * 2 * P // shards"},
-    ),
-    dict(
-        name="ddp sharded, too",
-        says="DDP shards nothing",
-        change={'ranks if dp == "fsdp" else 1': "ranks"},
-    ),
-    dict(
-        name="gradients of earlier microbatches forgotten (tt-metal PR #50909)",
-        says="Gradients of earlier microbatches are forgotten",
-        numbers="right",
-        change={
-            'if dp == "ddp" or (microbatches > 1 and reshard == "weights"):': 'if dp == "ddp":',
-            "elif microbatches > 1:": "elif False:",
-        },
-    ),
-    dict(
-        name="gradients add up whole under all",
-        says="Under all gradients are sharded after each microbatch",
-        numbers="right",
-        change={'microbatches > 1 and reshard == "weights"': "microbatches > 1"},
-    ),
-    dict(
-        name="DDP's buckets forgotten",
-        says="DDP has buckets for all gradients",
-        change={'if dp == "ddp" or (micro': "if False or (micro"},
-    ),
-    dict(
-        name="logits forgotten",
-        says="Logits and softmax are forgotten",
-        numbers="right",
-        change={"tokens * (3 * D + 2 * V)": "tokens * 3 * D"},
-    ),
-    dict(
-        name="activations divided by the ranks, as was expected in fairscale #1050",
-        says="FSDP does not shard activations",
-        numbers="right",
-        change={"tokens * saved,": "tokens * saved // shards,"},
-    ),
-    dict(
-        name="activations of all microbatches",
-        says="Only one microbatch is under way",
-        numbers="right",
-        change={"tokens * saved,": "tokens * saved * microbatches,"},
-    ),
-]
+WRONG = """
+moments in bfloat16
+> You count 2 bytes for each of AdamW's two moments
+- 4 * 2 * P // shards
++ 2 * 2 * P // shards
+
+ddp sharded, too
+> DDP shards nothing
+- ranks if dp == "fsdp" else 1
++ ranks
+
+gradients of earlier microbatches forgotten (tt-metal PR #50909) [right numbers]
+> Gradients of earlier microbatches are forgotten
+- if dp == "ddp" or (microbatches > 1 and reshard == "weights"):
++ if dp == "ddp":
+- elif microbatches > 1:
++ elif False:
+
+gradients add up whole under all [right numbers]
+> Under all gradients are sharded after each microbatch
+- microbatches > 1 and reshard == "weights"
++ microbatches > 1
+
+DDP's buckets forgotten
+> DDP has buckets for all gradients
+- if dp == "ddp" or (micro
++ if False or (micro
+
+logits forgotten [right numbers]
+> Logits and softmax are forgotten
+- tokens * (3 * D + 2 * V)
++ tokens * 3 * D
+
+activations divided by the ranks, as was expected in fairscale #1050 [right numbers]
+> FSDP does not shard activations
+- tokens * saved,
++ tokens * saved // shards,
+
+activations of all microbatches [right numbers]
+> Only one microbatch is under way
+- tokens * saved,
++ tokens * saved * microbatches,
+"""

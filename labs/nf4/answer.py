@@ -75,79 +75,55 @@ def four_bits() -> tuple[Callable, Callable, Callable]:
 # (#565, PR #1721).
 
 
-WRONG = [
-    dict(
-        name="sixteen evenly spaced numbers",
-        says="These numbers are evenly spaced",
-        change={"values = torch.tensor(NF4)": "values = torch.linspace(-1, 1, 16)"},
-    ),
-    dict(
-        name="one scale a row",
-        says="A row has one scale, so an outlier spoils all of it",
-        change={
-            "scales = blocks.abs().amax(2)": (
-                "scales = blocks.abs().amax((1, 2))[:, None].repeat(1, blocks.shape[1])"
-            )
-        },
-    ),
-    dict(
-        name="largest number in place of the largest absolute value",
-        says="The scale of a block is its largest absolute value",
-        change={"blocks.abs().amax(2)": "blocks.amax(2)"},
-    ),
-    dict(
-        name="the number below",
-        says="Weights become the next number below",
-        change={
-            "torch.bucketize(blocks / nonzero, middles)": (
-                "(torch.bucketize(blocks / nonzero, values, right=True) - 1)"
-            )
-        },
-    ),
-    dict(
-        name="scales forgotten (mcore-bridge PR #183, in 8 bits)",
-        says="These are numbers of NF4, without their scales",
-        change={"(blocks * scales[..., None])": "blocks"},
-    ),
-    dict(
-        name="one code a byte",
-        says="A code takes a whole byte",
-        numbers="right",
-        change={
-            "nearest[:, ::2] * 16 + nearest[:, 1::2]": "nearest",
-            "torch.stack([codes >> 4, codes & 15], 2).flatten(1)": "codes",
-        },
-    ),
-    dict(
-        name="autograd keeps the matrix (unsloth-zoo PR #838)",
-        says="Every layer keeps its full matrix until backward",
-        numbers="right",
-        change={
-            "    return quantize, dequantize, Multiply.apply\n": """\
-    def multiply(x, codes, scales):
-        return x @ dequantize(codes, scales, x.dtype).T
+WRONG = """
+sixteen evenly spaced numbers
+> These numbers are evenly spaced
+- values = torch.tensor(NF4)
++ values = torch.linspace(-1, 1, 16)
 
-    return quantize, dequantize, multiply
+one scale a row
+> A row has one scale, so an outlier spoils all of it
+- scales = blocks.abs().amax(2)
++ scales = blocks.abs().amax((1, 2))[:, None].repeat(1, blocks.shape[1])
+
+largest number in place of the largest absolute value
+> The scale of a block is its largest absolute value
+- blocks.abs().amax(2)
++ blocks.amax(2)
+
+the number below
+> Weights become the next number below
+- torch.bucketize(blocks / nonzero, middles)
++ (torch.bucketize(blocks / nonzero, values, right=True) - 1)
+
+scales forgotten (mcore-bridge PR #183, in 8 bits)
+> These are numbers of NF4, without their scales
+- (blocks * scales[..., None])
++ blocks
+
+one code a byte [right numbers]
+> A code takes a whole byte
+- nearest[:, ::2] * 16 + nearest[:, 1::2]
++ nearest
+- torch.stack([codes >> 4, codes & 15], 2).flatten(1)
++ codes
+
+autograd keeps the matrix (unsloth-zoo PR #838) [right numbers]
+> Every layer keeps its full matrix until backward
+-     return quantize, dequantize, Multiply.apply
++     def multiply(x, codes, scales):
++         return x @ dequantize(codes, scales, x.dtype).T
++
++     return quantize, dequantize, multiply
+
+the matrix is remembered [right numbers]
+> The matrix itself is still in memory
+-         blocks = matrix.unflatten
++         quantize.seen = [*getattr(quantize, "seen", []), matrix]
++         blocks = matrix.unflatten
+
+no gradient for x
+> Nothing comes back through the frozen matrix
+- return quantize, dequantize, Multiply.apply
++ return quantize, dequantize, torch.no_grad()(Multiply.apply)
 """
-        },
-    ),
-    dict(
-        name="the matrix is remembered",
-        says="The matrix itself is still in memory",
-        numbers="right",
-        change={
-            "        blocks = matrix.unflatten": """\
-        quantize.seen = [*getattr(quantize, "seen", []), matrix]
-        blocks = matrix.unflatten"""
-        },
-    ),
-    dict(
-        name="no gradient for x",
-        says="Nothing comes back through the frozen matrix",
-        change={
-            "return quantize, dequantize, Multiply.apply": (
-                "return quantize, dequantize, torch.no_grad()(Multiply.apply)"
-            )
-        },
-    ),
-]

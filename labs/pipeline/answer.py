@@ -49,60 +49,52 @@ def schedule(ranks: int, microbatches: int, split: bool) -> list[str]:
 # (torchtitan #775), and AMD's crashed (Primus #1003).
 
 
-WRONG = [
-    dict(
-        name="all forwards first: GPipe",
-        says="as in GPipe, so every microbatch is held",
-        numbers="right",
-        change={"min(ranks - 1 - rank, microbatches)": "microbatches"},
-    ),
-    dict(
-        name="as many forwards first on each rank",
-        says="Every rank runs as many forwards first",
-        numbers="right",
-        change={"min(ranks - 1 - rank, microbatches)": "min(ranks - 1, microbatches)"},
-    ),
-    dict(
-        name="one microbatch at a time",
-        says="One microbatch is under way at a time",
-        numbers="right",
-        change={"min(ranks - 1 - rank, microbatches)": "0"},
-    ),
-    dict(
-        name="forwards first counted from the other end",
-        says="Two ranks wait for each other",
-        change={"min(ranks - 1 - rank, microbatches)": "min(rank, microbatches)"},
-    ),
-    dict(
-        name="fewer microbatches than ranks forgotten (Primus #1003)",
-        says="With fewer microbatches than ranks",
-        change={"min(ranks - 1 - rank, microbatches)": "ranks - 1 - rank"},
-    ),
-    dict(
-        name="W right after B",
-        says="Each W comes right after its B",
-        numbers="right",
-        change={
-            "if split and i >= rank:": "if split:",
-            'order.append(f"W{i - rank}")': 'order.append(f"W{i}")',
-            "range(max(0, microbatches - rank), microbatches)": "range(0)",
-        },
-    ),
-    dict(
-        name="all W at the end",
-        says="A microbatch is held until its W",
-        numbers="right",
-        change={
-            "if split and i >= rank:": "if False:",
-            "range(max(0, microbatches - rank), microbatches)": "range(microbatches)",
-        },
-    ),
-    dict(
-        name="no W (Megatron-DeepSpeed #442)",
-        says="W is never computed",
-        change={
-            "if split and i >= rank:": "if False:",
-            "        if split:\n": "        if False:\n",
-        },
-    ),
-]
+WRONG = """
+all forwards first: GPipe [right numbers]
+> as in GPipe, so every microbatch is held
+- min(ranks - 1 - rank, microbatches)
++ microbatches
+
+as many forwards first on each rank [right numbers]
+> Every rank runs as many forwards first
+- min(ranks - 1 - rank, microbatches)
++ min(ranks - 1, microbatches)
+
+one microbatch at a time [right numbers]
+> One microbatch is under way at a time
+- min(ranks - 1 - rank, microbatches)
++ 0
+
+forwards first counted from the other end
+> Two ranks wait for each other
+- min(ranks - 1 - rank, microbatches)
++ min(rank, microbatches)
+
+fewer microbatches than ranks forgotten (Primus #1003)
+> With fewer microbatches than ranks
+- min(ranks - 1 - rank, microbatches)
++ ranks - 1 - rank
+
+W right after B [right numbers]
+> Each W comes right after its B
+- if split and i >= rank:
++ if split:
+- order.append(f"W{i - rank}")
++ order.append(f"W{i}")
+- range(max(0, microbatches - rank), microbatches)
++ range(0)
+
+all W at the end [right numbers]
+> A microbatch is held until its W
+- if split and i >= rank:
++ if False:
+- range(max(0, microbatches - rank), microbatches)
++ range(microbatches)
+
+no W (Megatron-DeepSpeed #442)
+> W is never computed
+- if split and i >= rank:
++ if False:
+-         if split:
++         if False:
+"""

@@ -52,48 +52,38 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # (llama-cookbook #740).
 
 
-WRONG = [
-    dict(
-        name="everything saved",
-        says="Attention runs once a layer, so nothing is recomputed",
-        numbers="right",
-        change={"return Recompute.apply": "return forward"},
-    ),
-    dict(
-        name="wrapped twice (llama-cookbook #740)",
-        says="there is a checkpoint within a checkpoint",
-        numbers="right",
-        change={
-            "-> Callable[..., Tensor]:": "-> Callable[..., Tensor]:\n    return once(once(forward))"
-            "\n\n\ndef once(forward):"
-        },
-    ),
-    dict(
-        name="other random numbers in backward",
-        says="dropout drops others in backward than in forward",
-        change={"            torch.set_rng_state(ctx.rng_state)\n": ""},
-    ),
-    dict(
-        name="gradient of the input alone",
-        says="Here no gradient reaches the parameters",
-        change={
-            "torch.autograd.backward(out, grad)": "(x.grad,) = torch.autograd.grad(out, x, grad)"
-        },
-    ),
-    dict(
-        name="PyTorch's",
-        says="checkpoint is what you are to write",
-        change={
-            "return Recompute.apply": """\
-from torch.utils.checkpoint import checkpoint
+WRONG = """
+everything saved [right numbers]
+> Attention runs once a layer, so nothing is recomputed
+- return Recompute.apply
++ return forward
 
-    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)"""
-        },
-    ),
-    dict(
-        name="random state not put back",
-        says="Backward leaves the generator where forward was",
-        numbers="right",
-        change={"            torch.set_rng_state(now)\n": ""},
-    ),
-]
+wrapped twice (llama-cookbook #740) [right numbers]
+> there is a checkpoint within a checkpoint
+- -> Callable[..., Tensor]:
++ -> Callable[..., Tensor]:
++     return once(once(forward))
++
++
++ def once(forward):
+
+other random numbers in backward
+> dropout drops others in backward than in forward
+-             torch.set_rng_state(ctx.rng_state)
+
+gradient of the input alone
+> Here no gradient reaches the parameters
+- torch.autograd.backward(out, grad)
++ (x.grad,) = torch.autograd.grad(out, x, grad)
+
+PyTorch's
+> checkpoint is what you are to write
+- return Recompute.apply
++ from torch.utils.checkpoint import checkpoint
++
++     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+
+random state not put back [right numbers]
+> Backward leaves the generator where forward was
+-             torch.set_rng_state(now)
+"""

@@ -79,120 +79,86 @@ def checkpointing(
 # `sync` in checkpoint.py.
 
 
-WRONG = [
-    dict(
-        name="written in place (Lightning #688)",
-        says="A file that was half written is taken for a checkpoint",
-        numbers="right",
-        change={
-            """\
-            shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
-""": "",
-            "            part.mkdir()": "            part.mkdir(exist_ok=True)",
-            '            "order": order': '            "step": step,\n            "order": order',
-            """\
-            new = directory / f"step-{step:08d}"
-            part.rename(new)
-            for old in directory.glob("step-*"):
-                if old != new:
-                    shutil.rmtree(old)
-""": "            pass\n",
-            'newest = max(directory.glob("step-*"), default=None)': (
-                "newest = part if part.exists() else None"
-            ),
-            'int(newest.name.removeprefix("step-"))': 'state["step"]',
-        },
-    ),
-    dict(
-        name="each rank renames its own file (composer PR #2146)",
-        says="Ranks go on from different steps",
-        numbers="right",
-        change={
-            """\
-            shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
-            part.mkdir()
-""": """\
-            part.mkdir(exist_ok=True)
-""",
-            '            "order": order': '            "step": step,\n            "order": order',
-            'torch.save(state, part / f"rank-{rank}")': """\
-torch.save(state, part / f"new-{rank}")
-        (part / f"new-{rank}").rename(part / f"rank-{rank}")""",
-            """\
-        if rank == 0:
-            new = directory / f"step-{step:08d}"
-            part.rename(new)
-            for old in directory.glob("step-*"):
-                if old != new:
-                    shutil.rmtree(old)
-""": "",
-            'newest = max(directory.glob("step-*"), default=None)': (
-                "newest = part if part.exists() else None"
-            ),
-            'int(newest.name.removeprefix("step-"))': 'state["step"]',
-        },
-    ),
-    dict(
-        name="renamed before all ranks have written",
-        says="all ranks have written",
-        change={"        dist.barrier()  # all ranks have written\n": ""},
-    ),
-    dict(
-        name="the old one removed first (Lightning #1150)",
-        says="The old checkpoint was removed before the new one was complete",
-        numbers="right",
-        change={
-            "            part.mkdir()\n": """\
-            part.mkdir()
-            for old in directory.glob("step-*"):
-                shutil.rmtree(old)
-""",
-            """\
-            for old in directory.glob("step-*"):
-                if old != new:
-                    shutil.rmtree(old)
-""": "",
-        },
-    ),
-    dict(
-        name="what a killed run has left is in the way",
-        says="another rank has made it, or a run that was killed",
-        numbers="right",
-        change={
-            """\
-            shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
-""": ""
-        },
-    ),
-    dict(
-        name="old ones kept",
-        says="Old checkpoints fill the disk",
-        numbers="right",
-        change={
-            """\
-            for old in directory.glob("step-*"):
-                if old != new:
-                    shutil.rmtree(old)
-""": ""
-        },
-    ),
-    dict(
-        name="names of steps compared as strings (open-instruct #542)",
-        says="Names are compared as strings",
-        numbers="right",
-        change={"{step:08d}": "{step}"},
-    ),
-    dict(
-        name="no moments",
-        says="AdamW's moments were not put back",
-        change={
-            '            "optimizer": optimizer.state_dict(),\n': "",
-            '        optimizer.load_state_dict(state["optimizer"])\n': "",
-        },
-    ),
-    dict(
-        name="the data start over (accelerate PR #4232)",
-        says="The data start over",
-        change={'        order.set_state(state["order"])\n': ""},
-    ),
-]
+WRONG = """
+written in place (Lightning #688) [right numbers]
+> A file that was half written is taken for a checkpoint
+-             shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
++
+-             part.mkdir()
++             part.mkdir(exist_ok=True)
+-             "order": order
++             "step": step,
++             "order": order
+-             new = directory / f"step-{step:08d}"
+-             part.rename(new)
+-             for old in directory.glob("step-*"):
+-                 if old != new:
+-                     shutil.rmtree(old)
++             pass
+- newest = max(directory.glob("step-*"), default=None)
++ newest = part if part.exists() else None
+- int(newest.name.removeprefix("step-"))
++ state["step"]
+
+each rank renames its own file (composer PR #2146) [right numbers]
+> Ranks go on from different steps
+-             shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
+-             part.mkdir()
++             part.mkdir(exist_ok=True)
+-             "order": order
++             "step": step,
++             "order": order
+- torch.save(state, part / f"rank-{rank}")
++ torch.save(state, part / f"new-{rank}")
++         (part / f"new-{rank}").rename(part / f"rank-{rank}")
+-         if rank == 0:
+-             new = directory / f"step-{step:08d}"
+-             part.rename(new)
+-             for old in directory.glob("step-*"):
+-                 if old != new:
+-                     shutil.rmtree(old)
++
+- newest = max(directory.glob("step-*"), default=None)
++ newest = part if part.exists() else None
+- int(newest.name.removeprefix("step-"))
++ state["step"]
+
+renamed before all ranks have written
+> all ranks have written
+-         dist.barrier()  # all ranks have written
+
+the old one removed first (Lightning #1150) [right numbers]
+> The old checkpoint was removed before the new one was complete
+-             part.mkdir()
++             part.mkdir()
++             for old in directory.glob("step-*"):
++                 shutil.rmtree(old)
+-             for old in directory.glob("step-*"):
+-                 if old != new:
+-                     shutil.rmtree(old)
+
+what a killed run has left is in the way [right numbers]
+> another rank has made it, or a run that was killed
+-             shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed
+
+old ones kept [right numbers]
+> Old checkpoints fill the disk
+-             for old in directory.glob("step-*"):
+-                 if old != new:
+-                     shutil.rmtree(old)
+
+names of steps compared as strings (open-instruct #542) [right numbers]
+> Names are compared as strings
+- {step:08d}
++ {step}
+
+no moments
+> AdamW's moments were not put back
+-             "optimizer": optimizer.state_dict(),
++
+-         optimizer.load_state_dict(state["optimizer"])
+
+the data start over (accelerate PR #4232)
+> The data start over
+-         order.set_state(state["order"])
+"""

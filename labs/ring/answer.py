@@ -51,115 +51,83 @@ def ring_all_reduce(tensor: Tensor) -> Tensor:
 # its 2 (n - 1) messages follow one another: for small tensors, libraries use trees.
 
 
-WRONG = [
-    dict(
-        name="rank 0 adds up and sends the sum to all (ARENA; CSE 234's myAllreduce)",
-        says="All of the sum goes through rank 0",
-        numbers="right",
-        change={
-            """\
-    chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+WRONG = """
+rank 0 adds up and sends the sum to all (ARENA; CSE 234's myAllreduce) [right numbers]
+> All of the sum goes through rank 0
+-     chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+- 
+-     for step in range(2 * (size - 1)):
+-         outgoing = chunks[(rank - step) % size]
+-         incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
+-         arrived = torch.empty_like(incoming)
+-         sending = dist.isend(outgoing, right)
+-         dist.recv(arrived, left)
+-         sending.wait()
+-         if step < size - 1:  # the first time around, a chunk collects the sum: reduce-scatter
+-             incoming += arrived
+-         else:  # the second time around, the finished chunk is copied: all-gather
+-             incoming.copy_(arrived)
++     if rank == 0:
++         arrived = torch.empty_like(total)
++         for other in range(1, size):
++             dist.recv(arrived, other)
++             total += arrived
++         for other in range(1, size):
++             dist.send(total, other)
++     else:
++         dist.send(total, 0)
++         dist.recv(total, 0)
 
-    for step in range(2 * (size - 1)):
-        outgoing = chunks[(rank - step) % size]
-        incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
-        arrived = torch.empty_like(incoming)
-        sending = dist.isend(outgoing, right)
-        dist.recv(arrived, left)
-        sending.wait()
-        if step < size - 1:  # the first time around, a chunk collects the sum: reduce-scatter
-            incoming += arrived
-        else:  # the second time around, the finished chunk is copied: all-gather
-            incoming.copy_(arrived)
-""": """\
-    if rank == 0:
-        arrived = torch.empty_like(total)
-        for other in range(1, size):
-            dist.recv(arrived, other)
-            total += arrived
-        for other in range(1, size):
-            dist.send(total, other)
-    else:
-        dist.send(total, 0)
-        dist.recv(total, 0)
+the whole tensor goes around (PyTorch's tutorial dist_tuto; kiankyars/microddp) [right numbers]
+> Every rank sends whole tensors
+-     chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
+- 
+-     for step in range(2 * (size - 1)):
+-         outgoing = chunks[(rank - step) % size]
+-         incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
++     outgoing, incoming = total.clone(), total
++
++     for step in range(size - 1):
+-         else:  # the second time around, the finished chunk is copied: all-gather
+-             incoming.copy_(arrived)
++         outgoing = arrived
+
+the elements that are left over are lost
+> are left over after chunks of equal size
+-     chunks = total.tensor_split(size)
++     chunks = total[: len(total) // size * size].chunk(size)
+
+chunk, which may return fewer chunks than ranks
+> chunk(n) can return fewer than n chunks
+- total.tensor_split(size)
++ total.chunk(size)
+
+all ranks send first, and wait until it is received [hangs]
+> rank 0 call 1: send [5], line
+-         sending = dist.isend(outgoing, right)
++         dist.send(outgoing, right)
+-         sending.wait()
+
+one tensor is sent and received into
+> was changed while it was being sent
+- tensor.flatten().clone()
++ torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % size))
+- arrived = torch.empty_like(incoming)
++ arrived = outgoing
+- return total.view_as
++ return total[: tensor.numel()].view_as
+
+only once around
+> That is the first half
+- range(2 * (size - 1))
++ range(size - 1)
+
+finished chunks are added again
+> has to replace what a rank has
+- incoming.copy_(arrived)
++ incoming += arrived
+
+sends are not waited for
+> were not waited for
+-         sending.wait()
 """
-        },
-    ),
-    dict(
-        name="the whole tensor goes around (PyTorch's tutorial dist_tuto; kiankyars/microddp)",
-        says="Every rank sends whole tensors",
-        numbers="right",
-        change={
-            """\
-    chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
-
-    for step in range(2 * (size - 1)):
-        outgoing = chunks[(rank - step) % size]
-        incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
-        arrived = torch.empty_like(incoming)
-""": """\
-    outgoing, incoming = total.clone(), total
-
-    for step in range(size - 1):
-        arrived = torch.empty_like(incoming)
-""",
-            """\
-        else:  # the second time around, the finished chunk is copied: all-gather
-            incoming.copy_(arrived)
-""": """\
-        outgoing = arrived
-""",
-        },
-    ),
-    dict(
-        name="the elements that are left over are lost",
-        says="are left over after chunks of equal size",
-        change={
-            "    chunks = total.tensor_split(size)": (
-                "    chunks = total[: len(total) // size * size].chunk(size)"
-            ),
-        },
-    ),
-    dict(
-        name="chunk, which may return fewer chunks than ranks",
-        says="chunk(n) can return fewer than n chunks",
-        change={"total.tensor_split(size)": "total.chunk(size)"},
-    ),
-    dict(
-        name="all ranks send first, and wait until it is received",
-        says="rank 0 call 1: send [5], line",
-        hangs=True,
-        change={
-            "        sending = dist.isend(outgoing, right)\n": (
-                "        dist.send(outgoing, right)\n"
-            ),
-            "        sending.wait()\n": "",
-        },
-    ),
-    dict(
-        name="one tensor is sent and received into",
-        says="was changed while it was being sent",
-        change={
-            "tensor.flatten().clone()": (
-                "torch.nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % size))"
-            ),
-            "arrived = torch.empty_like(incoming)": "arrived = outgoing",
-            "return total.view_as": "return total[: tensor.numel()].view_as",
-        },
-    ),
-    dict(
-        name="only once around",
-        says="That is the first half",
-        change={"range(2 * (size - 1))": "range(size - 1)"},
-    ),
-    dict(
-        name="finished chunks are added again",
-        says="has to replace what a rank has",
-        change={"incoming.copy_(arrived)": "incoming += arrived"},
-    ),
-    dict(
-        name="sends are not waited for",
-        says="were not waited for",
-        change={"        sending.wait()\n": ""},
-    ),
-]

@@ -78,97 +78,74 @@ def feed_forward() -> tuple[Callable, Callable]:
 # each half has to be cut by itself (tt-forge-models PR #855, xLLM PR #1616).
 
 
-WRONG = [
-    dict(
-        name="no sum in backward (torchtitan #1805)",
-        says="Each rank has the gradient of x through its own features",
-        change={"        x = SumInBackward.apply(x)\n": ""},
-    ),
-    dict(
-        name="the sum of forward is summed in backward, too (asked in Megatron-LM #559)",
-        says="The gradient of the output was summed over the ranks",
-        change={"            return grad\n": "            return summed(grad)\n"},
-    ),
-    dict(
-        name="rows first",
-        says="w1 and w3 are cut by input features",
-        numbers="right",
-        change={
-            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 1), (w2, 1), (w3, 1))",
-            "hidden = F.silu(x @ w1.T) * (x @ w3.T)": """\
-x = x.chunk(size, 1)[rank]
-        gate, up = SumInForward.apply(x @ w1.T), SumInForward.apply(x @ w3.T)
-        hidden = SumInBackward.apply(F.silu(gate) * up).chunk(size, 1)[rank]""",
-        },
-    ),
-    dict(
-        name="columns twice, with the hidden features gathered in between (exllamav2 #614)",
-        says="Nothing has to be gathered",
-        numbers="right",
-        change={
-            "((w1, 0), (w2, 1), (w3, 0))": "((w1, 0), (w2, 0), (w3, 0))",
-            "return SumInForward.apply(hidden @ w2.T)": """\
-hidden = SumInBackward.apply(gathered(hidden, w2.shape[1]))
-        return gathered(hidden @ w2.T, x.shape[1])""",
-            "    def shard": """\
-    def gathered(columns: Tensor, width: int) -> Tensor:
-        before = -(-width // size) * rank
-        padded = F.pad(columns, (before, width - before - columns.shape[1]))
-        return SumInForward.apply(padded)
+WRONG = """
+no sum in backward (torchtitan #1805)
+> Each rank has the gradient of x through its own features
+-         x = SumInBackward.apply(x)
 
-    def shard""",
-        },
-    ),
-    dict(
-        name="a sum of the gradient for the gate, and one for up",
-        says="Gate and up read the same x",
-        numbers="right",
-        change={
-            "        x = SumInBackward.apply(x)\n": "",
-            "F.silu(x @ w1.T) * (x @ w3.T)": """\
-F.silu(SumInBackward.apply(x) @ w1.T) * (
-            SumInBackward.apply(x) @ w3.T
-        )""",
-        },
-    ),
-    dict(
-        name="gate and up cut as one matrix (tt-forge-models PR #855)",
-        says="w1 and w3 were cut as one matrix",
-        change={
-            "return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]": (
-                "return [torch.cat([w1, w3]).chunk(size)[rank].clone(), "
-                "w2.chunk(size, 1)[rank].clone()]"
-            ),
-            "w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:\n": """\
-w13: Tensor, w2: Tensor) -> Tensor:
-        w1, w3 = w13.chunk(2)
-""",
-        },
-    ),
-    dict(
-        name="no sum in forward",
-        says="Each rank has the part of the output that comes from its own features",
-        change={"return SumInForward.apply(hidden @ w2.T)": "return hidden @ w2.T"},
-    ),
-    dict(
-        name="summed outside of autograd",
-        says="Collectives of torch.distributed are not recorded by autograd",
-        change={"SumInForward.apply(hidden @ w2.T)": "summed((hidden @ w2.T).detach())"},
-    ),
-    dict(
-        name="the parts are views of whole matrices",
-        says="A chunk is a view",
-        numbers="right",
-        change={"[rank].clone() for": "[rank] for"},
-    ),
-    dict(
-        name="an all-reduce that nothing waits for",
-        says="nothing waits for the all_reduce",
-        change={
-            "    dist.all_reduce(total)\n    return total\n": """\
-    work = dist.all_reduce(total, async_op=True)
-    return total
+the sum of forward is summed in backward, too (asked in Megatron-LM #559)
+> The gradient of the output was summed over the ranks
+-             return grad
++             return summed(grad)
+
+rows first [right numbers]
+> w1 and w3 are cut by input features
+- ((w1, 0), (w2, 1), (w3, 0))
++ ((w1, 1), (w2, 1), (w3, 1))
+- hidden = F.silu(x @ w1.T) * (x @ w3.T)
++ x = x.chunk(size, 1)[rank]
++         gate, up = SumInForward.apply(x @ w1.T), SumInForward.apply(x @ w3.T)
++         hidden = SumInBackward.apply(F.silu(gate) * up).chunk(size, 1)[rank]
+
+columns twice, with the hidden features gathered in between (exllamav2 #614) [right numbers]
+> Nothing has to be gathered
+- ((w1, 0), (w2, 1), (w3, 0))
++ ((w1, 0), (w2, 0), (w3, 0))
+- return SumInForward.apply(hidden @ w2.T)
++ hidden = SumInBackward.apply(gathered(hidden, w2.shape[1]))
++         return gathered(hidden @ w2.T, x.shape[1])
+-     def shard
++     def gathered(columns: Tensor, width: int) -> Tensor:
++         before = -(-width // size) * rank
++         padded = F.pad(columns, (before, width - before - columns.shape[1]))
++         return SumInForward.apply(padded)
++
++     def shard
+
+a sum of the gradient for the gate, and one for up [right numbers]
+> Gate and up read the same x
+-         x = SumInBackward.apply(x)
++
+- F.silu(x @ w1.T) * (x @ w3.T)
++ F.silu(SumInBackward.apply(x) @ w1.T) * (
++             SumInBackward.apply(x) @ w3.T
++         )
+
+gate and up cut as one matrix (tt-forge-models PR #855)
+> w1 and w3 were cut as one matrix
+- return [w.chunk(size, dim)[rank].clone() for w, dim in ((w1, 0), (w2, 1), (w3, 0))]
++ return [torch.cat([w1, w3]).chunk(size)[rank].clone(), w2.chunk(size, 1)[rank].clone()]
+- w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
++ w13: Tensor, w2: Tensor) -> Tensor:
++         w1, w3 = w13.chunk(2)
+
+no sum in forward
+> Each rank has the part of the output that comes from its own features
+- return SumInForward.apply(hidden @ w2.T)
++ return hidden @ w2.T
+
+summed outside of autograd
+> Collectives of torch.distributed are not recorded by autograd
+- SumInForward.apply(hidden @ w2.T)
++ summed((hidden @ w2.T).detach())
+
+the parts are views of whole matrices [right numbers]
+> A chunk is a view
+- [rank].clone() for
++ [rank] for
+
+an all-reduce that nothing waits for
+> nothing waits for the all_reduce
+-     dist.all_reduce(total)
++     work = dist.all_reduce(total, async_op=True)
 """
-        },
-    ),
-]

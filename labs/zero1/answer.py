@@ -85,124 +85,84 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
 # parameters are dealt out, one rank has the embedding, and some have nothing (ColossalAI #3953).
 
 
-WRONG = [
-    dict(
-        name="AdamW on every rank",
-        says="Each rank keeps both moments of all weights",
-        numbers="right",
-        change={
-            "share = len(padded(parameter)) // size": "share = len(padded(parameter))",
-            """
-            grad = torch.empty_like(first)
-            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
-            own = padded(parameter).chunk(size)[rank]
-""": """
-            grad, own = padded(parameter.grad), padded(parameter)
-            dist.all_reduce(grad)
-""",
-            """
-            whole = own.new_empty(len(own) * size)
-            dist.all_gather_into_tensor(whole, own)
-""": """
-            whole = own
-""",
-        },
-    ),
-    dict(
-        name="whole parameters dealt out in turn (ColossalAI #3953)",
-        says="as when whole parameters are dealt out",
-        numbers="right",
-        change={
-            """\
-            share = len(padded(parameter)) // size
-            parameters.append""": """\
-            share = parameter.numel() if len(parameters) % size == rank else 0
-            parameters.append""",
-            "        for (parameter, decay), (": """\
-        for i in range(len(moments)):
-            (parameter, decay), (""",
-            "second) in zip(parameters, moments):": "second) = parameters[i], moments[i]",
-            """\
-            grad = torch.empty_like(first)
-            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
-            own = padded(parameter).chunk(size)[rank]
-            adamw(own, grad / size, first, second, lr, decay, count)
-            whole = own.new_empty(len(own) * size)
-            dist.all_gather_into_tensor(whole, own)
-""": """\
-            whole, grad = parameter.detach().flatten(), parameter.grad.flatten()
-            dist.all_reduce(grad)
-            if i % size == rank:
-                adamw(whole, grad / size, first, second, lr, decay, count)
-            dist.broadcast(whole, i % size)
-""",
-        },
-    ),
-    dict(
-        name="all-reduce, and a cut (llm.c PR #421)",
-        says="An all-reduce gives every rank all of the sum",
-        numbers="right",
-        change={
-            """
-            grad = torch.empty_like(first)
-            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
-""": """
-            grad = padded(parameter.grad)
-            dist.all_reduce(grad)
-            grad = grad.chunk(size)[rank]
+WRONG = """
+AdamW on every rank [right numbers]
+> Each rank keeps both moments of all weights
+- share = len(padded(parameter)) // size
++ share = len(padded(parameter))
+-             grad = torch.empty_like(first)
+-             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+-             own = padded(parameter).chunk(size)[rank]
++             grad, own = padded(parameter.grad), padded(parameter)
++             dist.all_reduce(grad)
+-             whole = own.new_empty(len(own) * size)
+-             dist.all_gather_into_tensor(whole, own)
++             whole = own
+
+whole parameters dealt out in turn (ColossalAI #3953) [right numbers]
+> as when whole parameters are dealt out
+-             share = len(padded(parameter)) // size
++             share = parameter.numel() if len(parameters) % size == rank else 0
+-         for (parameter, decay), (
++         for i in range(len(moments)):
++             (parameter, decay), (
+- second) in zip(parameters, moments):
++ second) = parameters[i], moments[i]
+-             grad = torch.empty_like(first)
+-             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
+-             own = padded(parameter).chunk(size)[rank]
+-             adamw(own, grad / size, first, second, lr, decay, count)
+-             whole = own.new_empty(len(own) * size)
+-             dist.all_gather_into_tensor(whole, own)
++             whole, grad = parameter.detach().flatten(), parameter.grad.flatten()
++             dist.all_reduce(grad)
++             if i % size == rank:
++                 adamw(whole, grad / size, first, second, lr, decay, count)
++             dist.broadcast(whole, i % size)
+
+all-reduce, and a cut (llm.c PR #421) [right numbers]
+> An all-reduce gives every rank all of the sum
+-             grad = torch.empty_like(first)
+-             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
++             grad = padded(parameter.grad)
++             dist.all_reduce(grad)
++             grad = grad.chunk(size)[rank]
+
+each rank broadcasts its slice (pytorch #69591) [right numbers]
+> A broadcast has one sender, and the others wait for it
+-             dist.all_gather_into_tensor(whole, own)
++             whole.chunk(size)[rank].copy_(own)
++             for sender in range(size):
++                 dist.broadcast(whole.chunk(size)[sender], sender)
+
+nothing sent back (RamTorch #13)
+> Each rank has updated its own share, and the others never get it
+- whole = own.new_empty(len(own) * size)
++ whole = padded(parameter)
+- dist.all_gather_into_tensor(whole, own)
++ whole.chunk(size)[rank].copy_(own)
+
+gathered before the update
+> The parameters are as they were before the first step
+-             adamw(own, grad / size, first, second, lr, decay, count)
++
+-             parameter.data.copy_
++             adamw(own, grad / size, first, second, lr, decay, count)
++             parameter.data.copy_
+
+own gradients
+> Each share is updated by the gradient of the rank that keeps it
+-             grad = torch.empty_like(first)
+-             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
++             grad = padded(parameter.grad).chunk(size)[rank] * size
+
+sum instead of average
+> This is the update by the sum over the ranks
+- grad / size
++ grad
+
+input and output in each other's place
+> reduce_scatter_tensor takes the output first, then the input
+- (grad, padded(parameter.grad))
++ (padded(parameter.grad), grad)
 """
-        },
-    ),
-    dict(
-        name="each rank broadcasts its slice (pytorch #69591)",
-        says="A broadcast has one sender, and the others wait for it",
-        numbers="right",
-        change={
-            "            dist.all_gather_into_tensor(whole, own)\n": """\
-            whole.chunk(size)[rank].copy_(own)
-            for sender in range(size):
-                dist.broadcast(whole.chunk(size)[sender], sender)
-"""
-        },
-    ),
-    dict(
-        name="nothing sent back (RamTorch #13)",
-        says="Each rank has updated its own share, and the others never get it",
-        change={
-            "whole = own.new_empty(len(own) * size)": "whole = padded(parameter)",
-            "dist.all_gather_into_tensor(whole, own)": "whole.chunk(size)[rank].copy_(own)",
-        },
-    ),
-    dict(
-        name="gathered before the update",
-        says="The parameters are as they were before the first step",
-        change={
-            "            adamw(own, grad / size, first, second, lr, decay, count)\n": "",
-            "            parameter.data.copy_": """\
-            adamw(own, grad / size, first, second, lr, decay, count)
-            parameter.data.copy_""",
-        },
-    ),
-    dict(
-        name="own gradients",
-        says="Each share is updated by the gradient of the rank that keeps it",
-        change={
-            """
-            grad = torch.empty_like(first)
-            dist.reduce_scatter_tensor(grad, padded(parameter.grad))
-""": """
-            grad = padded(parameter.grad).chunk(size)[rank] * size
-"""
-        },
-    ),
-    dict(
-        name="sum instead of average",
-        says="This is the update by the sum over the ranks",
-        change={"grad / size": "grad"},
-    ),
-    dict(
-        name="input and output in each other's place",
-        says="reduce_scatter_tensor takes the output first, then the input",
-        change={"(grad, padded(parameter.grad))": "(padded(parameter.grad), grad)"},
-    ),
-]
