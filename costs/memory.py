@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costs.traffic import batches_of_muon, first_block, modules_of, parts_of, sizes_of
 from costs.work import Work
-from lora import adapter_settings
+from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
 from techniques.chunked_loss import tokens_at_a_time
 from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
-from techniques.schedules import SCHEDULES, Action, has_w, make_schedule, splits_backward
+from techniques.schedules import SCHEDULES, STEADY, Action, has_w, make_schedule, splits_backward
 
 
 def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
@@ -51,7 +51,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
     units = functools.cache(partial(sizes_of, model, parallel))  # shards -> sizes
-    state = _state(model, parallel, units)
+    state = _state(model, parallel)
     weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
         parallel, units, L, microbatches
     )
@@ -65,8 +65,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         for module in (model.output, model.tok_embeddings)
     )
     embedding = 0 if config.tie_embeddings and output else embedding  # tied, `output` is both
-    norms = (p for n, p in model.named_parameters() if p.ndim == 1 and ".lora_" not in n)
-    frozen = not next(norms).requires_grad
+    lora, frozen, _ = _trained_parts(model)
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
@@ -85,7 +84,6 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
     block_backward += freed_at_once * gate
-    lora = adapter_settings(first_block(model))
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         block_backward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
@@ -96,7 +94,8 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
         p, v = parallel.pp, parallel.stages_per_rank
-        order, stages = make_schedule(parallel.schedule, p, microbatches, v)[pp_rank], p * v
+        few = min(microbatches, 2 * p) if parallel.schedule in STEADY else microbatches
+        order, stages = make_schedule(parallel.schedule, p, few, v)[pp_rank], p * v
         ends = last_norm - stream + output * max(4, w)  # the loss keeps gradients, not its input
         splits = splits_backward([order]) and lora is None  # adapters leave nothing for W
         deferred, wait_for_w = (splits * n * tokens * w for n in deferred_elements(config, tp))
@@ -154,16 +153,19 @@ def _held_in_pipeline(
     `later` bytes of each block until W. The first backward makes the `sums` of gradients, so that
     until then they are subtracted."""
     now, forward, backward = -sums, 0.0, 0.0
+    all_later = {stage: sum(nbytes) for stage, nbytes in later.items()}
+    without_first = {stage: sum(nbytes[1:]) for stage, nbytes in later.items()}
     for kind, _, stage in order:
         if kind == "F":
             now += kept[stage]
-            forward = max(forward, now * (stage == last))
+            if stage == last:
+                forward = max(forward, now)
         elif kind == "B":
-            backward = max(backward, now, now - kept[stage] + sum(later[stage][1:]))
-            now += sum(later[stage]) - kept[stage] + sums
+            backward = max(backward, now, now - kept[stage] + without_first[stage])
+            now += all_later[stage] - kept[stage] + sums
             sums = 0
         else:
-            now -= sum(later[stage])
+            now -= all_later[stage]
     return forward, backward
 
 
@@ -173,27 +175,39 @@ def _shards(parallel: ParallelConfig, kind: str) -> int:
     return getattr(parallel, dim) if dim else 1
 
 
-def _state(model: Llama, parallel: ParallelConfig, units: Callable) -> dict[str, int]:
-    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step.
-    units(shards) are what sizes_of returns."""
-    g = parallel.grad_bytes
-    moment = parallel.moment_bytes
+def trainable_elements(model: Llama, parallel: ParallelConfig, kind: str) -> int:
+    """Return of how many trained parameters a rank holds a `kind`: "parameters", "gradients" or the
+    state of the "optimizer". `model` is the rank's part of a pipeline."""
+    return _of_model(model, parallel, _shards(parallel, kind))[1]
 
-    def of_model(shards: int) -> list[int]:
-        """The bytes of frozen parameters, and the elements of trainable ones."""
-        root, block = units(shards).values()
-        return [(r + len(model.layers) * b) // shards for r, b in zip(root, block)]
 
-    frozen_bytes, _ = of_model(_shards(parallel, "parameters"))
-    if parallel.reshard == "adapters":  # the frozen base is unsharded
-        frozen_bytes, _ = of_model(1)
-    elements = {kind: of_model(_shards(parallel, kind))[1] for kind in EVERYTHING}
+def _of_model(model: Llama, parallel: ParallelConfig, shards: int) -> list[int]:
+    """Return the bytes of frozen parameters, and the elements of trainable ones."""
+    root, block = sizes_of(model, parallel, shards).values()
+    return [(r + len(model.layers) * b) // shards for r, b in zip(root, block)]
 
-    trainable = {
-        unit: sum(parameter.requires_grad for parameter in module.parameters())
-        for unit, module in modules_of(model).items()
-    }
-    tensors = trainable["root"] + len(model.layers) * trainable["block"]
+
+@functools.lru_cache(64)
+def _trained_parts(model: Llama) -> tuple[LoRA | None, bool, int]:
+    """Return the adapters of a model, whether its norms are frozen, and the number of its trainable
+    tensors."""
+    norms = (p for n, p in model.named_parameters() if p.ndim == 1 and ".lora_" not in n)
+    of_root, of_block = (
+        sum(parameter.requires_grad for parameter in module.parameters())
+        for module in modules_of(model).values()
+    )
+    tensors = of_root + len(model.layers) * of_block
+    return adapter_settings(first_block(model)), not next(norms).requires_grad, tensors
+
+
+def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
+    """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
+    g, moment = parallel.grad_bytes, parallel.moment_bytes
+    sharded = parallel.reshard != "adapters"  # else the frozen base is unsharded
+    shards = _shards(parallel, "parameters") if sharded else 1
+    frozen_bytes, _ = _of_model(model, parallel, shards)
+    elements = {kind: trainable_elements(model, parallel, kind) for kind in EVERYTHING}
+    _, _, tensors = _trained_parts(model)
     optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
     if parallel.optimizer == "muon":  # one momentum for each of these, and no count
         for batch in batches_of_muon(model, parallel):
@@ -307,7 +321,11 @@ def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[fl
     Each adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
     and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
     need x, but attention saves its output anyway."""
-    tp, w = parallel.tp, parallel.weight_bytes
+    return _of_adapters(model, parallel.tp, parallel.weight_bytes, fused)
+
+
+@functools.lru_cache(1024)
+def _of_adapters(model: Llama, tp: int, w: int, fused: bool) -> tuple[float, int]:
     elements, largest, inputs = 0.0, 0, {}  # inputs: of which layers -> whether saved, and width
     for path, layer in first_block(model).named_modules():
         if not isinstance(layer, nn.Linear):

@@ -1,6 +1,7 @@
 """Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -188,7 +189,8 @@ def fits_unsharded(work: Work, world: World) -> bool:
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel = world.parallel
     nbytes = max(
-        sum(p.numel() * bytes_each(p, parallel) for p in part.parameters()) // parallel.tp
+        sum(p.numel() * bytes_each(p, parallel.weight_bytes) for p in part.parameters())
+        // parallel.tp
         for part in parts_of(work.model, parallel)
     )
     held = predict_memory(work)
@@ -221,12 +223,33 @@ class Plan:
     """One way to train on the cluster, and its predicted cost on the rank with the most."""
 
     work: Work
-    memory: dict[str, int]  # bytes by kind, and the `peak`: see predict_memory
-    sent: dict[str, int]  # bytes that a rank sends in a step, by mesh dimension
-    parts: dict[str, float]  # seconds of a step by part: see step_time
-    fits: bool  # whether the peak fits in a GPU's memory
+    machine: Machine
+
+    # Each when it is asked for: most plans do not fit, and of those nobody asks for the time.
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind, and the `peak`: see predict_memory."""
+        return predict_memory(self.work)
 
     @property
+    def fits(self) -> bool:
+        """Whether the peak fits in a GPU's memory."""
+        return self.memory["peak"] <= USABLE_FRACTION * self.machine.memory
+
+    @functools.cached_property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a rank sends in a step, by mesh dimension."""
+        sent = Counter()
+        for (dim, collective), cost in predict_traffic(self.work).items():
+            sent[dim] += sent_bytes({(dim, collective): cost}, self.work.parallel)
+        return sent
+
+    @functools.cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part: see step_time."""
+        return step_time(self.work, self.machine)
+
+    @functools.cached_property
     def seconds(self) -> float:
         return sum(self.parts.values())
 
@@ -295,7 +318,7 @@ def every_plan(
                 settings = vars(parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
                 if matches and is_measured(parallel, machine):
-                    yield predict(replace(work, parallel=parallel, microbatch=microbatch), machine)
+                    yield Plan(replace(work, parallel=parallel, microbatch=microbatch), machine)
 
 
 def shares_of_batch(
@@ -349,12 +372,3 @@ def is_measured(parallel: ParallelConfig, machine: Machine) -> bool:
         return True
     shapes = [group_shape(dim, parallel, machine) for dim in DIMS]
     return all(n == 1 or find_measured_group(n, in_node, machine) for n, in_node in shapes)
-
-
-def predict(work: Work, machine: Machine) -> Plan:
-    """Return a plan with its memory, the bytes that it sends, and its time."""
-    memory, sent = predict_memory(work), Counter()
-    for (dim, collective), cost in predict_traffic(work).items():
-        sent[dim] += sent_bytes({(dim, collective): cost}, work.parallel)
-    fits = memory["peak"] <= USABLE_FRACTION * machine.memory
-    return Plan(work, memory, sent, step_time(work, machine), fits)

@@ -38,6 +38,7 @@ Times are in seconds, rates per second. Letters: D model width, F feed-forward w
 L layers; w bytes of a weight in computation.
 """
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -47,7 +48,7 @@ import numpy as np
 import torch
 
 from costs.machines import Machine
-from costs.memory import of_adapters, predict_memory, saved_elements
+from costs.memory import of_adapters, saved_elements, trainable_elements
 from costs.traffic import (
     first_block,
     group_size,
@@ -234,11 +235,10 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     busiest = max(range(parallel.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
     parts = {name: microbatches * sum(stage[name] for stage in of_ranks[busiest])
              for name in of_stages[0]}  # fmt: skip
-    memory = predict_memory(work, busiest)
-    updated = memory["gradients"] / parallel.grad_bytes  # parameters that this rank updates
-    parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
     rate = machine.peak * machine.matmul_fraction
     has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
+    updated = trainable_elements(of_rank, parallel, "gradients")
+    parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
     if has_muon:
         parts["optimizer"] += muon_flops(of_rank, parallel) / rate
         for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel, work.on_gpu):
@@ -247,7 +247,6 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
     by_adamw = replace(work, parallel=replace(parallel, optimizer="adamw"))
     traffic = predict_traffic(by_adamw, busiest)
-    messages = traffic.pop(("pp", "send"), (0, 0))
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
@@ -269,6 +268,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
     total, hideable = dict.fromkeys(computation, 0.0), dict.fromkeys(computation, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
+        if dim == "pp":
+            continue
         seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
         total[dim] += calls * seconds
         follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
@@ -279,6 +280,7 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         parts[dim] = total[dim] - hidden
     waits = parts["tp"] + parts["cp"]  # of forward and backward
     if parallel.pp > 1:
+        messages = traffic.get(("pp", "send"), (0, 0))
         parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
     return parts
 
@@ -320,11 +322,8 @@ def bubble_time(
     message = collective_time("send", nbytes / calls, "pp", parallel, machine)
 
     def end_and_work(m: int) -> np.ndarray:
-        """Return when m microbatches are done, and for how long the busiest rank computes."""
-        schedule = make_schedule(parallel.schedule, p, m, v)
-        spans = simulate(schedule, lambda action: seconds[action.kind, action.stage], message)
-        work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
-        return np.array([max(of_rank[-1].end for of_rank in spans), max(work)])
+        schedule = parallel.schedule, p, m, v
+        return np.array(_end_and_work(schedule, tuple(seconds.items()), message))
 
     few, more = p, 2 * p  # of more microbatches each takes as long as the last p on average
     end, work = end_and_work(min(microbatches, more))
@@ -332,6 +331,16 @@ def bubble_time(
         each = (np.array([end, work]) - end_and_work(few)) / p
         end, work = (end, work) + each * (microbatches - more)
     return max(end, calls * message) - work  # a link may have more to do than any rank
+
+
+@functools.lru_cache(1024)  # plans that differ in how they shard wait equally long
+def _end_and_work(schedule: tuple, items: tuple, message: float) -> tuple[float, float]:
+    """Return when a pipeline is done, and for how long its busiest rank computes. `schedule` is
+    what make_schedule takes, `items` are ((kind, stage), seconds of such an action)."""
+    seconds = dict(items)
+    spans = simulate(make_schedule(*schedule), lambda action: seconds[action[::2]], message)
+    work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
+    return max(of_rank[-1].end for of_rank in spans), max(work)
 
 
 def collective_time(

@@ -57,6 +57,7 @@ DIMS = ("pp", "replicate", "shard", "cp", "tp")  # ranks along the first are far
 Traffic = dict[tuple[str, str], tuple[int, int]]  # (mesh dimension, collective) -> calls, payload
 
 
+@functools.lru_cache(1024)
 def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     """Return the collectives of one training step with their calls and payload bytes; in a
     pipeline, those of rank `pp_rank` along pp, by default of the rank that sends most.
@@ -325,26 +326,31 @@ def _sharded_dims(unit: str, module: nn.Module) -> dict[str, int | None]:
 def sizes_of(model: Llama, parallel: ParallelConfig, shards: int) -> dict[str, tuple[int, int]]:
     """Return (bytes of frozen parameters, elements of trainable ones) of the root and of a block,
     on rank 0 of tp, each parameter padded so that `shards` divides its dimension 0."""
+    return _sizes_of(model, parallel.tp, parallel.weight_bytes, shards)
+
+
+@functools.lru_cache(4096)
+def _sizes_of(model: Llama, tp: int, weight_bytes: int, shards: int) -> dict[str, tuple[int, int]]:
     sizes = {}
     for unit, module in modules_of(model).items():
         frozen_bytes = trainable = 0
-        dims = _sharded_dims(unit, module) if parallel.tp > 1 else {}
+        dims = _sharded_dims(unit, module) if tp > 1 else {}
         for name, parameter in module.named_parameters():
             shape = list(parameter.shape)
             if (dim := dims.get(name)) is not None:
-                shape[dim] = math.ceil(shape[dim] / parallel.tp)
+                shape[dim] = math.ceil(shape[dim] / tp)
             n = _padded(shape, shards)
             if parameter.requires_grad:
                 trainable += n
             else:
-                frozen_bytes += n * bytes_each(parameter, parallel)
+                frozen_bytes += n * bytes_each(parameter, weight_bytes)
         sizes[unit] = frozen_bytes, trainable
     return sizes
 
 
-def bytes_each(parameter: torch.Tensor, parallel: ParallelConfig) -> int:
+def bytes_each(parameter: torch.Tensor, weight_bytes: int) -> int:
     """Return the bytes of an element of a parameter when it is computed with."""
-    return parallel.weight_bytes if parameter.is_floating_point() else 1
+    return weight_bytes if parameter.is_floating_point() else 1
 
 
 def _padded(shape: list[int] | torch.Size, shards: int) -> int:

@@ -14,7 +14,7 @@ class Work:
     With another `parallel` or `microbatch` (dataclasses.replace), it is the same batch in other
     portions."""
 
-    model: Llama  # whole, as it is before parallelize; on `meta` or not
+    model: Llama  # whole, as it is before parallelize, and never changed; on `meta` or not
     parallel: ParallelConfig
     batch: int  # sequences of a step, over all ranks
     microbatch: int  # sequences that a rank computes at a time

@@ -10,6 +10,7 @@ with the best plan of each mesh and the reason why it loses against the best of 
 command that starts the best.
 """
 
+import gc
 import itertools
 import math
 from collections.abc import Iterator
@@ -89,12 +90,14 @@ def plan_cluster(question: Question, top: int, json_file: Path | None, check: bo
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable({"--json": json_file})
+    gc.freeze()  # else each of many garbage collections walks all of torch
     plans = sorted(question.plans(), key=order)
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
         raise UserError(explain_nothing_fits(question, plans[0]))
-    write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
+    if json_file:  # here alone each plan is timed, whether it fits or not
+        write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
     best_of_mesh = {}
     for plan in plans:

@@ -95,9 +95,9 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     stages = p * v
     own = {str(i) for s in range(rank, stages, p) for i in layers_of(s, stages, len(model.layers))}
     parts = {"tok_embeddings", "layers", "norm", "output"}
-    for name, _ in model.named_parameters():
-        if name.split(".")[0] not in parts:
-            raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+    others = nn.ModuleDict({n: child for n, child in model.named_children() if n not in parts})
+    for name, _ in [*model.named_parameters(recurse=False), *others.named_parameters()]:
+        raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
     for stage in range(stages):
         blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
         if not any(p.requires_grad for block in blocks for p in block.parameters()):

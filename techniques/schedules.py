@@ -90,6 +90,7 @@ SCHEDULES = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
+STEADY = "1f1b", "interleaved", "zero-bubble"  # no more is held from 2 p microbatches on
 STAGES = {"interleaved": 2}  # of a rank, where --stages-per-rank is not given; others have 1
 
 
@@ -191,27 +192,28 @@ def simulate(
     """Return when each rank computes what, if an action takes seconds(action), and a message to
     another rank `message` seconds. Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
-    ended: dict[Action, float] = {}
+    ended: dict[tuple, float] = {}
     spans: Timeline = [[] for _ in schedule]
     progress = True
     while progress:
         progress = False
         for rank, order in enumerate(schedule):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
+            done = spans[rank]
+            free = done[-1].end if done else 0.0
+            for action in order[len(done) :]:
                 needed = inputs_of(action, last)
                 if not all(other in ended for other in needed):
                     break
-                free = spans[rank][-1].end if spans[rank] else 0.0
-                arrivals = (ended[o] + message * (o.stage % p != rank) for o in needed)
-                start = max([free, *arrivals])
-                ended[action] = start + seconds(action)
-                spans[rank].append(Span(action, start, ended[action]))
+                start = free
+                for other in needed:
+                    start = max(start, ended[other] + message * (other[2] % p != rank))
+                ended[action] = free = start + seconds(action)
+                done.append(Span(action, start, free))
                 progress = True
     for rank, order in enumerate(schedule):
         if len(spans[rank]) < len(order):
             action, position = order[len(spans[rank])], len(spans[rank]) + 1
-            other = next(other for other in inputs_of(action, last) if other not in ended)
+            other = next(Action(*o) for o in inputs_of(action, last) if o not in ended)
             raise ValueError(
                 f"rank {rank}, position {position}: {action} waits for {other}, which rank "
                 f"{other.stage % p} never reaches: ranks wait for each other"
@@ -219,13 +221,15 @@ def simulate(
     return spans
 
 
-def inputs_of(action: Action, last: int) -> list[Action]:
+def inputs_of(action: Action, last: int) -> list[tuple[str, int, int]]:
     """Return the actions whose results an action needs; `last` is the last stage."""
     kind, microbatch, stage = action
     if kind == "F":
-        return [Action("F", microbatch, stage - 1)] * (stage > 0)
-    own = Action("F" if kind == "B" else "B", microbatch, stage)
-    return [own] + [Action("B", microbatch, stage + 1)] * (kind == "B" and stage < last)
+        return [("F", microbatch, stage - 1)] if stage else []
+    if kind == "W":
+        return [("B", microbatch, stage)]
+    own = ("F", microbatch, stage)
+    return [own, ("B", microbatch, stage + 1)] if stage < last else [own]
 
 
 def held(order: list[Action]) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from costs.machines import Machine, assumed_machine
-from costs.search import Plan, predict
+from costs.search import Plan
 from costs.seconds import collective_time, group_shape
 from costs.traffic import DIMS, predict_traffic, sent_bytes
 from costs.work import Work
@@ -46,7 +46,7 @@ def cluster(link: float, per_node: int) -> Machine:
 
 def plan_of(run: Work, machine: Machine) -> Plan:
     """Return the plan that bench.py makes of a run."""
-    return predict(replace(run, on_gpu=True), machine)
+    return Plan(replace(run, on_gpu=True), machine)
 
 
 class Part(NamedTuple):
