@@ -222,7 +222,7 @@ def train(
 
     gather_once = fits_unsharded(work, world)
 
-    def evaluate_and_show(step: int) -> dict[str, float]:
+    def evaluate_and_show(step: int) -> dict[str, float | str]:
         model.eval()
         val = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
         gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
@@ -233,7 +233,7 @@ def train(
             f"step {step}: validation loss {val.mean_loss:.4f}, "
             f"{val.bits_per_byte:.4f} bits/byte\n{text}"
         )
-        return {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
+        return dict(val_loss=val.mean_loss, val_bits_per_byte=val.bits_per_byte, sample=text)
 
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
@@ -243,7 +243,7 @@ def train(
     )
     steps = range(done + 1, args.steps + 1)
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
-    recorder = records.Recorder(args, world, job.whole, tokenizer, done)
+    recorder = records.Recorder(args, world, work, tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected() as stop, saver:
         for step, batch in zip(steps, batches):
