@@ -291,8 +291,9 @@ def main() -> None:
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner, work = build(args, job, process, accumulate)
     train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))
-    command = f"python generate.py {args.out} --prompt {shlex.quote(args.prompt)}"
-    print_rank_zero(f"generate:   {command}")
+    out = shlex.quote(str(args.out))
+    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
+    print_rank_zero(f"curves:     python report.py {out}")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def describe_process(world: World, work: Work) -> dict[str, str | int]:
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name() if on_gpu else world.device.type,
         "ranks": world.size,
-        "mesh": describe_mesh(world, work.microbatches),
+        "mesh": describe_mesh(world, work.microbatches) if world.size > 1 else "one rank",
         "a rank sends, each step": describe_traffic(predict_traffic(work), work.parallel),
     }
 

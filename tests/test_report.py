@@ -1,13 +1,15 @@
-"""report.py: every curve of every run is on the page, and nothing that a run says becomes markup."""
+"""report.py: every curve of a run is on the page, and no text of a run becomes markup."""
 
 import json
 import math
 import re
 import shutil
 import subprocess
+import sys
+from unittest.mock import MagicMock
 
 import pytest
-from conftest import refused, succeed, launch
+from conftest import ROOT, launch, refused, succeed
 
 from report import CURVES, POINTS, page_of, read_run
 
@@ -82,3 +84,24 @@ def test_a_browser_draws_every_curve_and_no_markup_of_a_run(tmp_path):
     assert len(re.findall(r"<circle ", dom)) == 4  # two evaluations, of loss and of bits per byte
     assert "step 50" in dom and "validation at 50: 2.5" in dom  # what the pointer points at
     assert "--lr" in dom and "<img" not in dom and "&lt;/script&gt;&lt;img" in dom
+
+
+def test_trackers_are_sent_every_step(tmp_path, monkeypatch):
+    out = write_run(tmp_path / "run", 3)
+    with_mfu = (out / "metrics.jsonl").read_text().replace("{", '{"mfu": null, ')
+    (out / "metrics.jsonl").write_text(with_mfu)
+    page = (ROOT / "docs/trackers.md").read_text()
+    to_wandb, to_tensorboard = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    wandb, tensorboard = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setattr(sys, "argv", ["send.py", str(out)])
+    exec(to_wandb, {})
+    logged = wandb.init.return_value.log.call_args_list
+    assert [call.kwargs["step"] for call in logged] == [1, 2, 3]
+    assert logged[1].args[0]["loss"] == 2.5 and "sample" not in logged[2].args[0]
+    exec(to_tensorboard, {})
+    writer = tensorboard.SummaryWriter.return_value.__enter__.return_value
+    scalars = {call.args for call in writer.add_scalar.call_args_list}
+    assert {("loss", 2.5, 2), ("val_loss", 2.5, 3)} < scalars
+    assert not any(name in ("mfu", "sample") for name, _, _ in scalars)
