@@ -223,7 +223,7 @@ def train(
 
     gather_once = fits_unsharded(work, world)
 
-    def evaluate_and_show(step: int) -> dict[str, float]:
+    def evaluate_and_show(step: int) -> dict[str, float | str]:
         model.eval()
         val = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
         gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
@@ -234,7 +234,7 @@ def train(
             f"step {step}: validation loss {val.mean_loss:.4f}, "
             f"{val.bits_per_byte:.4f} bits/byte\n{text}"
         )
-        return {"val_loss": val.mean_loss, "val_bits_per_byte": val.bits_per_byte}
+        return dict(val_loss=val.mean_loss, val_bits_per_byte=val.bits_per_byte, sample=text)
 
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
@@ -244,7 +244,7 @@ def train(
     )
     steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
-    recorder = records.Recorder(args, world, job.whole, tokenizer, done)
+    recorder = records.Recorder(args, world, work, tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
@@ -292,8 +292,9 @@ def main() -> None:
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner, work = build(args, job, process, accumulate)
     train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))
-    out, prompt = shlex.quote(str(args.out)), shlex.quote(args.prompt)
-    print_rank_zero(f"generate:   python generate.py {out} --prompt {prompt}")
+    out = shlex.quote(str(args.out))
+    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
+    print_rank_zero(f"curves:     python report.py {out}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ import json
 import math
 import os
 import resource
+import shlex
+import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -14,7 +17,14 @@ import torch
 from torch import Tensor
 
 from costs.machines import peak_flops
-from costs.traffic import flops_per_token, muon_flops, parts_of
+from costs.traffic import (
+    describe_traffic,
+    flops_per_token,
+    muon_flops,
+    parts_of,
+    predict_traffic,
+)
+from costs.work import Work
 from files.directories import lock_directory
 from model import Llama
 from parallel import World
@@ -40,16 +50,17 @@ class Recorder:
     a step, and as progress lines on stderr."""
 
     def __init__(
-        self, args: argparse.Namespace, world: World, model: Llama, tokenizer: Tokenizer, done: int
+        self, args: argparse.Namespace, world: World, work: Work, tokenizer: Tokenizer, done: int
     ):
         """Continue a record after step `done`: remove later steps, which will run again."""
         self.args, self.world, self.done = args, world, done
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-        self.flops_per_token = flops_per_token(model, args.seq_len, world.parallel)
-        self.config = {"model": asdict(model.config), "tokenizer": tokenizer.name}
+        self.flops_per_token = flops_per_token(work.model, args.seq_len, world.parallel)
+        self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
         self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
         if world.rank == 0:
+            self.config["run"] = describe_process(world, work)
             self._open(done)
         self.started = self.step_started = time.perf_counter()
 
@@ -138,6 +149,26 @@ class Totals:
     def bits_per_byte(self) -> float:
         """The loss in bits per byte of text, comparable between tokenizers."""
         return self.loss / math.log(2) / max(self.text_bytes, 1)
+
+
+def describe_process(world: World, work: Work) -> dict[str, str | int]:
+    """Return how this run was started and on what, for OUT/config.json and report.py."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "command": shlex.join(sys.argv),
+        "commit": commit or "unknown",
+        "torch": torch.__version__,
+        "host": socket.gethostname(),
+        "device": torch.cuda.get_device_name() if on_gpu else world.device.type,
+        "ranks": world.size,
+        "mesh": describe_mesh(world, work.microbatches) if world.size > 1 else "one rank",
+        "a rank sends, each step": describe_traffic(predict_traffic(work), work.parallel),
+    }
 
 
 def describe_not_finite(step: int, losses: Tensor) -> str:

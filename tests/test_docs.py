@@ -23,7 +23,7 @@ from plumbing.parser import Parser
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = "train.py finetune_lora.py generate.py bench.py data.py checkpoint.py".split()
+SCRIPTS = "train.py finetune_lora.py generate.py bench.py data.py checkpoint.py report.py".split()
 
 
 class Command(NamedTuple):
@@ -55,7 +55,7 @@ def parse(page: Path, line: str) -> list[Command]:
     commands = []
     for part in line.split(" && "):
         words = [word for word in shlex.split(part, comments=True) if word != "..."]
-        if not words or words[0] in ("pip", "pytest", "git", "cut"):
+        if not words or words[0] in ("pip", "pytest", "git", "cut", "tensorboard"):
             continue
         if words[0] == "time":
             words = words[1:]

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 # A folder, or a script at the top, may import those that stand after it, and its own row.
 ORDER = """
-bench
+bench report
 perf
 train finetune_lora generate
 runs
@@ -99,7 +99,7 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    doors = "bench train finetune_lora generate checkpoint data runs plumbing".split()
+    doors = "bench report train finetune_lora generate checkpoint data runs plumbing".split()
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30
     assert [name for name, path in inner.items() if "argparse" in path.read_text()] == []

@@ -1,0 +1,109 @@
+"""Draw the curves of runs beside each other, in one page for a browser.
+
+    python report.py out/tiny out/two                    writes report.html
+    python report.py out/tiny --out tiny.html --watch    writes it again every ten seconds
+
+The page needs no network and no other file. It shows what train.py and finetune_lora.py record in
+OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
+"""
+
+import plumbing.endings  # first, for Ctrl-C during the imports
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+from plumbing.parser import Parser
+from plumbing.processes import UserError, run
+from runs.records import write_atomically
+
+TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
+CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
+EVALUATED = ("val_loss", "val_bits_per_byte")
+POINTS = 2000  # of a curve; each is the mean of as many steps as needed
+WATCH_SECONDS = 10
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Draw the curves of runs beside each other, in one page.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
+    parser.add_argument("--out", type=Path, default=Path("report.html"),
+                        help="the page (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--watch", action="store_true",
+                        help=f"write the page again every {WATCH_SECONDS} seconds")  # fmt: skip
+    return parser.parse_args()
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Return the records of metrics.jsonl. A line that is none is left out, such as the last one of
+    a run that is writing it."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"]), "tokens": int(row["tokens"])})
+        except (ValueError, TypeError, KeyError):
+            continue
+    return rows
+
+
+def finite(value) -> float | None:
+    """Return a number that JSON can hold, or None."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(f"{value:.6g}") if is_number else None
+
+
+def mean(values: list) -> float | None:
+    known = [value for value in map(finite, values) if value is not None]
+    return finite(sum(known) / len(known)) if known else None
+
+
+def read_run(directory: Path) -> dict:
+    """Return what the page shows of a run: its flags, what else config.json says of it, curves of
+    at most POINTS points, and its evaluations."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"{directory} is no run of train.py: it has no metrics.jsonl")
+    rows = read_lines(path)
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        config = {}
+    size = math.ceil(len(rows) / POINTS) or 1
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+    evaluations = [row for row in rows if any(name in row for name in EVALUATED)]
+    return {
+        "name": str(directory),
+        "flags": {name: str(value) for name, value in config.get("flags", {}).items()},
+        "facts": {name: str(value) for name, value in config.get("run", {}).items()},
+        "steps_a_point": size,
+        "step": [group[-1]["step"] for group in groups],
+        "tokens": [group[-1]["tokens"] for group in groups],
+        "curves": {name: [mean([row.get(name) for row in g]) for g in groups] for name in CURVES},
+        "evaluations": [
+            {name: finite(row.get(name)) for name in ("step", "tokens", *EVALUATED)}
+            | {"sample": str(row.get("sample", ""))}
+            for row in evaluations
+        ],
+    }
+
+
+def page_of(runs: list[dict], refresh: bool) -> str:
+    """Return the page. "<" is escaped, so that no text of a run can end the script it stands in."""
+    content = json.dumps({"runs": runs, "refresh": WATCH_SECONDS if refresh else 0})
+    return TEMPLATE.read_text().replace("RUNS_AS_JSON", content.replace("<", "\\u003c"))
+
+
+def main() -> None:
+    args = parse_args()
+    while True:
+        write_atomically(args.out, page_of([read_run(path) for path in args.runs], args.watch))
+        print(f"{args.out}: {len(args.runs)} run(s)", flush=True)
+        if not args.watch:
+            return
+        time.sleep(WATCH_SECONDS)
+
+
+if __name__ == "__main__":
+    run(main)
