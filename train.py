@@ -220,7 +220,6 @@ def train(
     if done >= args.steps:
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set), optimizer))
-
     gather_once = fits_unsharded(work, world)
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
