@@ -19,10 +19,9 @@ take n matrices at a time, and each orthogonalizes a whole one:
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
 Communication, a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
---dtype bfloat16). A rank
-sends its parts of others' matrices, at most M e / n bytes where they are sharded over all n ranks,
-and then the parts of its own matrices, M e / n bytes to each replica. Replicas have equal updates,
-so under DDP there is only the way back.
+--dtype bfloat16). A rank sends its parts of others' matrices, at most M e / n bytes where they are
+sharded over all n ranks, and then the parts of its own matrices, M e / n bytes to each replica.
+Replicas have equal updates, so under DDP there is only the way back.
 """
 
 import functools

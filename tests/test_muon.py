@@ -54,11 +54,11 @@ def test_operations_are_counted():
 
 
 def test_a_plan_has_the_time_of_muon():
-    """What rank 0 computes, and what it sends, which nothing hides: 2 bytes an element on a GPU, to
-    owners and back."""
+    """What rank 0 computes, and what it sends, which nothing hides: 2 bytes an element on a GPU in
+    bfloat16, to owners and back."""
     model, parallel = (
         build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)),
-        ParallelConfig("fsdp", shard=8),
+        ParallelConfig("fsdp", shard=8, dtype=torch.bfloat16),
     )
     machine = assumed_machine("h100", "400gbit", 8)
     adamw, muon = (
