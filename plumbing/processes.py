@@ -421,10 +421,14 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
                 reported = step
                 store.set(f"report of rank {rank}", json.dumps(stuck.report(_error)))
             if rank == 0 and late > GRACE and told != step:
-                told, seconds = step, time.monotonic() - ended_at
-                line = f"no step for {seconds:.0f} s: {_describe_stuck(store)}"
-                print_rank_zero(line, file=sys.stderr)
+                told, line = step, _describe_stuck(store)
+                store.set("stuck", json.dumps([step, line]))
+                seconds = time.monotonic() - ended_at
+                print_rank_zero(f"no step for {seconds:.0f} s: {line}", file=sys.stderr)
                 endings.report(line + _hint(store))  # NCCL may abort this process
+            elif told not in (-1, step):  # it has gone on
+                told = -1
+                endings.report("")
         except dist.DistError:
             failed = True
         if failed:
@@ -442,7 +446,11 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
 
 
 def _describe_stuck(store: dist.Store) -> str:
-    """Return which rank keeps the others waiting, as their reports have it."""
+    """Return which rank keeps the others waiting: what rank 0 has found out in this step, so that
+    not every rank reads the reports of all; else as the reports have it."""
+    step, line = json.loads(store.get("stuck")) if store.check(["stuck"]) else (None, "")
+    if _last_step and step == _last_step[0]:
+        return line
     keys = {rank: f"report of rank {rank}" for rank in range(dist.get_world_size())}
     found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
     return stuck.describe(found)
