@@ -290,35 +290,6 @@ def _weights(model: Llama) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------- loading
 
 
-def newest_undamaged(newest: Path) -> Path:
-    """Return the newest checkpoint of a run whose files have their checksums, and rename newer ones
-    with a warning. All ranks call it together, and each reads a share of the files.
-
-    Raises UserError if all are damaged."""
-    problems = [None] * dist.get_world_size()
-    try:
-        verify(newest, "")
-        mine = None
-    except UserError as error:
-        mine = str(error)
-    dist.all_gather_object(problems, mine)
-    problem = next(filter(None, problems), None)
-    if not problem:
-        return newest
-    *_, before, _ = [None, *checkpoints(newest.parent)]
-    dist.barrier()  # all have looked
-    if not before:
-        raise UserError(problem)
-    aside, fault = newest.with_name(f"damaged-{newest.name}"), problem.partition(". Remove")[0]
-    text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {before}"
-    print_rank_zero(text, file=sys.stderr)
-    if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
-        os.rename(newest, aside)
-    dist.barrier()
-    return newest_undamaged(before)
-
-
 def resume(
     directory: Path, model: Llama, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer
 ) -> int:

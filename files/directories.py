@@ -42,7 +42,7 @@ from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
-from plumbing.processes import Progress, UserError
+from plumbing.processes import Progress, UserError, print_rank_zero
 from text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
@@ -242,6 +242,34 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
         file = files[name]
         if digest != digests[name]:
             raise UserError(f"{file} is damaged: its checksum is not that in {CHECKSUMS}. {advice}")
+
+
+def newest_undamaged(newest: Path) -> Path:
+    """Return the newest checkpoint of a run whose files have their checksums. Newer ones get
+    another name, and a warning. All ranks call it together, and each reads a share of the files.
+
+    Raises UserError if all are damaged."""
+    problems = [""] * dist.get_world_size()
+    try:
+        verify(newest, "")
+        mine = ""
+    except UserError as error:
+        mine = str(error)
+    dist.all_gather_object(problems, mine)
+    if not (problem := max(problems)):
+        return newest
+    *_, before, _ = [None, *checkpoints(newest.parent)]
+    dist.barrier()  # all have looked
+    if not before:
+        raise UserError(problem)
+    aside, fault = newest.with_name(f"damaged-{newest.name}"), problem.partition(". Remove")[0]
+    text = f"warning: {fault}. It is now {aside.name}, and the run goes back to {before}"
+    print_rank_zero(text, file=sys.stderr)
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)  # of the same step, damaged before
+        os.rename(newest, aside)
+    dist.barrier()
+    return newest_undamaged(before)
 
 
 # ------------------------------------------------------------------------------- DCP's directories

@@ -35,8 +35,12 @@ def end(code: int, message: str, show: bool) -> None:
 
 
 def report(message: str) -> None:
-    """Leave a message for torchrun, whose report of failed ranks is the last that is printed."""
+    """Leave a message for torchrun, whose report of failed ranks is the last that is printed; ""
+    takes it back."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        if not message:
+            os.remove(path)
+            return
         import json  # not above: the handler of Ctrl-C is to be there soon
 
         content = {"message": f"error: {message}", "extraInfo": {"timestamp": int(time.time())}}

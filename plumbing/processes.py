@@ -9,7 +9,8 @@ What can go wrong, and what the user sees:
     a user error             one rank prints one line; every rank exits with code 2
     a rank fails             one line names the rank and its exception; every rank exits with code 1
     a rank dies or freezes   the rank before it misses its heartbeat and names it; all exit
-    a deadlock               a collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
+    a deadlock               after STUCK_AFTER a line says who waits for which rank, and where; a
+                             collective fails after COLLECTIVE_TIMEOUT, like any rank's failure
     Ctrl-C, torchrun dies    one line, within seconds (plumbing/endings.py)
     `| head` has read all it wants    nothing; exit code 141, as of other programs
 
@@ -25,6 +26,7 @@ import errno
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -39,11 +41,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from plumbing import endings
+from plumbing import endings, stuck
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
 PEER_LOST_TIMEOUT = 4  # the same once a connection to some rank has been lost
+GRACE = 5  # seconds in which all ranks notice that they are stuck
+STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE_ERRNOS = (
     "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
@@ -218,6 +222,17 @@ def note_checkpoint(name: str) -> None:
     _store().set("newest checkpoint", name)
 
 
+_last_step: tuple[int, float, float] | None = None  # number; when it ended; when to report
+
+
+def note_step(step: int | None, seconds: float = 0.0) -> None:
+    """Let the watching thread know that a step has ended, which took so many seconds, or that no
+    others follow (None)."""
+    global _last_step
+    now = time.monotonic()
+    _last_step = None if step is None else (step, now, now + max(STUCK_AFTER, 5 * seconds))
+
+
 def is_rank_zero() -> bool:
     """Return whether this is rank 0, or a process without others."""
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -235,20 +250,40 @@ def print_rank_zero(text: str, **where) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), where.get("file", sys.stdout).fileno())
 
 
+def clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Progress:
+    """Prints on rank 0, every so many seconds, how much of a `total` is done, and the time left."""
+
+    def __init__(self, what: str, total: float, unit: str = "", every: float = 5.0):
+        self.what, self.total, self.unit, self.every = what, total, unit, every
+        self.done, self.started = 0, time.monotonic()
+        self.printed = self.started
+
+    def add(self, amount: float = 1) -> None:
+        self.done += amount
+        now = time.monotonic()
+        if now - self.printed > self.every and self.done < self.total and is_rank_zero():
+            self.printed = now
+            left = clock((now - self.started) / self.done * (self.total - self.done))
+            done, total = (f"{n:,.1f}" if self.unit else f"{n:,}" for n in (self.done, self.total))
+            line = f"{self.what}: {done} of {total}{self.unit}  {left} left"
+            print(line, file=sys.stderr, flush=True)
+
+
 def with_progress(
     items: Iterable, what: str, every: float = 5.0, total: int | None = None
 ) -> Iterator:
-    """Yield the items, of which there are len(items) or `total`; every so many seconds rank 0
-    prints how many are done, and the time left."""
-    started = printed = time.monotonic()
-    total = len(items) if total is None else total
-    for done, item in enumerate(items):
-        if done and is_rank_zero() and time.monotonic() - printed > every:
-            printed = time.monotonic()
-            left = round((printed - started) / done * (total - done))
-            line = f"{what}: {done} of {total}  {left // 60}:{left % 60:02d} left"
-            print(line, file=sys.stderr, flush=True)
+    """Yield the items, of which there are len(items) or `total`, and print the Progress."""
+    progress = Progress(what, len(items) if total is None else total, every=every)
+    for item in items:
         yield item
+        progress.add()
 
 
 # ------------------------------------------------------------------------------------------ end
@@ -282,6 +317,9 @@ def _out_of_memory() -> UserError:
     return UserError(f"{text}: {out_of_memory_advice()}")
 
 
+_error: Exception | None = None  # that ends this process; where others wait for it, it tells where
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
     rank; so does a full or read-only disk.
@@ -295,6 +333,8 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         endings.end_interrupted()
     except Exception as error:
+        global _error
+        _error = error
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
@@ -326,7 +366,8 @@ def _fail(
     message, after its `details`; on every other node the first rank does. Without a store, before
     ranks have met, all fail alike.
 
-    If a peer is lost, the watching threads get some time to find out which rank has failed."""
+    If a peer is lost, the watching threads get some time to find out which rank has failed. If they
+    do not, all ranks live, and the message says which one the others waited for."""
     endings.end_if_orphaned()
     show, rank = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK")
     node = os.environ.get("GROUP_RANK")
@@ -334,8 +375,12 @@ def _fail(
     try:
         if peer_lost:
             store.set("peer lost", "")
-            with contextlib.suppress(dist.DistStoreError):  # nothing was found
+            try:
                 store.wait(["failed"], timedelta(seconds=3 * PEER_LOST_TIMEOUT))
+            except dist.DistStoreError:  # nothing was found
+                reason = f"{_describe_stuck(store)}; " if _error else ""
+                message = f"{reason}{message}{_hint(store)}"
+                mine = json.dumps([code, message, rank, node])
         if store:
             first = store.compare_set("failed", "", mine).decode()
             code, message, first_rank, first_node = json.loads(first)
@@ -361,15 +406,29 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
     The store serves a few small requests a second from each rank; training is not disturbed."""
     other, host = (rank + 1) % size, socket.gethostname()
     last_heartbeat, heard_at = b"", time.monotonic()
+    reported = told = -1  # the step after which this rank has reported, and rank 0 has printed
     for beat in itertools.count():
         try:
-            store.set(f"heartbeat of rank {rank}", f"on {host}, {beat}")
+            step, ended_at, report_at = _last_step or (None, 0.0, math.inf)
+            where = f"last at step {step or 0}, {stuck.position()[0]}"
+            store.set(f"heartbeat of rank {rank}", f"on {host} ({where}), {beat}")
             failed, peer_lost = store.check(["failed"]), store.check(["peer lost"])
             other_done = store.check([f"rank {other} is done"])
             key = f"heartbeat of rank {other}"
             heartbeat = store.get(key) if store.check([key]) else b""  # get alone would wait
-            key = "newest checkpoint"
-            checkpoint = store.get(key).decode() if store.check([key]) else ""
+            late = time.monotonic() - report_at
+            if (late > 0 or peer_lost) and reported != step:
+                reported = step
+                store.set(f"report of rank {rank}", json.dumps(stuck.report(_error)))
+            if rank == 0 and late > GRACE and told != step:
+                told, line = step, _describe_stuck(store)
+                store.set("stuck", json.dumps([step, line]))
+                seconds = time.monotonic() - ended_at
+                print_rank_zero(f"no step for {seconds:.0f} s: {line}", file=sys.stderr)
+                endings.report(line + _hint(store))  # NCCL may abort this process
+            elif told not in (-1, step):  # it has gone on
+                told = -1
+                endings.report("")
         except dist.DistError:
             failed = True
         if failed:
@@ -380,11 +439,27 @@ def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
         if heartbeat != last_heartbeat or other_done:
             last_heartbeat, heard_at = heartbeat, time.monotonic()
         elif silence > (PEER_LOST_TIMEOUT if peer_lost else HEARTBEAT_TIMEOUT):
-            where = heartbeat.decode().split(",")[0] or "on an unknown host"
-            hint = f"; --resume continues from {checkpoint}" if checkpoint else ""
-            _fail(store, 1, f"rank {other} {where} has died or is frozen{hint}")
+            where = heartbeat.decode().rpartition(",")[0] or "on an unknown host"
+            _fail(store, 1, f"rank {other} {where} has died or is frozen{_hint(store)}")
         if _script_ended.wait(1):
             return
+
+
+def _describe_stuck(store: dist.Store) -> str:
+    """Return which rank keeps the others waiting: what rank 0 has found out in this step, so that
+    not every rank reads the reports of all; else as the reports have it."""
+    step, line = json.loads(store.get("stuck")) if store.check(["stuck"]) else (None, "")
+    if _last_step and step == _last_step[0]:
+        return line
+    keys = {rank: f"report of rank {rank}" for rank in range(dist.get_world_size())}
+    found = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    return stuck.describe(found)
+
+
+def _hint(store: dist.Store) -> str:
+    """Return from which checkpoint to continue, or "" before there is one."""
+    key = "newest checkpoint"
+    return f"; --resume continues from {store.get(key).decode()}" if store.check([key]) else ""
 
 
 _script_ended = threading.Event()  # set when Python exits; ends the watching thread

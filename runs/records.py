@@ -28,7 +28,7 @@ from costs.work import Work
 from files.directories import lock_directory
 from model import Llama
 from parallel import World
-from plumbing.processes import UserError, print_rank_zero
+from plumbing.processes import UserError, clock, note_step, print_rank_zero
 from techniques.float8 import has_kernel, layers_in_8_bits
 from techniques.nf4 import count
 from techniques.optimizers import BFloat16AdamW, Muon
@@ -64,11 +64,20 @@ class Recorder:
             self._open(done)
         self.started = self.step_started = time.perf_counter()
 
+    def __enter__(self) -> "Recorder":
+        note_step(self.done)
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        if not error:  # else the ranks find out which of them has failed in this step
+            note_step(None)
+
     def measure(self, step: int, totals, lr: float) -> dict:
         """Return the metrics of a step that has just ended; print them every --log-every steps.
         `totals` are train.py's Totals."""
         args, now = self.args, time.perf_counter()
         seconds = now - self.step_started
+        note_step(step, seconds)
         tokens_per_second = args.batch * args.seq_len / seconds
         mfu = None
         if self.peak_flops:
@@ -87,13 +96,13 @@ class Recorder:
             "memory_bytes": peak_memory(self.world.device),
         }
         if step in (self.done + 1, args.steps) or step % args.log_every == 0:
-            left = int((now - self.started) / (step - self.done) * (args.steps - step))
+            left = (now - self.started) / (step - self.done) * (args.steps - step)
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
                 f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
-                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {left // 60}:{left % 60:02d} left",
+                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {clock(left)} left",
                 file=sys.stderr,
             )
         return metrics
@@ -177,7 +186,8 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
     culprit = f"loss on rank {ranks}" if ranks else "gradient norm"
     return (
         f"step {step}: the {culprit} is not finite. Nothing was updated; a lower --lr may "
-        f"help, and --resume goes back to the last checkpoint, if one was saved"
+        f"help, and --resume goes back to the last checkpoint, if one was saved; with --skip-steps "
+        f"{step} it leaves out this batch"
     )
 
 

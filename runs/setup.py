@@ -16,6 +16,7 @@ from costs.search import choose_parallel, usable_memory, what_would_fit
 from costs.traffic import describe_traffic, predict_traffic
 from costs.work import Work
 from data import Windows, open_windows
+from files.directories import newest_undamaged
 from model import Llama
 from parallel import World, parallelize, with_mesh
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
@@ -183,7 +184,7 @@ def resume(
     """Load the `newest` checkpoint of a run, if there is one; return the steps it has done."""
     if not newest:
         return 0
-    newest = checkpoint.newest_undamaged(newest)
+    newest = newest_undamaged(newest)
     records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
     done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
     print_rank_zero(f"resumed from {newest}")

@@ -1,0 +1,99 @@
+"""Find out which rank keeps the others waiting, and at which line.
+
+Every rank reports where it is, and the last collectives of each of its process groups by number,
+which PyTorch records (its flight recorder). All ranks of a group call the same collective under a
+number; so one that has called another, or none while others wait, has gone astray.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+from collections import defaultdict
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+KEPT = 500  # collectives in a report
+ROOT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+COMMUNICATES = ("distributed_c10d.py", "_functional_collectives.py")  # files of torch.distributed
+SAME_SIZES = "all_?reduce|all_?gather|reduce_?scatter"  # on all ranks
+
+
+def position(error: Exception | None = None) -> tuple[str, bool]:
+    """Return the innermost line of this project that the main thread is in, as `train.py:185`, or
+    that has raised an error; and whether it communicates there. The main thread goes on."""
+    if error:
+        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    else:
+        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+    communicates = False
+    for frame, line in frames:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOT) and "site-packages" not in path:
+            return f"{path.removeprefix(ROOT)}:{line}", communicates
+        communicates |= path.endswith(COMMUNICATES)
+    return "?", communicates
+
+
+def report(error: Exception | None = None) -> dict:
+    """Return where this rank is, or has failed: its `line`; whether it `waits`; the ranks of its
+    `groups`; its last `calls`: [group, number, name, sizes of the input, whether it has ended].
+
+    With NCCL the host calls collectives that the GPU has not come to: they have not ended."""
+    line, waits = position(error)
+    known = {str(name): dist.get_process_group_ranks(group)
+             for group, name in list(dist.distributed_c10d._world.pg_names.items())}  # fmt: skip
+    groups, calls = {}, []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and, if built in, NCCL's
+        entries = json.loads(getattr(c10d, dump, lambda *_: "{}")(True, False)).get("entries", [])
+        for entry in entries[-KEPT:]:
+            backend, _, name = entry["profiling_name"].partition(":")
+            ranks = known.get(entry["process_group"][0])
+            if ranks and not entry["is_p2p"]:
+                group = f"{backend} {entry['process_group'][0]} from rank {ranks[0]}"
+                groups[group] = ranks
+                call = entry["collective_seq_id"], name, entry["input_sizes"], entry["retired"]
+                calls.append([group, *call])
+    return dict(line=line, waits=waits or not all(c[-1] for c in calls), groups=groups, calls=calls)
+
+
+def describe(reports: dict[int, dict]) -> str:
+    """Return which ranks wait, in what, and which rank they wait for, from the ranks' reports."""
+    called, members = defaultdict(dict), {}
+    for rank, found in sorted(reports.items()):
+        members |= found["groups"]
+        for group, number, *call in found["calls"]:
+            called[number, group][rank] = call
+    absent = []  # of each collective that ranks wait in: do all wait, how many do (negative), text
+    for (number, group), calls in sorted(called.items()):
+        alike = defaultdict(list)  # what was called -> by which ranks
+        for rank, (name, sizes, _) in calls.items():
+            alike[name, re.search(SAME_SIZES, name) and str(sizes)].append(rank)
+        (what, *_), most = max(alike.items(), key=lambda item: len(item[1]))
+        here = f"{what} {number} ({reports[most[0]]['line']})"
+        if other := sorted(calls.keys() - set(most)):
+            name, line = calls[other[0]][0], reports[other[0]]["line"]
+            return f"{_ranks(most)} called {here}; {_ranks(other)} called {name} instead: {line}"
+        waiting = [rank for rank in most if not calls[rank][-1]]
+        missing = [rank for rank in members[group] if rank in reports and rank not in calls]
+        if waiting and missing:
+            guilty = [rank for rank in missing if not reports[rank]["waits"]]
+            line = reports[(guilty or missing)[0]]["line"]
+            wait = "wait" if len(waiting) > 1 else "waits"
+            text = (
+                f"{_ranks(waiting)} {wait} in {here}; {_ranks(guilty or missing)} never called it"
+            )
+            absent.append((not guilty, -len(waiting), f"{text}: {line}"))
+    if absent:
+        return min(absent)[2]
+    places = defaultdict(list)
+    for rank, found in sorted(reports.items()):
+        places[f"{'waiting' if found['waits'] else 'computing'} at {found['line']}"].append(rank)
+    return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in places.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {' '.join(map(str, ranks))}"
