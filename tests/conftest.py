@@ -179,18 +179,16 @@ def refused(result, *parts: str) -> None:
 
 
 def changed_copy(
-    copy: Path, patch: str = "", edits: dict[str, str] | None = None, exclude: str = ""
+    copy: Path, patch: str = "", edits: dict[str, str] | None = None
 ) -> tuple[str, Path]:
-    """Copy the project's scripts; apply a patch of tests/changes, but not to the file `exclude`;
-    then replace strings of model.py. Returns the first arguments of `launch` for a changed script.
-    """
+    """Copy the project's scripts; apply a patch of tests/changes; then replace strings of model.py.
+    Returns the first arguments of `launch` for a changed script."""
     for folder in (".", *ROOMS, "tests/workers"):
         (copy / folder).mkdir(parents=True, exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, copy / folder)
     if patch:
-        command = ["git", "apply", f"--exclude={exclude}", CHANGES / f"{patch}.patch"]
-        subprocess.run(command, cwd=copy, check=True)
+        subprocess.run(["git", "apply", CHANGES / f"{patch}.patch"], cwd=copy, check=True)
     source = (copy / "model.py").read_text()
     for old, new in (edits or {}).items():
         assert source.count(old) == 1, old

@@ -75,6 +75,8 @@ def test_tensor_parallelism_refuses_what_has_no_place():
     with torch.device("meta"):
         attention(model := new_model()).q_norm = nn.RMSNorm(10)
         refuses("layers.0.attention.q_norm.weight", model)
+        (model := new_model()).layers["0"].feed_forward.router = nn.Linear(40, 4, bias=False)
+        refuses("layers.0.feed_forward.router.weight", model)
         attention(model := new_model()).wq = nn.Linear(40, 40, bias=True)
         refuses("layers.0.attention.wq.bias", model, "PLAN shards the weight of its layer alone")
         attention(model := new_model()).gate = nn.Parameter(torch.ones(4))
