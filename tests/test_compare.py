@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import step_of, succeed
+from conftest import slow, step_of, succeed
 
 from costs.traffic import predict_traffic, sent_bytes
 from costs.work import Work
@@ -32,18 +32,22 @@ from plumbing.processes import UserError
 
 @pytest.mark.slow
 def test_compare():
-    out = succeed("bench.py", "compare", "ddp", "wrong", "tp", "async-tp", "cp", "full", "float8",
-                  "--batch=2", "--seq-len=16", "--repeats=2", nproc=2).out  # fmt: skip
+    names = ["ddp", "wrong", "tp", "async-tp", "cp", "full", "float8", "pp", "pp-zero-bubble"]
+    out = succeed("bench.py", "compare", *names, "--batch=4", "--seq-len=16", "--repeats=2",
+                  nproc=2).out  # fmt: skip
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    assert rows[2:] == ["ddp", "wrong", "tp", "async-tp", "cp", "full", "float8"]
+    assert rows[2:] == names
     # 0.64 M parameters; in a ring of two, a rank sends as much as an all-reduce's payload.
     assert "ddp sends 2.56 MB; payload 2.56 MB by 2 all-reduce over replicate" in out
     assert "full sends 2.56 MB; payload 2.56 MB" in out and "all-gather over tp" in out
-    # Half of the tokens, 96 features: 8 messages in each of 4 layers, for two microbatches.
-    assert f"{64 * 8 * 96 * 4 / 1e6:.2f} MB by 64 send over tp" in out
-    # Keys and values of 16 tokens, two heads of 24: in 4 layers, for two microbatches.
+    # Half of the tokens, 96 features: 8 messages in each of 4 layers, for four microbatches.
+    assert f"{128 * 8 * 96 * 4 / 1e6:.2f} MB by 128 send over tp" in out
+    # Keys and values of 16 tokens, two heads of 24: in 4 layers, for four microbatches.
     kv = 2 * 16 * 2 * 24 * 4
-    assert f"{8 * kv / 1e6:.2f} MB by 8 all-gather over cp" in out
+    assert f"{16 * kv / 1e6:.2f} MB by 16 all-gather over cp" in out
+    # Four outputs of 16 tokens and 96 features, and the gradient of the tied matrix.
+    sent = 4 * 16 * 96 * 4 + 2048 * 96 * 4
+    assert f"pp sends {sent / 1e6:.2f} MB; payload {sent / 1e6:.2f} MB by 5 send over pp" in out
     assert "losses of the first step agree" in out
 
 
@@ -62,21 +66,13 @@ def split_row(line: str) -> list[str]:
     return line.split("|")
 
 
-@pytest.mark.slow
-def test_compare_pipelines():
-    out = succeed("bench.py", "compare", "ddp", "pp", "pp-zero-bubble", "--batch=4", "--seq-len=16",
-                  "--repeats=1", nproc=2).out  # fmt: skip
-    # Four outputs of 16 tokens and 96 features, and the gradient of the tied matrix.
-    sent = 4 * 16 * 96 * 4 + 2048 * 96 * 4
-    assert f"pp sends {sent / 1e6:.2f} MB; payload {sent / 1e6:.2f} MB by 5 send over pp" in out
-    assert "losses of the first step agree" in out
-
-
-def test_compare_takes_all_that_fit(tmp_path):
+@pytest.mark.parametrize("names", [["ddp", "fsdp"], slow([])])
+def test_compare_takes_what_is_named_or_all_that_fit(names, tmp_path):
     file, picture = tmp_path / "all.json", tmp_path / "all.png"
     drawn = importlib.util.find_spec("matplotlib") is not None
-    out = succeed("bench.py", "compare", "--batch=4", "--seq-len=16", "--repeats=1", "--json", file,
-                  *(["--plot", picture] if drawn else []), nproc=2).out  # fmt: skip
+    given = [*names, "--batch=4", "--seq-len=16", "--repeats=1", "--json", file]
+    plot = ["--plot", picture] if drawn else []
+    out = succeed("bench.py", "compare", *given, *plot, nproc=2).out
     assert not drawn or picture.read_bytes().startswith(b"\x89PNG")
     results = json.loads(file.read_text())
     assert {name: results[name] for name in ("model", "batch", "microbatch", "seq_len")} == {
@@ -93,6 +89,7 @@ def test_compare_takes_all_that_fit(tmp_path):
         "selective": (ParallelConfig(replicate=2, checkpointing="selective"), 2),
         "full": (ParallelConfig(replicate=2, checkpointing="full"), 2),
     }
+    configurations = {name: configurations[name] for name in names or configurations}
     assert list(results["strategies"]) == list(configurations)
     loss = loss_of_plain_model()
     with torch.device("meta"):
@@ -111,6 +108,8 @@ def test_compare_takes_all_that_fit(tmp_path):
         assert f"{name} sends {sent / 1e6:.2f} MB; payload " in out
     assert "losses of the first step agree to" in out and results["strategies"]["ddp"]["ratio"] == 1
 
+    if names:
+        return
     peaks = {name: result["peak_bytes"] for name, result in results["strategies"].items()}
     state = 16 * sum(p.numel() for p in model.parameters())  # of a rank that shards nothing
     assert state <= peaks["full"] <= peaks["ddp"] < 1.6 * state

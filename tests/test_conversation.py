@@ -107,10 +107,9 @@ def poet(tmp_path_factory):
     return saved(model, tmp_path_factory.mktemp("poet") / "poet")
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_a_learnt_text_is_printed_once(poet, nproc):
+def test_a_learnt_text_is_printed_once(poet):
     flags = ["--max-new-tokens", len(POEM[6:].encode()), "--temperature", 0, "--seed", 3]
-    result = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=nproc)
+    result = succeed("generate.py", poet, "--prompt", POEM[:6], *flags, nproc=2)
     assert result.out == f"{POEM}\n"  # characters of several tokens are whole
 
 
@@ -122,12 +121,6 @@ def test_several_prompts(poet):
     result = succeed("generate.py", poet, *flags, "--max-new-tokens", 30, "--temperature", 0)
     for prompt, tokens in zip(prompts, expected):
         assert f"--- {prompt}{BYTES.decode(tokens)}" in result.out
-
-
-def test_seeds_repeat(poet):
-    flags = ["--prompt", "El", "--temperature", 3, "--max-new-tokens", 20, "--top-k", 50]
-    a, b, c = (succeed("generate.py", poet, *flags, "--seed", seed).out for seed in (1, 1, 2))
-    assert a == b != c
 
 
 # -------------------------------------------------------------------------------- with a pipe
@@ -157,10 +150,10 @@ def test_the_system_prompt_comes_first(base, talk, prompt):
 
 
 def test_every_answer_has_random_numbers_of_its_own(talk):
-    alone = talk("", "--prompt", "Hi", "--seed", 5, temperature=3).out
+    alone, other = (talk("", "--prompt", "Hi", "--seed", n, temperature=3).out for n in (5, 6))
     printed = talk("Hi\nHi\nHi\n", "--seed", 5, temperature=3).out
-    assert printed.startswith(alone)
-    assert [seed for _, seed in talk.calls] == [5, 5, 6, 7]
+    assert printed.startswith(alone) and alone != other
+    assert [seed for _, seed in talk.calls] == [5, 6, 5, 6, 7]
 
 
 def test_bytes_that_are_not_utf_8(base, talk):

@@ -2,14 +2,13 @@
 in the weights. How long anything takes is not tested."""
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from conftest import step_of, succeed
+from conftest import slow, step_of, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +20,7 @@ from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
-from runs.flags import add_optimizer_flags
+from runs.flags import add_optimizer_flags, flags_of
 from train import make_optimizer, train_step
 
 
@@ -40,54 +39,55 @@ def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, st
     return out, parts, memory
 
 
-def check_memory(memory: dict[str, str], parallel: ParallelConfig, microbatches: int) -> None:
-    """Compare the counted bytes of each kind with the predicted ones; microbatches of 24 tokens."""
-    parallel = replace(parallel, optimizer="muon")  # train.py's, from scratch
-    predicted = predict_memory(
-        step_of(build_on_meta(CONFIG), parallel, parallel.cp, microbatches, 24)
-    )
+def check_memory(memory: dict[str, str], parallel: ParallelConfig, *microbatches: int) -> None:
+    """Compare the counted bytes of each kind with the predicted ones, given a microbatch's rows of
+    24 tokens, and the number of microbatches."""
+    predicted = predict_memory(step_of(build_on_meta(CONFIG), parallel, *microbatches, 24))
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == megabytes(predicted[kind]), kind
     assert memory["predicted peak"] == megabytes(predicted["peak"])
     assert float(memory["peak"].split()[0]) == pytest.approx(predicted["peak"] / 1e6, rel=0.1)
 
 
-def check_traffic(out: str) -> None:
-    """Compare the counted collectives with those that train.py announces."""
-    lines = out.splitlines()
-    (predicted,) = [line for line in lines if line.startswith("per step, each rank sends ")]
-    (counted,) = [line for line in lines if line.startswith("counted: per step, each rank sends ")]
-    assert counted == f"counted: {predicted}"
-
-
-def test_fully_sharded(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(checkpointing="selective"),
+        ParallelConfig(dp="fsdp", shard=2, checkpointing="full"),
+        slow(ParallelConfig(dp="fsdp", shard=2, cp=2)),
+        slow(ParallelConfig(replicate=2)),
+        slow(ParallelConfig(dp="zero1", replicate=2)),
+        slow(ParallelConfig(replicate=2, cp=2, checkpointing="full", compile=True)),
+        slow(ParallelConfig(checkpointing="full", compile=True)),  # around a compiled block
+        slow(ParallelConfig(checkpointing="selective", compile=True)),  # within
+    ],
+    ids=flags_of,
+)
+def test_a_step(corpus, tmp_path, parallel):
     """An OUT with a run in it is accepted and left as it is."""
     left = tmp_path / "run" / "step-00000001"
     left.mkdir(parents=True)
-    out, parts, memory = step(corpus, "--dp=fsdp", "--checkpointing=full", "--microbatch=1",
-                              "--out", left.parent, nproc=2)  # fmt: skip
+    flags, microbatch = flags_of(parallel).split(), 1 if parallel.size > parallel.cp else 2
+    out, parts, memory = step(corpus, *flags, f"--microbatch={microbatch}", "--out", left.parent,
+                              nproc=parallel.size * (parallel.size > 1))  # fmt: skip
     assert list(left.parent.rglob("*")) == [left]
-    assert list(parts) == ["forward", "backward", "recompute", EXPOSED + "shard", "optimizer",
-                           "data", "other"]  # fmt: skip
-    assert "attention runs forward 2 time(s)" in out
-    check_memory(memory, ParallelConfig(dp="fsdp", shard=2, checkpointing="full"), 2)
-    check_traffic(out)
-
-
-@pytest.mark.slow
-def test_shared_sequences(corpus):
-    out, parts, memory = step(corpus, "--cp=2", "--dp=fsdp", "--microbatch=2", nproc=2)
-    assert list(parts)[2:4] == [EXPOSED + "shard", EXPOSED + "cp"]
-    assert "attention runs forward 1 time(s)" in out
-    check_memory(memory, ParallelConfig(dp="fsdp", shard=2, cp=2), 2)
-    check_traffic(out)
-
-
-@pytest.mark.slow
-def test_shared_sequences_compiled(corpus):
-    out, parts, _ = step(corpus, "--cp=2", "--compile", "--checkpointing=full", nproc=2)
-    assert "attention runs forward 2 time(s)" in out and EXPOSED + "cp" in parts
-    assert "1 graph(s) compiled, 0 graph break(s)" in out
+    within = parallel.compile and parallel.checkpointing == "selective"
+    expected = ["forward", "backward"]
+    expected += ["recompute"] * (parallel.checkpointing != "none" and not within)
+    sizes = dict(replicate=parallel.replicate, shard=parallel.shard, cp=parallel.cp)
+    expected += [EXPOSED + dim for dim, size in sizes.items() if size > 1]
+    assert list(parts) == [*expected, "optimizer", "data", "other"]
+    times = 2 if parallel.checkpointing == "full" else 1
+    assert f"attention runs forward {times} time(s)" in out
+    assert ("recompute is compiled into backward" in out) == within
+    if parallel.compile:
+        assert "1 graph(s) compiled, 0 graph break(s)" in out and memory["peak"] == "-"
+        return
+    check_memory(memory, parallel, microbatch, 2)
+    lines = out.splitlines()
+    sends = "per step, each rank sends "  # as train.py announces, if anything
+    predicted = [line for line in lines if line.startswith(sends)] or [f"{sends}nothing"]
+    assert [f"counted: {line}" for line in predicted] == [x for x in lines if "counted: " in x]
 
 
 def test_a_pipeline(corpus, tmp_path):
@@ -95,7 +95,7 @@ def test_a_pipeline(corpus, tmp_path):
     picture = tmp_path / "step.svg"
     out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", "--plot", picture, nproc=2)
     assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
-    check_memory(memory, ParallelConfig(pp=2), 4)
+    check_memory(memory, ParallelConfig(pp=2, optimizer="muon"), 1, 4)
     predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
     assert predicted == counted and " send over pp" in counted
     shares = re.search(r"wait for other stages (.*) by the schedule alone, (.*) with the measured "
@@ -104,38 +104,10 @@ def test_a_pipeline(corpus, tmp_path):
     assert picture.read_text().count("<rect") == 2 * 2 * 4
 
 
-def test_one_process(corpus):
-    out, parts, _ = step(corpus, "--checkpointing=selective", nproc=0)
-    assert "attention runs forward 1 time(s)" in out
-    assert "counted: per step, each rank sends nothing" in out
-    assert parts["recompute"] > 0 and not any(part.startswith(EXPOSED) for part in parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dp", ["ddp", "zero1"])
-def test_replicas(corpus, dp):
-    out, parts, memory = step(corpus, f"--dp={dp}", "--microbatch=1", nproc=2)
-    assert EXPOSED + "replicate" in parts and "recompute" not in parts
-    assert "attention runs forward 1 time(s)" in out
-    check_memory(memory, ParallelConfig(dp=dp, replicate=2), 2)
-    check_traffic(out)
-
-
-@pytest.mark.slow
-def test_compiled(corpus):
-    """Full checkpointing is around the compiled block, selective within."""
-    out, parts, memory = step(corpus, "--compile", "--checkpointing=full", nproc=1)
-    assert "attention runs forward 2 time(s)" in out and parts["recompute"] > 0
-    assert "1 graph(s) compiled, 0 graph break(s)" in out and memory["peak"] == "-"
-    out, parts, _ = step(corpus, "--compile", "--checkpointing=selective", nproc=1)
-    assert "attention runs forward 1 time(s)" in out and "recompute" not in parts
-    assert "recompute is compiled into backward" in out
-
-
-def test_silenced_passes_leave_no_trace():
-    out = succeed("tests/workers/silence.py", nproc=2).out
-    names = [line.split(":")[0] for line in out.splitlines()]
-    assert names == ["ddp", "zero1", "fsdp", "reshard none", "tp"]
+@pytest.mark.parametrize("names", [["ddp", "fsdp"], slow(["zero1", "reshard none", "tp"])])
+def test_silenced_passes_leave_no_trace(names):
+    out = succeed("tests/workers/silence.py", *names, nproc=2).out
+    assert [line.split(":")[0] for line in out.splitlines()] == names
     for line in out.splitlines():
         assert line.endswith("silenced True, sum after it 2, same weights True"), line
 
