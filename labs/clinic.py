@@ -20,6 +20,7 @@ ROOT = LABS.parent
 sys.path.insert(0, str(ROOT))
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -27,13 +28,13 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from labs.machinery.grading import seed_of
-from labs.machinery.training import run_in_forks
+from labs.machinery.forms import Asked
+from labs.machinery.predict import parse, seed_of_student
+from labs.machinery.training import run_in_forks, to_tune
 from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
 from runs.records import write_atomically
@@ -204,23 +205,13 @@ def admit(args: argparse.Namespace) -> None:
     """Draw three faults and write a copy of the project for each."""
     if WARD.exists() and not args.again:
         raise UserError(f"{WARD} exists: --again replaces it and forgets the answers")
-    seed = seed_for(args)
+    seed = seed_of_student(args, "clinic")
     drawn = random.Random(seed).sample(list(FAULTS), 3)
     shutil.rmtree(WARD, ignore_errors=True)
     for number, name in enumerate(drawn, 1):
         copy_project(WARD / str(number), FAULTS[name])
     write_ward(dict(seed=seed, faults=drawn, answers={}))
     show(args)
-
-
-def seed_for(args: argparse.Namespace) -> int:
-    if not args.key:
-        if args.student:
-            raise UserError("--student is for --class KEY: give it, too")
-        return random.randrange(10**6) if args.seed is None else args.seed
-    if args.seed is not None or not args.student:
-        raise UserError("--class KEY needs --student NAME, and no --seed")
-    return seed_of(args.key, " ".join(args.student.casefold().split()), "clinic")
 
 
 def copy_project(directory: Path, fault: Fault) -> None:
@@ -263,7 +254,7 @@ def measured(directory: Path, fault: Fault, flags: list[str], repeats: int = 1) 
     """Return what `bench.py step` prints there, with flags that replace those of the run."""
     command = ["bench.py", "step", *shlex.split(fault.flags), *flags]
     if fault.tunes:
-        command[1:2] = ["step-lora", "--init", str(base()), "--data", str(chats())]
+        command[1:2] = ["step-lora", *to_tune(WARD, "--dtype float32")]
     command += ["--repeats", str(repeats)] * ("--repeats" not in flags)
     report = run_in_forks(partial(run_copy, directory, command), fault.ranks, fault.nodes)
     if report is None:
@@ -281,26 +272,6 @@ def run_copy(directory: Path, command: list[str]) -> None:
     sys.path.insert(0, str(directory))
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
-
-
-def base() -> Path:
-    """Return a small model to be fine-tuned, after a step of training if it is not there yet."""
-    path = WARD / "base"
-    if not path.exists():
-        flags = (
-            f"{TINY} --tokenizer bytes --steps 1 --eval-every 0 --out {path} --data {ROOT / 'docs'}"
-        )
-        command = [sys.executable, "train.py", *shlex.split(flags)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
-def chats() -> Path:
-    path = WARD / "chats.jsonl"
-    if not path.exists():
-        lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
-        path.write_text("\n".join(map(json.dumps, lines)))
-    return path
 
 
 # ------------------------------------------------------------------------------------- commands
@@ -344,10 +315,14 @@ def fault_of(text: str) -> str:
 
 
 def gain_of(text: str) -> float:
-    match = re.fullmatch(r"(\d{0,9}\.?\d{1,9})(?:/(0*[1-9]\d{0,8}))?", text)
-    if not match or float(match[1]) == 0:
+    """Return a factor as `predict` takes it."""
+    try:
+        gain = parse(text, Asked("gain", "factor")).value
+    except ValueError as error:
+        raise UserError(str(error))
+    if not gain:
         raise UserError(f"'{text}' is no factor: give a positive number such as 1.5 or 3/2")
-    return float(match[1]) / int(match[2] or 1)
+    return gain
 
 
 def cure_of(text: str) -> str:
@@ -369,12 +344,11 @@ def check_flags(text: str) -> None:
         flags = [word.split("=")[0] for word in shlex.split(text) if word.startswith("-")]
     except ValueError:
         raise UserError(f"'{text}' has a quote without its other half")
-    for flag in flags:
-        if flag == "--" or flag.startswith("-h") or "--help".startswith(flag):
-            raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp")
-        for fixed in ("--batch", "--seq-len", "--model"):  # argparse takes their beginnings, too
-            if fixed.startswith(flag):
-                raise UserError(f"'{text}': the cure may not change the work, which {fixed} does")
+    if any(flag.startswith("-h") or "--help".startswith(flag) for flag in flags):
+        raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp")
+    for flag, fixed in itertools.product(flags, ("--batch", "--seq-len", "--model")):
+        if fixed.startswith(flag):  # argparse takes their beginnings, too
+            raise UserError(f"'{text}': the cure may not change the work, which {fixed} does")
 
 
 def answer(args: argparse.Namespace) -> None:

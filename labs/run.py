@@ -197,48 +197,26 @@ def train_lab(args: argparse.Namespace) -> Iterator[str]:
     yield from train_twice(args.lab, path, args.steps)
 
 
-def release_labs(args: argparse.Namespace) -> Iterator[str]:
-    yield from release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES})
-
-
-def grade_labs(args: argparse.Namespace) -> Iterator[str]:
-    yield from grade(args, NAMES)
-
-
-def new_lab(args: argparse.Namespace) -> Iterator[str]:
-    yield from write_lab(args.lab, NAMES)
-
-
+# Each command, and the flags that it takes.
 COMMANDS = {
-    "list": list_labs,
-    "check": check_lab,
-    "watch": watch_lab,
-    "hint": hint,
-    "why": why,
-    "train": train_lab,
-    "reset": reset,
-    "predict": predict,
-    "release": release_labs,
-    "grade": grade_labs,
-    "new": new_lab,
-}
-
-
-# What each command takes besides its name and the lab's.
-FLAGS = {
-    "check": "ranks seed file plot",
-    "watch": "ranks seed file plot",
-    "why": "give_up",
-    "train": "file steps",
-    "predict": "seed answer student attempt key",
-    "grade": "seed key summary csv junit gradescope",
+    "list": (list_labs, ""),
+    "check": (check_lab, "ranks seed file plot"),
+    "watch": (watch_lab, "ranks seed file plot"),
+    "hint": (hint, ""),
+    "why": (why, "give_up"),
+    "train": (train_lab, "file steps"),
+    "reset": (reset, ""),
+    "predict": (predict, "seed answer student attempt key"),
+    "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
+    "grade": (lambda args: grade(args, NAMES), "seed key summary csv junit gradescope"),
+    "new": (lambda args: write_lab(args.lab, NAMES), ""),
 }
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     """Raise UserError for a flag that the command would ignore."""
+    own = ["command", "lab", *COMMANDS[args.command][1].split()]
     for name, value in vars(args).items():
-        own = ["command", "lab", *FLAGS.get(args.command, "").split()]
         if name not in own and value != parser.get_default(name):
             flag = {"key": "class"}.get(name, name).replace("_", "-")
             parser.error(f"{args.command} takes no --{flag}")
@@ -294,7 +272,7 @@ def main() -> None:
     if args.command not in ("list", "predict") and not args.lab:
         raise UserError(f"{args.command} which lab? One of {', '.join(NAMES)}")
     args.failed = False
-    for text in COMMANDS[args.command](args):
+    for text in COMMANDS[args.command][0](args):
         print(text, flush=True)
     if args.failed:
         sys.exit(1)

@@ -85,7 +85,7 @@ def test_a_step_shows_what_is_measured_and_not_what_it_means(copy, monkeypatch, 
     assert capsys.readouterr().out == "counted: 8 all-reduce\n"
 
 
-@pytest.mark.parametrize("text, gain", [("1.5", 1.5), ("3/2", 1.5), (".5", 0.5), ("3/10", 0.3)])
+@pytest.mark.parametrize("text, gain", [("1.5", 1.5), ("3/2", 1.5), (".5", 0.5), ("2x", 2)])
 def test_gains_are_numbers_and_fractions(text, gain):
     assert clinic.gain_of(text) == gain
 
@@ -120,8 +120,8 @@ def test_answers_are_graded(copy, monkeypatch, capsys):
     assert answered(1, 3, "gradient_sync", "4")["points"] == 3
     with pytest.raises(UserError, match="run 1 has been answered"):
         answered(1, 3, "gradient_sync", "4")
-    for wrong in ("no number", "", "0", "0.0", "1e9"):
-        with pytest.raises(UserError, match="is no factor"):
+    for wrong in ("no number", "", "0", "0.0", "5 MB"):
+        with pytest.raises(UserError, match=r"is (no factor|not understood)"):
             answered(2, 5, "--microbatch 4", wrong)
     with pytest.raises(UserError, match="is no fault"):
         answered(2, 10, "--microbatch 4", "4")
@@ -176,12 +176,12 @@ def test_what_is_no_cure(cure, says):
 
 
 def test_a_malformed_answer_is_asked_for_again_at_a_terminal(monkeypatch, capsys):
-    typed = iter(["ten", "0", " 2 "])
+    typed = iter(["ten", "-1", " 2 "])
     monkeypatch.setattr("builtins.input", lambda question: next(typed))
     monkeypatch.setattr("sys.stdin", argparse.Namespace(isatty=lambda: True))
     assert clinic.ask("which factor", None, clinic.gain_of) == 2
-    assert capsys.readouterr().out.count("is no factor") == 2
-    with pytest.raises(UserError, match="is no factor"):
+    assert capsys.readouterr().out.count("is not understood") == 2
+    with pytest.raises(UserError, match="is not understood"):
         clinic.ask("which factor", "ten", clinic.gain_of)
 
 

@@ -55,9 +55,8 @@ def student_file(
 def test_starters_are_the_solutions_without_the_marked_part(name):
     before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", ANSWERS[name], flags=re.MULTILINE)
     lines = len(gap.splitlines())
-    starter = answers.starter_of(name)
-    assert starter == f'{before}    raise NotImplementedError("about {lines} lines")\n'
-    assert 5 <= lines <= 40
+    expected = f'{before}    raise NotImplementedError("about {lines} lines")\n'
+    assert answers.starter_of(name) == expected and 5 <= lines <= 40
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -92,6 +91,13 @@ def test_the_page_has_the_rows_of_the_checks_and_known_commands():
     assert set(re.findall(r"^\| \[(\w+)\]", page, re.MULTILINE)) == set(NAMES)
     commands = set(re.findall(r"`?python labs/run.py (\w+)|^`(\w+)`", page))
     assert {one or other for one, other in commands} <= run.COMMANDS.keys()
+
+
+def test_the_page_counts_what_others_have_published():
+    of_others = [wrong for _, wrong in WRONG if re.search(r"\(|#", wrong.name)]  # names a source
+    right = sum(wrong.tells == "right numbers" for wrong in of_others)
+    says = f"{len(of_others)} are mistakes that others have published, and {right} of these pass"
+    assert says in " ".join((LABS / "README.md").read_text().split())
 
 
 def test_commands(copy):

@@ -218,7 +218,7 @@ def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeyp
         factors = "3 blocks x 3 microbatches x 2 (forward, backward) x 43,136 parameters x 2"
         assert f"18 calls: {factors} bytes" in " ".join(out.split())
     first, scored = recorded(record)
-    assert scored["scored"] == first["hash"] and scored["score"] == 1 and first["guess"] == 1
+    assert (scored["scored"], scored["score"], first["guess"]) == (1, 1, 1)
     out = guess(form, *wrong, seed=seed)
     assert "score 0%" in out and f"seed {seed}, guess 2" in out, out
     again, scored = recorded(record)[2:]
@@ -334,38 +334,11 @@ def test_a_guess_is_recorded_before_it_is_counted(record, monkeypatch):
     assert "guess 2" in guess("bubble", "1/7", 2, seed=1)
 
 
-def change_score(lines: list[str]) -> list[str]:
-    return [*lines[:-1], lines[-1].replace('"score": 0.5', '"score": 1.0')]
-
-
-def change_guess(lines: list[str]) -> list[str]:
-    """And its hash, so that it agrees with itself."""
-    entry = json.loads(lines[0])
-    entry["answers"]["waiting"] = "14.3"
-    del entry["hash"]
-    entry["hash"] = predict.hash_of(json.dumps(entry))
-    return [json.dumps(entry), *lines[1:]]
-
-
-@pytest.mark.parametrize(
-    "change, entry",
-    [
-        (change_score, 4),
-        (change_guess, 2),
-        (lambda lines: lines[1:], 1),
-        (lambda lines: [lines[0], *lines[2:]], 2),
-        (lambda lines: [*lines[:2], "no JSON", "7", "{}"], 3),
-        (lambda lines: ["[]", *lines], 1),
-    ],
-)
-def test_a_changed_record_is_noticed(change, entry, record):
-    for _ in range(2):
-        guess("bubble", "1/7", 9, seed=1)
-    assert "note" not in guess(None)
-    record.write_text("".join(f"{line}\n" for line in change(record.read_text().splitlines())))
-    note = f"note: .predictions was changed: its entry {entry} is not what was written"
-    assert guess(None).startswith(note)
-    assert guess("bubble", "1/7", 9, seed=1).startswith(note)
+def test_a_line_that_is_no_entry_is_passed_over(record):
+    guess("bubble", "1/7", 9, seed=1)
+    record.write_text(record.read_text() + "cut off\n7\n")
+    assert "guess 2" in guess("bubble", "1/7", 2, seed=1)
+    assert "1 first, 50%; 1 later, 100%" in guess(None)
 
 
 def test_a_class_gives_each_student_questions_that_a_teacher_can_repeat(record):
@@ -394,7 +367,8 @@ def test_a_class_gives_each_student_questions_that_a_teacher_can_repeat(record):
     "form, given, says",
     [
         ("size", {}, "no form 'size': choose from bytes, memory, counts"),
-        ("bytes", dict(student="ada"), "are for --class KEY"),
+        ("bytes", dict(student="ada"), "--student is for --class KEY"),
+        ("bytes", dict(attempt=2), "--attempt is for --class KEY"),
         ("bytes", dict(key="x"), "--class KEY needs --student NAME"),
         ("bytes", dict(key="x", student="ada", seed=3), "and no --seed"),
     ],

@@ -1,7 +1,6 @@
 """The check of labs/accumulate."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,14 +12,13 @@ from labs.machinery.lab import (
     batch_of,
     compare_numbers,
     compare_tensors,
-    plural,
+    exactly,
     share_of,
     small_model,
     summed_gradients,
-    unexpected,
     world_of,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from parallel import World
 from perf.instruments import Counted, Live
@@ -46,8 +44,7 @@ KEPT = (
 )
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
-    """Run the student's function on a rank. Return what it gave, sent and held."""
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     world, model = world_of(rank, size), small_model(seed)
     runner = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
     microbatches = [
@@ -60,22 +57,22 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     model.zero_grad()
     forwards = []
     model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    with barred(*BARRED):
-        accumulate = load_function(path, FUNCTION)
-        with Live(model.parameters()) as live, Counted(world) as counted:
-            loss = accumulate(runner, microbatches)
-        check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
-        peaks.append(live.peak)
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        ran, off = len(forwards), not runner.require_backward_grad_sync
-        if student.AGAIN:
-            alive = []
-            for _ in range(2):
-                accumulate(runner, microbatches)
-                alive.append(student.tensors_alive(at_most=alive[0] if alive else 0))
-            if alive[1] > alive[0]:
-                raise student.Misuse(KEPT)
+    accumulate = load()
+    with Live(model.parameters()) as live, Counted(world) as counted:
+        loss = accumulate(runner, microbatches)
+    check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
+    peaks.append(live.peak)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    ran, off = len(forwards), not runner.require_backward_grad_sync
+    one = {}
+    if student.AGAIN:
+        if student.kept_by_call(lambda: accumulate(runner, microbatches)) > 0:
+            raise student.Misuse(KEPT)
+        model.zero_grad(set_to_none=False)
+        accumulate(runner, microbatches[:1])
+        one = {name: p.grad.clone() for name, p in model.named_parameters()}
     return {
+        "one": one,
         "forwards": ran,
         "off": off,
         "loss": loss.item(),
@@ -87,7 +84,6 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     model, batch = small_model(seed), batch_of(seed)
     shares = [share_of(batch, rank, size) for rank in range(size)]
     of_ranks = [summed_gradients(model, share) for share in shares]
@@ -98,11 +94,16 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     first, last = ({name: sum(g[name] for g in own) / size for name in names}
                    for own in (firsts, lasts))  # fmt: skip
     losses = [loss for loss, *_ in of_ranks]
-    yield compare_numbers("loss", [r["loss"] for r in results], losses, {})
+    last_losses = [summed_gradients(model, share.microbatches(1)[-1])[0] for share in shares]
+    mistakes = {
+        "This is the loss of the last microbatch: the sum over all is wanted.": last_losses,
+        "This is the loss of all ranks: each returns that of its own microbatches.": sum(losses),
+    }
+    yield compare_numbers("loss", [r["loss"] for r in results], losses, mistakes)
     yield compare_tensors(
         "gradients",
         [r["gradients"] for r in results],
-        [average] * size,
+        average,
         {
             "No gradient was exchanged: DDP decides in forward whether the next backward will "
             "communicate, and in the last forward it was still told not to.": [
@@ -118,29 +119,33 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
                 {name: last[name] + g[name] - own[name] for name in names}
                 for (*_, g), own in zip(of_ranks, lasts)
             ],
+            "This is the gradient of the last microbatch alone: gradients add up over all.": last,
             f"The gradient is divided by the number of microbatches, {m}: these are sums, which "
-            f"are divided once, by the number of targets.": [
-                {name: g / m for name, g in average.items()}
-            ]
-            * size,
+            f"are divided once, by the number of targets.": {
+                name: g / m for name, g in average.items()
+            },
         },
     )
+    if student.AGAIN:
+        yield compare_tensors("one microbatch", [r["one"] for r in results], first)
     expected = sum(p.nbytes for p in model.parameters())
-    sent = unexpected([r["sent"].get(GRADIENTS, (0, 0))[1] for r in results], expected)
-    yield Property(
+    yield exactly(
         "bytes a step",
-        f"{sent:,}; gradients have {expected:,}",
-        sent == expected,
-        f"Gradients are sent in each of the {m} microbatches: numbers are right, and slow."
-        * (sent == m * expected),
+        [r["sent"].get(GRADIENTS, (0, 0))[1] for r in results],
+        expected,
+        "{:,}; gradients have {:,}",
+        {
+            m * expected: f"Gradients are sent in each of the {m} microbatches: numbers are right, "
+            "and slow."
+        },
     )
     others = {name for r in results for key in r["sent"] if key != GRADIENTS for name in key[1:]}
     yield Property("nothing else", ", ".join(sorted(others)) or "is sent", not others)
-    forwards = unexpected([r["forwards"] for r in results], m)
-    yield Property(
+    yield exactly(
         "forwards",
-        f"{forwards}; there are {plural(m, 'microbatch')}",
-        forwards == m,
+        [r["forwards"] for r in results],
+        m,
+        "{}; {} are wanted, one of each microbatch",
         "Each microbatch runs forward once: what runs again costs a third of a step.",
     )
     off = any(r["off"] for r in results)
@@ -148,7 +153,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "afterwards",
         f"DDP {'does not send' if off else 'sends'} in the next backward",
         not off,
-        "no_sync is still on when your function returns: leave its context.",
+        "DDP is still told not to send when your function returns: leave the context of no_sync.",
     )
     one, most = max((r["peaks"] for r in results), key=lambda peaks: peaks[1] / peaks[0])
     yield Property(
@@ -165,8 +170,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "Who keeps this loss keeps what its graph holds: detach it.",
     )
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run()
 

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from costs.machines import assumed_machine
 from costs.seconds import collective_time
@@ -16,13 +14,13 @@ from labs.machinery.lab import (
     CONFIG,
     Property,
     batch_of,
-    compare_tensors,
+    nbytes_of,
+    sentence,
     share_of,
-    summed_gradients,
     unexpected,
     world_of,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from model import Llama
 from parallel import ParallelConfig
 from perf.instruments import Counted
@@ -34,13 +32,7 @@ NEEDS = "hooks, `async_op`, `torch.cat` and `split`"
 POINT = "latency against overlap, on 16 GPUs of a virtual clock"
 LEADS_TO = "costs/traffic.py", "_ddp"
 SIZES = 2, 3, 4
-BARRED = (
-    "torch.nn.parallel.DistributedDataParallel",
-    "torch.distributed.fsdp.fully_shard",
-    "parallel.parallelize",
-    "parallel.ddp",
-    "techniques.zero1.ZeRO1",
-)
+BARRED = ddp.BARRED
 HINTS = (
     "Look at the two lanes below the report. When does the network wait for gradients, and when "
     "does it only start all-reduces?",
@@ -49,7 +41,8 @@ HINTS = (
     "A list that a hook fills, and that is joined, sent and emptied once it is large enough; a "
     "list of what is under way; a function that sends what is left, waits, and copies back.",
 )
-STEPS, LR = 2, 0.01
+STEPS, LR = 2, ddp.LR
+TWICE = "Some gradients are sent more than once a step: is a bucket emptied when it has left?"
 BOUND = 1.03  # the longest step / one with the best of equal buckets
 
 # The small model stands for one of 24 layers and 97 million parameters, with gradients in float32,
@@ -77,13 +70,13 @@ def new_clock() -> Clock:
     return Clock(MACHINE, RANKS, PARAMETERS * TOKENS / tokens, BYTES_SCALE)
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps with the student's function. Return gradients, and of the last step what
     was sent, and when."""
     world, model, batch = world_of(rank, size), deep_model(seed), rows_of(seed, rank)
     gradients = []
-    with barred(*BARRED), new_clock() as clock:
-        finish = load_function(path, FUNCTION)(model)
+    with new_clock() as clock:
+        finish = load()(model)
         check_returned(finish, Callable, "a function")
         for _ in range(STEPS):
             model.zero_grad(set_to_none=False)  # who forgets a parameter finds zeros, and no error
@@ -95,17 +88,16 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             torch.optim.SGD(model.parameters(), LR).step()
     return {
         "gradients": gradients,
-        "bytes": sum(nbytes for _, nbytes in counted.sent.values()),
+        "sent": counted.sent,
         "pending": len(clock.under_way),
         "seconds": clock.end,
         "spans": clock.spans,
         "picture": clock.draw_text(),
-        "drawing": clock.draw_svg(f"a step on {RANKS} GPUs with {path.name}"),
+        "drawing": clock.draw_svg(f"a step on {RANKS} GPUs"),
     }
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     model, spans = deep_model(seed), results[0]["spans"]
     sent = sum(span.lane == "network" for span in spans)
     pending = max(r["pending"] for r in results)
@@ -117,17 +109,24 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         if sent
         else "Nothing is sent.",
     )
-    yield compare_gradients([r["gradients"] for r in results], size, seed)
-    expected = sum(p.nbytes for p in model.parameters())
-    nbytes = unexpected([r["bytes"] for r in results], expected)
-    yield Property(
-        "bytes a step",
-        f"{nbytes:,}; gradients have {expected:,}",
-        nbytes == expected,
-        "A matrix that two layers share is one parameter, and is sent once."
-        if nbytes == expected + model.output.weight.nbytes
-        else "Some gradients are sent more than once a step: is a bucket emptied when it has left?",
+    last = "tok_embeddings.weight"  # whose gradient is ready last
+    yield ddp.compare_steps(
+        [r["gradients"] for r in results],
+        deep_model(seed),
+        [rows_of(seed, rank) for rank in range(size)],
+        lambda own, total: {
+            "Each rank has the gradients of its own sequences. torch.cat copies: the averages are "
+            "in what was sent, and have to be copied back.": own,
+            "The gradient that is ready last was not exchanged. The last bucket is hardly ever "
+            "full: send it when backward is over.": [{last: g[last]} for g in own],
+            "This is the sum over the ranks: the average is wanted.": total,
+        },
     )
+    expected = sum(p.nbytes for p in model.parameters())
+    nbytes = unexpected([nbytes_of(r["sent"]) for r in results], expected)
+    tied = nbytes == expected + model.output.weight.nbytes
+    text = f"{nbytes:,}; gradients have {expected:,}"
+    yield Property("bytes a step", text, nbytes == expected, ddp.TIED if tied else TWICE)
     seconds = max(r["seconds"] for r in results)
     best, number = best_of_equal_buckets(seed)
     yield Property(
@@ -136,34 +135,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         seconds <= BOUND * best,
         why_slow(spans, len(list(model.parameters())), number),
     )
-
-
-def compare_gradients(found: list[list[dict[str, Tensor]]], size: int, seed: int) -> Property:
-    """Return whether the gradients of each rank and step are the average over the ranks."""
-    model = deep_model(seed)
-    for of_step in zip(*found):
-        own = [summed_gradients(model, rows_of(seed, rank))[2] for rank in range(size)]
-        average = {name: sum(g[name] for g in own) / size for name in own[0]}
-        total = {name: g * size for name, g in average.items()}
-        last = "tok_embeddings.weight"  # whose gradient is ready last
-        compared = compare_tensors(
-            "gradients",
-            list(of_step),
-            [average] * size,
-            {
-                "Each rank has the gradients of its own sequences. torch.cat copies: the averages "
-                "are in what was sent, and have to be copied back.": own,
-                "The gradient that is ready last was not exchanged. The last bucket is hardly ever "
-                "full: send it when backward is over.": [{last: g[last]} for g in own],
-                "This is the sum over the ranks: the average is wanted.": [total] * size,
-            },
-            f"the average, in {STEPS} steps",
-        )
-        if not compared.ok:
-            break
-        for name, parameter in model.named_parameters():
-            parameter.data -= LR * average[name]
-    return compared
 
 
 def best_of_equal_buckets(seed: int) -> tuple[float, int]:
@@ -195,31 +166,23 @@ def why_slow(spans: list[Span], gradients: int, best: int) -> str:
     """Return what is wrong with the order of a slow step, where `best` buckets are best."""
     products = [span for span in spans if span.lane == "compute"]
     sent = [span for span in spans if span.lane == "network"]
-    if any(one.end < other.start for one, other in pairwise(products)):
-        return (
+    return sentence(
+        {
             "Backward stands still while a bucket travels. Wait for all of them after backward, in "
-            "the function that you return."
-        )
-    if len(sent) == 1:
-        return (
+            "the function that you return.": any(a.end < b.start for a, b in pairwise(products)),
             "All gradients are in one bucket, which leaves when the last of them is ready: nothing "
-            "travels while backward computes."
-        )
-    if sent[0].start >= products[-1].end:
-        return (
+            "travels while backward computes.": len(sent) == 1,
             "Nothing travels while backward computes, as what leaves first waits for the gradient "
-            "that is ready last. Backward begins with the last layer: begin with its gradients."
-        )
-    if len(sent) >= gradients:
-        return (
+            "that is ready last. Backward begins with the last layer: begin with its "
+            "gradients.": sent[0].start >= products[-1].end,
             "Every gradient travels alone, and every all-reduce takes some time to start, however "
-            "little it sends: join several."
-        )
-    if len(sent) > best:
-        return "These buckets are too small: starting so many all-reduces takes too long."
-    return (
-        "These buckets are too large: the network waits for the first to be full, or has much left "
-        "to do when backward is over."
+            "little it sends: join several.": len(sent) >= gradients,
+            "These buckets are too small: starting so many all-reduces takes too long.": (
+                len(sent) > best
+            ),
+            "These buckets are too large: the network waits for the first to be full, or has much "
+            "left to do when backward is over.": True,
+        }
     )
 
 

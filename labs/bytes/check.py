@@ -2,9 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from costs.traffic import Traffic
 from labs.machinery.lab import Property, first_rank
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from model import LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import Counted, build_on_meta, random_batch
@@ -113,15 +112,14 @@ def count(step: Step, config: LlamaConfig, parallel: ParallelConfig) -> Traffic:
     return counted.sent
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> list[tuple[Step, Traffic, Traffic]]:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[tuple[Step, Traffic, Traffic]]:
     """Return the example and a step of each mode, with what the student's function says of it, and
     what was counted."""
     rng = random.Random(seed)
     drawn = [draw(mode, rng) for mode in MODES]
     steps = [EXAMPLE, *(step for step, _, _ in drawn)]
-    with barred(*BARRED):
-        traffic = load_function(path, FUNCTION)
-        said = [checked(traffic(**step._asdict())) for step in steps]
+    traffic = load()
+    said = [checked(traffic(**step._asdict())) for step in steps]
     dist.destroy_process_group()  # that of this one rank
     return list(zip(steps, said, [IN_EXAMPLE, *itertools.starmap(count, drawn)]))
 
@@ -137,7 +135,6 @@ def checked(said: object) -> Traffic:
 
 
 def properties(results: list, size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     for step, said, counted in results[0]:
         name = "ddp" if step.dp == "ddp" else f"{step.dp} {step.reshard}"
         calls, nbytes = map(sum, zip(*counted.values()))

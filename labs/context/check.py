@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import techniques.context_parallel as context_parallel
-from labs.machinery.lab import Property, compare_tensors
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import Property, by_kind, compare_tensors, drawn, nbytes_of, sentence
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Counted
 from runs import setup
@@ -45,11 +44,9 @@ CHUNK = 5  # tokens; a sequence has two chunks for each rank
 
 def inputs(seed: int, size: int) -> tuple[list[Tensor], Tensor]:
     """Return q, k and v of whole sequences, and the gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
     T = 2 * size * CHUNK
-    q, k, v, grad = (torch.randn(B, heads, T, E, generator=generator, dtype=torch.float64)
-                     for heads in (H, KV, KV, H))  # fmt: skip
-    return [q, k, v], grad
+    *whole, grad = drawn(seed, *((B, heads, T, E) for heads in (H, KV, KV, H)))
+    return whole, grad
 
 
 class Pairs(TorchDispatchMode):
@@ -72,35 +69,34 @@ class Pairs(TorchDispatchMode):
         return result
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Attend forward and backward with the student's function. Return what came out and was sent,
     and how much was computed."""
     whole, grad = inputs(seed, size)
     T = grad.shape[2]
-    with barred(*BARRED):
-        given = load_function(path, FUNCTION)(T)
-        check_returned(given, (Tensor, Callable), "a tensor of positions and a function")
-        positions, attention = given
-        if positions.dim() != 1 or positions.dtype != torch.int64:
-            raise TypeError(
-                f"positions have shape {list(positions.shape)} and dtype {positions.dtype}, and "
-                f"not [{T // size}] and torch.int64"
-            )
-        of_ranks = [None] * size
-        dist.all_gather_object(of_ranks, positions.tolist())
-        if problem(of_ranks, T):
-            return {"positions": of_ranks[rank]}
-        own = [tensor[:, :, positions].requires_grad_() for tensor in whole]
-        with Counted(None) as forward, Pairs() as computed:
-            out = attention(*own)
-        check_returned(out, Tensor, "the output of attention, a tensor")
-        if out.shape != own[0].shape:
-            raise TypeError(
-                f"the output of attention has shape {list(out.shape)}, and q "
-                f"{list(own[0].shape)}: they should be the same"
-            )
-        with Counted(None) as backward:
-            out.backward(grad[:, :, positions])
+    given = load()(T)
+    check_returned(given, (Tensor, Callable), "a tensor of positions and a function")
+    positions, attention = given
+    if positions.dim() != 1 or positions.dtype != torch.int64:
+        raise TypeError(
+            f"positions have shape {list(positions.shape)} and dtype {positions.dtype}, and "
+            f"not [{T // size}] and torch.int64"
+        )
+    of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, positions.tolist())
+    if problem(of_ranks, T):
+        return {"positions": of_ranks[rank]}
+    own = [tensor[:, :, positions].requires_grad_() for tensor in whole]
+    with Counted(None) as forward, Pairs() as computed:
+        out = attention(*own)
+    check_returned(out, Tensor, "the output of attention, a tensor")
+    if out.shape != own[0].shape:
+        raise TypeError(
+            f"the output of attention has shape {list(out.shape)}, and q "
+            f"{list(own[0].shape)}: they should be the same"
+        )
+    with Counted(None) as backward:
+        out.backward(grad[:, :, positions])
     return {
         "positions": of_ranks[rank],
         "out": out.detach(),
@@ -124,9 +120,11 @@ def problem(positions: list, T: int) -> str:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Return attention of queries to the keys that are visible [queries, keys] to them."""
-    k, v = (tensor.repeat_interleave(H // KV, 1) for tensor in (k, v))
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, tiled: bool = False) -> Tensor:
+    """Return attention of queries to the keys that are visible [queries, keys] to them. By mistake
+    heads are `tiled`: 0 1 0 1 in place of 0 0 1 1."""
+    heads = torch.arange(KV).repeat(H // KV)
+    k, v = (tensor[:, heads if tiled else heads.sort().values] for tensor in (k, v))
     scores = (q @ k.mT / E**0.5).masked_fill(~visible, -torch.inf)
     return scores.softmax(-1) @ v
 
@@ -168,7 +166,6 @@ def reference(seed: int, size: int, positions: list[Tensor]) -> tuple[list, list
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     (q, k, v), _ = inputs(seed, size)
     T, ranks = q.shape[2], range(size)
     wrong = problem([r["positions"] for r in results], T)
@@ -178,14 +175,21 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     outputs, gradients = reference(seed, size, positions)
     known = [known_mistakes(own, positions) for own in positions]
 
-    def mistaken(rank: int, keys: Tensor, visible: Tensor) -> dict[str, Tensor]:
-        return {"output": attend(q[:, :, positions[rank]], k[:, :, keys], v[:, :, keys], visible)}
+    def mistaken(rank: int, keys: Tensor, visible: Tensor) -> Tensor:
+        return attend(q[:, :, positions[rank]], k[:, :, keys], v[:, :, keys], visible)
 
     yield compare_tensors(
         "output",
-        [{"output": r["out"]} for r in results],
-        [{"output": out} for out in outputs],
-        {name: [mistaken(rank, *known[rank][name]) for rank in ranks] for name in known[0]},
+        [r["out"] for r in results],
+        outputs,
+        {name: [mistaken(rank, *known[rank][name]) for rank in ranks] for name in known[0]}
+        | {
+            "Heads of keys and values are repeated as 0 1 0 1: neighbours share one, 0 0 1 1, as "
+            "repeat_interleave gives.": [
+                attend(q[:, :, own], k, v, own[:, None] >= torch.arange(T), tiled=True)
+                for own in positions
+            ]
+        },
     )
     yield check_gradients([r["gradients"] for r in results], gradients, positions)
     whole = k.nbytes + v.nbytes
@@ -231,27 +235,25 @@ def check_gradients(
 def check_bytes(name: str, sent: list[dict], whole: int, queries: int) -> Property:
     """Return whether keys and values, or their gradients, are sent once. Where a rank sends to one
     other at a time, it may be less."""
-    most = max(sent, key=lambda of_rank: sum(nbytes for _, nbytes in of_rank.values()))
-    kinds = {kind: nbytes for (_, kind), (_, nbytes) in most.items()}
-    total = sum(kinds.values())
-    with_queries, repeated, of_all_ranks = whole + queries, whole * H // KV, whole * len(sent)
+    kinds = by_kind(max(sent, key=nbytes_of))
+    total = sum(nbytes for _, nbytes in kinds.values())
     mistakes = {
-        with_queries: "The queries of other ranks are sent as well. A rank computes its own rows "
-        "of the output, and needs its own queries for them.",
-        repeated: "Keys and values are repeated for each query head before they are sent. Send "
-        "the few heads that there are.",
-        of_all_ranks: "Each rank gathers all ranks' gradients of whole sequences to add them up: a "
-        "reduce-scatter sums on the way.",
+        "An all-reduce sends twice as much as an all-gather of all ranks' parts, or as a "
+        "reduce-scatter, which gives each rank the sum of its own part.": "all-reduce" in kinds,
+        "The queries of other ranks are sent as well. A rank computes its own rows of the output, "
+        "and needs its own queries for them.": total == whole + queries,
+        "Keys and values are repeated for each query head before they are sent. Send the few heads "
+        "that there are.": total == whole * H // KV,
+        "Each rank gathers all ranks' gradients of whole sequences to add them up: a "
+        "reduce-scatter sums on the way.": name == "backward" and total == whole * len(sent),
+        "Keys and values are gathered more than once: once serves all chunks.": (
+            name == "forward" and kinds.keys() == {"all-gather"} and total % whole == 0
+        ),
     }
-    mistake = mistakes.get(total, "")
-    if "all-reduce" in kinds:
-        mistake = (
-            "An all-reduce sends twice as much as an all-gather of all ranks' parts, or as a "
-            "reduce-scatter, which gives each rank the sum of its own part."
-        )
-    shown = ", ".join(f"{kind} of {kinds[kind]:,} bytes" for kind in sorted(kinds)) or "nothing"
-    text = f"{shown}; keys and values have {whole:,}"
-    return Property(name, text, total <= whole and "all-reduce" not in kinds, mistake)
+    shown = ", ".join(f"{kind} of {kinds[kind][1]:,} bytes" for kind in sorted(kinds))
+    text = f"{shown or 'nothing'}; keys and values have {whole:,}"
+    is_right = total <= whole and "all-reduce" not in kinds
+    return Property(name, text, is_right, sentence(mistakes))
 
 
 def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
@@ -260,31 +262,26 @@ def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
     is_mixed = all(own.min() < T // 2 <= own.max() for own in positions)
     up_to_last = [len(own) * (int(own.max()) + 1) for own in positions]
     limit = (2 * size + 1) * CHUNK**2  # one of a rank's chunks sees r + 1, the other 2 size - r
-    if sum(pairs) < needed:
-        mistake = "Pairs are counted in scaled_dot_product_attention and matrix products: use them."
-    elif min(pairs) == T * T // size:
-        mistake = (
-            "Each query meets all keys, and a mask hides the later ones: so nearly half of the "
-            "pairs are computed for nothing. Give a chunk the keys up to its end."
-        )
-    elif is_mixed and pairs == up_to_last:
-        mistake = (
-            "A rank's early tokens meet as many keys as its late ones. Each chunk needs keys only "
-            "up to its own end."
-        )
-    elif max(pairs) > min(pairs):
-        mistake = (
-            f"Late tokens attend to more keys than early ones, so rank {pairs.index(max(pairs))} "
-            f"computes {max(pairs) / min(pairs):.1f} times as much as another, and all wait for "
-            f"it. Give each rank early and late tokens."
-        )
-    else:
-        mistake = "A rank computes pairs that none of its own queries needs."
+    most = pairs.index(max(pairs))
+    mistakes = {
+        "Pairs are counted in scaled_dot_product_attention and matrix products: use them.": (
+            sum(pairs) < needed
+        ),
+        "Each query meets all keys, and a mask hides the later ones: so nearly half of the pairs "
+        "are computed for nothing. Give a chunk the keys up to its end.": (
+            min(pairs) == T * T // size
+        ),
+        "A rank's early tokens meet as many keys as its late ones. Each chunk needs keys only up "
+        "to its own end.": is_mixed and pairs == up_to_last,
+        f"Late tokens attend to more keys than early ones, so rank {most} computes "
+        f"{max(pairs) / max(min(pairs), 1):.1f} times as much as another, and all wait for it. "
+        f"Give each rank early and late tokens.": max(pairs) > min(pairs),
+        "A rank computes pairs that none of its own queries needs.": True,
+    }
     text = f"{pairs} of query and key; at most {limit} on each rank"
-    return Property("pairs", text, sum(pairs) >= needed and max(pairs) <= limit, mistake)
+    is_right = sum(pairs) >= needed and max(pairs) <= limit
+    return Property("pairs", text, is_right, sentence(mistakes))
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--cp 2")
 

@@ -81,7 +81,7 @@ sum instead of average
 -             parameter.grad /= dist.get_world_size()
 
 never waits
-> were not waited for
+> Nobody waits for
 -             work.wait()
 
 DistributedDataParallel

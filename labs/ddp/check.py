@@ -3,29 +3,34 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from labs.machinery import student
 from labs.machinery.lab import (
     Property,
+    at_most,
     batch_of,
+    by_kind,
     compare_tensors,
+    exactly,
+    nbytes_of,
     plural,
     share_of,
     small_model,
     summed_gradients,
-    unexpected,
     world_of,
 )
 from labs.machinery.ranks import NotedWork
-from labs.machinery.student import Misuse, barred, check_returned, load_function, tensors_alive
+from labs.machinery.student import check_returned, tensors_alive
 from labs.machinery.training import Run, after_backward, replace_ddp
-from model import Llama
+from model import IGNORE, Llama
 from parallel import World
 from perf.instruments import Counted
+from text.batch import Batch
 
 FUNCTION = "average_gradients"
 ABOUT = "DDP, by hooks"
@@ -48,38 +53,47 @@ HINTS = (
 )
 STEPS, LR = 3, 0.01
 SUMS = "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"
+TIED = "A matrix that two layers share is one parameter, and is sent once."
 KEPT = (
     "Each step keeps more tensors or handles in memory than the one before, for ever: empty the "
     "list of what was under way."
 )
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
-    """Train a few steps with the student's function. Return gradients, what was sent, and when."""
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
+    """Train a few steps. Return gradients, and of the last step what was sent, and when."""
     world, model = world_of(rank, size), small_model(seed)
-    share, events, gradients, alive = share_of(batch_of(seed), rank, size), [], [], []
+    batch, events, gradients, alive = share(seed, rank, size), [], [], []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
-    with barred(*BARRED), noted_order(events):
-        finish = load_function(path, FUNCTION)(model)
+    with noted_order(events):
+        finish = load()(model)
         check_returned(finish, Callable, "a function")
         for _ in range(STEPS):
             model.zero_grad()
             with Counted(world) as counted:
                 events.clear()
-                model(*share.inputs).backward()
+                model(*batch.inputs).backward()
                 finish()
             gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
             torch.optim.SGD(model.parameters(), LR).step()
             ours = sum(map(len, gradients))
             alive.append(tensors_alive(at_most=ours + (alive[-1] if alive else 0)) - ours)
-    if alive[-1] > alive[-2]:
-        raise Misuse(KEPT)
-    return {"gradients": gradients, "sent": counted.sent, "events": events}
+    kept = alive[-1] - alive[-2]
+    return {"gradients": gradients, "sent": counted.sent, "events": events, "kept": kept}
 
 
-def noted_order(events: list[str]) -> contextlib.AbstractContextManager:
-    """Return a context within which `events` gets when a sum is sent and waited for."""
+def share(seed: int, rank: int, size: int) -> Batch:
+    """Return a rank's rows. When it is checked again, rank 0 has no targets and no gradient."""
+    batch = share_of(batch_of(seed), rank, size)
+    if student.AGAIN and rank == 0:
+        batch.targets.fill_(IGNORE)
+    return batch
+
+
+@contextlib.contextmanager
+def noted_order(events: list[str]) -> Iterator[None]:
+    """Within this context, let `events` get when a sum is sent and waited for."""
 
     def noting(name: str) -> Callable:
         original = getattr(dist, name)
@@ -99,64 +113,69 @@ def noted_order(events: list[str]) -> contextlib.AbstractContextManager:
 
         return call
 
-    return mock.patch.multiple(dist, **{name: noting(name) for name in SUMS})
+    with mock.patch.multiple(dist, **{name: noting(name) for name in SUMS}), Functional(events):
+        yield
+
+
+class Functional(TorchDispatchMode):
+    """Notes the same of functional collectives."""
+
+    def __init__(self, events: list[str]):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "_c10d_functional":
+            is_sum = op._opname.startswith(("all_reduce", "reduce_scatter"))
+            self.events += ["sent"] * is_sum + ["waited"] * (op._opname == "wait_tensor")
+        return op(*args, **(kwargs or {}))
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     counts = [[r["events"].count(event) for event in ("sent", "waited")] for r in results]
     sent, waited = max(counts, key=lambda n: n[0] - n[1])
     yield Property(
         "waited for",
         f"{waited} of {sent} sums",
         waited == sent,
-        f"{plural(sent - waited, 'sum')} {'was' if sent - waited == 1 else 'were'} not "
-        f"waited for: the optimizer would use gradients that are still "
-        f"under way.",
+        f"Nobody waits for {plural(sent - waited, 'sum')}: the optimizer would use gradients that "
+        f"are still under way.",
     )
-    model, batch = small_model(seed), batch_of(seed)
+    text = "{} tensors or handles more after a step than before"
+    yield at_most("kept", [r["kept"] for r in results], 0, text, KEPT)
+    model = small_model(seed)
     expected = sum(p.nbytes for p in model.parameters())
-    nbytes = unexpected([bytes_of(r["sent"], expected) for r in results], expected)
-    mistakes = {
-        expected + model.output.weight.nbytes: "A matrix that two layers share is one parameter, "
-        "and is sent once.",
-        0: "Nothing is sent.",
-    }
-    yield Property(
+    yield exactly(
         "bytes a step",
-        f"{nbytes:,}; gradients have {expected:,}",
-        nbytes == expected,
-        mistakes.get(nbytes, ""),
+        [bytes_of(r["sent"], expected) for r in results],
+        expected,
+        "{:,}; gradients have {:,}",
+        {
+            expected + model.output.weight.nbytes: TIED,
+            2 * expected: "Twice as much as one all-reduce of each gradient sends.",
+            expected // 2: "Half of the bytes: gradients are in float64, and are sent so.",
+            0: "Nothing is sent.",
+        },
     )
-    for step in range(STEPS):
-        of_ranks = [summed_gradients(model, share_of(batch, rank, size))[2] for rank in range(size)]
-        average = {name: sum(g[name] for g in of_ranks) / size for name in of_ranks[0]}
-        found = compare_tensors(
-            "gradients",
-            [r["gradients"][step] for r in results],
-            [average] * size,
-            {
-                "No gradient was exchanged, though bytes were sent. A hook is given the parameter: "
-                "its gradient is parameter.grad.": of_ranks,
-                "This is the sum over the ranks: the average is wanted.": [
-                    {name: g * size for name, g in average.items()}
-                ]
-                * size,
-            },
-            f"the average, in {STEPS} steps",
-        )
-        if not found.ok:
-            break
-        for name, parameter in model.named_parameters():
-            parameter.data -= LR * average[name]
-    yield found
-    early, sent = min((left_early(r["events"]) for r in results), key=lambda n: n[0] / n[1])
+    yield compare_steps(
+        [r["gradients"] for r in results],
+        model,
+        [share(seed, rank, size) for rank in range(size)],
+        lambda own, total: {
+            "No gradient was exchanged, though bytes were sent. A hook is given the parameter: its "
+            "gradient is parameter.grad.": own,
+            "This is the sum over the ranks: the average is wanted.": total,
+        },
+    )
+    early, sent = min((left_early(r["events"]) for r in results), key=lambda n: n[0] / max(n[1], 1))
     yield Property(
         "leave early",
         f"{early} of {sent} left before the last gradient was ready",
-        early >= sent / 2,
+        early >= max(sent, 1) / 2,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "
-        "leave as soon as it is there.",
+        "leave as soon as it is there."
+        if sent
+        else "No sum of torch.distributed is seen here: send by all_reduce.",
     )
     most = min(most_under_way(r["events"]) for r in results)
     yield Property(
@@ -168,14 +187,32 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
 
 
+def compare_steps(found: list, model: Llama, shares: list[Batch], mistakes: Callable) -> Property:
+    """Return whether the gradients of each rank and step are the average over the ranks. `mistakes`
+    gets those of the ranks' shares and their sum."""
+    for of_step in zip(*found):
+        own = [summed_gradients(model, share)[2] for share in shares]
+        total = {name: sum(g[name] for g in own) for name in own[0]}
+        average = {name: g / len(shares) for name, g in total.items()}
+        reference = f"the average, in {len(found[0])} steps"
+        compared = compare_tensors(
+            "gradients", list(of_step), average, mistakes(own, total), reference
+        )
+        if not compared.ok:
+            break
+        for name, parameter in model.named_parameters():
+            parameter.data -= LR * average[name]
+    return compared
+
+
 def bytes_of(sent: dict, expected: int) -> int:
     """Return a rank's bytes. A reduce-scatter and an all-gather, a little padded, are what an
     all-reduce is."""
-    of_kind = {kind: nbytes for (_, kind), (_, nbytes) in sent.items()}
-    if of_kind.keys() == {"reduce-scatter", "all-gather"}:
-        if all(expected <= nbytes < 1.02 * expected for nbytes in of_kind.values()):
+    halves = by_kind(sent)
+    if halves.keys() == {"reduce-scatter", "all-gather"}:
+        if all(expected <= nbytes < 1.02 * expected for _, nbytes in halves.values()):
             return expected
-    return sum(of_kind.values())
+    return nbytes_of(sent)
 
 
 def left_early(events: list[str]) -> tuple[int, int]:
@@ -188,8 +225,6 @@ def most_under_way(events: list[str]) -> int:
     under_way = itertools.accumulate({"sent": 1, "waited": -1, "ready": 0}[e] for e in events)
     return max(under_way)
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--microbatch 6")
 

@@ -1,15 +1,14 @@
 """The check of labs/float8."""
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import techniques.float8 as float8
-from labs.machinery.lab import Property, Values, compare_tensors
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import Property, Values, at_most, compare_tensors, nbytes_of
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Counted, Live
 from techniques.float8 import E4M3, E5M2
@@ -69,30 +68,29 @@ def tensors(seed: int, case: str) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(t.double() / t.abs().max() * to for t, to in zip((x, weight, grad), largest))
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Run the student's layer on this rank's columns, in each case. Return what came out, what was
     kept between forward and backward, and what was sent."""
     found = {"output": {}, "gradients": {}, "weights": {}, "recorded": False, "kept": 0}
-    with barred(*BARRED):
-        float8_linear = load_function(path, FUNCTION)
-        for case in CASES:
-            *wholes, grad = tensors(seed, case)
-            parts = (whole.chunk(size, dim=1)[rank].clone() for whole in wholes)
-            source, weight = (part.requires_grad_() for part in parts)
-            with Live([source, weight, grad]) as live, Counted(None) as counted:
-                before = live.now
-                x = source * 1  # a tensor that nobody else keeps
-                y = float8_linear(x, weight)
-                check_returned(y, Tensor, "x @ weight.T, a tensor")
-                del x
-                found["kept"] = max(found["kept"], live.now - before - y.nbytes)
-                found["recorded"] |= "ToCopyBackward0" in recorded(y.grad_fn)
-                if y.requires_grad:
-                    y.backward(grad)
-            found["output"][case] = y.detach().double()
-            found["gradients"] |= {f"{case}, x": source.grad, f"{case}, weight": weight.grad}
-            found["weights"][case] = weight.detach()
-            found["sent"] = {name: total for (_, name), total in counted.sent.items()}
+    float8_linear = load()
+    for case in CASES:
+        *wholes, grad = tensors(seed, case)
+        parts = (whole.chunk(size, dim=1)[rank].clone() for whole in wholes)
+        source, weight = (part.requires_grad_() for part in parts)
+        with Live([source, weight, grad]) as live, Counted(None) as counted:
+            before = live.now
+            x = source * 1  # a tensor that nobody else keeps
+            y = float8_linear(x, weight)
+            check_returned(y, Tensor, "x @ weight.T, a tensor")
+            del x
+            found["kept"] = max(found["kept"], live.now - before - y.nbytes)
+            found["recorded"] |= "ToCopyBackward0" in recorded(y.grad_fn)
+            if y.requires_grad:
+                y.backward(grad)
+        found["output"][case] = y.detach().double()
+        found["gradients"] |= {f"{case}, x": source.grad, f"{case}, weight": weight.grad}
+        found["weights"][case] = weight.detach()
+        found["sent"] = counted.sent
     return found
 
 
@@ -244,7 +242,6 @@ def ratio(found: Tensor, expected: Tensor) -> float | None:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     outputs, gradients = layer(seed, size, Roundings())
     exact, _ = layer(seed, size, Roundings(None, None, None))
     off = (outputs[0]["near 1"] - exact[0]["near 1"]).norm() / exact[0]["near 1"].norm()
@@ -282,33 +279,28 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     weights = [tensors(seed, "near 1")[1].chunk(size, dim=1)[rank] for rank in range(size)]
     yield compare_tensors(
         "untouched",
-        [{"weight": r["weights"]["near 1"]} for r in results],
-        [{"weight": weight} for weight in weights],
+        [r["weights"]["near 1"] for r in results],
+        weights,
         {},
         "as they were",
         "You have rounded the weight in place. An update is much smaller than the distance of two "
         "codes, so a weight that is kept in 8 bits would not learn.",
     )
     columns = max(weight.shape[1] for weight in weights)
-    kept, limit = max(r["kept"] for r in results), columns * (TOKENS + OUT) + 64
-    yield Property(
+    yield at_most(
         "live memory",
-        f"{kept:,} bytes between forward and backward, and may be {limit:,}",
-        kept <= limit,
+        [r["kept"] for r in results],
+        columns * (TOKENS + OUT) + 64,
+        "{:,} bytes between forward and backward, and may be {:,}",
         "A number of x takes 8 bytes, and its code 1: keep the codes, and not x.",
     )
-    nbytes = max(sum(n for _, n in r["sent"].values()) for r in results)
-    yield Property(
-        "bytes sent",
-        f"{nbytes}; two numbers have 16" if size > 1 else "none, by one rank",
-        nbytes <= 16,
-        "All ranks have the whole gradient, and find its largest number by themselves."
-        if nbytes == 24
-        else "A rank finds the largest number of its own columns, and sends only that.",
+    of_gradient = "All ranks have the whole gradient, and find its largest number by themselves."
+    own = "A rank finds the largest number of its own columns, and sends only that."
+    sent = [nbytes_of(r["sent"]) for r in results]
+    yield at_most(
+        "bytes sent", sent, 16, "{}; two numbers have {}", of_gradient if max(sent) == 24 else own
     )
 
-
-# ----------------------------------------------------------------- in training
 
 # A rank has columns of the weights of wo and w2, whose products are the student's.
 RUN = Run(flags="--tp 2 --float8 tensorwise --microbatch 6")

@@ -6,16 +6,15 @@ most runs some ranks have a fault. Which call is at fault comes from the same ru
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from labs.machinery.lab import Property
-from labs.machinery.student import check_returned, load_function
+from labs.machinery.student import check_returned
 
 FUNCTION = "culprit"
 ABOUT = "who is at fault, from the logs of all ranks"
@@ -194,9 +193,9 @@ def _drawn_runs(random: Random) -> Iterator[Run]:
 # ------------------------------------------------------------------------------ the check
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> list[dict[int, int]]:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[dict[int, int]]:
     """Return what the student's function says of each run."""
-    culprit, answers = load_function(path, FUNCTION), []
+    culprit, answers = load(), []
     for run in drawn_runs(seed):
         answer = culprit([list(log) for log in run.logs])
         check_returned(answer, dict, "a dict: rank -> number of its call")
@@ -266,7 +265,6 @@ def wrong_run(answers: list[dict], seed: int) -> tuple[Run, dict] | None:
 
 
 def properties(results: list[list[dict]], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     answers, runs = results[0], drawn_runs(seed)
     wrong = wrong_run(answers, seed)
     mistake = mistake_in(*wrong) if wrong else ""

@@ -1,15 +1,14 @@
 """The check of labs/hsdp."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from labs.machinery.lab import Property, compare_tensors
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import Property, at_most, compare_tensors, exactly
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -37,6 +36,14 @@ HINTS = (
     "node; reduce-scatter within the node, then all-reduce the slices across.",
 )
 ROWS, WIDTH = 48, 7  # of the weight
+TRANSPOSED = (
+    "The ranks that share one copy of the weights are in different nodes: every all-gather crosses "
+    "the slow link. The mesh is transposed."
+)
+FSDP = (
+    "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
+    "all-gathers cross the slow link."
+)
 VIEW = (
     "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the rows and "
     "nothing else."
@@ -50,22 +57,21 @@ def tensors(seed: int, rank: int) -> tuple[Tensor, Tensor]:
     return weight, torch.randn(ROWS, WIDTH, generator=generator).double()
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Shard, gather and reduce with the student's functions. Return what came out and was sent."""
     weight, gradient = tensors(seed, rank)
-    with barred(*BARRED):
-        three = load_function(path, FUNCTION)(size // NODES[size])
-        check_returned(three, (Callable,) * 3, "three functions: shard, gather and reduce")
-        shard, gather, reduce = three
-        with Live([weight]) as live:
-            rows = shard(weight)
-        check_returned(rows, Tensor, "the rows of a rank from shard, a tensor")
-        del weight  # from here on it lives only if the student keeps it
-        kept = live.now
-        with Counted(None) as gathered:
-            whole = gather(rows + 1)  # as after an update
-        with Counted(None) as reduced:
-            total = reduce(gradient)
+    three = load()(size // NODES[size])
+    check_returned(three, (Callable,) * 3, "three functions: shard, gather and reduce")
+    shard, gather, reduce = three
+    with Live([weight]) as live:
+        rows = shard(weight)
+    check_returned(rows, Tensor, "the rows of a rank from shard, a tensor")
+    del weight  # from here on it lives only if the student keeps it
+    kept = live.now
+    with Counted(None) as gathered:
+        whole = gather(rows + 1)  # as after an update
+    with Counted(None) as reduced:
+        total = reduce(gradient)
     # Which rows this rank has, found by asking shard for rows that name themselves.
     numbered = shard(torch.arange(ROWS, dtype=torch.float64)[:, None].expand(ROWS, WIDTH))
     return {
@@ -79,7 +85,6 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
     gradients = [tensors(seed, rank)[1] for rank in range(size)]
@@ -89,14 +94,11 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
     yield compare_tensors(
         "gathered",
-        [{"weight": r["whole"]} for r in results],
-        [{"weight": weight + 1}] * size,
-        {"gather returns the weight as it was when it was sharded.": [{"weight": weight}] * size},
+        [r["whole"] for r in results],
+        weight + 1,
+        {"gather returns the weight as it was when it was sharded.": weight},
         "the whole weight, of rows that have changed",
     )
-
-    def slices(of_ranks: list[Tensor]) -> list[dict[str, Tensor]]:
-        return [{"slice": value[own]} for value, own in zip(of_ranks, rows)]
 
     node_of = [range(first, first + per_node) for first in range(0, size, per_node)]
     of_nodes = [sum(gradients[rank] for rank in node) for node in node_of]
@@ -105,72 +107,67 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
              for rank in range(size)]  # fmt: skip
     yield compare_tensors(
         "gradients",
-        [{"slice": r["sum"]} for r in results],
-        slices([total] * size),
+        [r["sum"] for r in results],
+        [total[own] for own in rows],
         {
-            "Each node has the sum over its own ranks: nodes drift apart.": slices(own_node),
-            "This is the average over the ranks: the sum is wanted.": slices([total / size] * size),
-            "The sum was taken twice within the node, and never across: the second is for the "
-            "ranks of other nodes that keep the same rows.": [
-                {"slice": of_rank} for of_rank in twice
+            "Each node has the sum over its own ranks: nodes drift apart.": [
+                of_node[own] for of_node, own in zip(own_node, rows)
             ],
+            "This is the average over the ranks: the sum is wanted.": [
+                total[own] / size for own in rows
+            ],
+            "Sums are divided by the number of nodes: the sum over all ranks is wanted.": [
+                total[own] / NODES[size] for own in rows
+            ],
+            "The sum was taken twice within the node, and never across: the second is for the "
+            "ranks of other nodes that keep the same rows.": twice,
         },
         "the sum over all ranks",
     )
 
     def exchanges(what: str, across: bool) -> list[list[tuple]]:
-        """Return each rank's collectives that cross between nodes, or do not: (name, bytes,
-        ranks)."""
-        return [[(name, nbytes, ranks) for (ranks, name), (_, nbytes) in r[what].items()
+        """Return each rank's collectives that cross between nodes, or do not."""
+        return [[(name, nbytes, len(ranks)) for (ranks, name), (_, nbytes) in r[what].items()
                  if (len({rank // per_node for rank in ranks}) > 1) == across]
                 for r in results]  # fmt: skip
 
-    def show(found: list[list[tuple]], rank: int) -> str:
-        return "; ".join(f"{name} of {nbytes:,} bytes over ranks {', '.join(map(str, ranks))}"
-                         for name, nbytes, ranks in found[rank]) or "nothing"  # fmt: skip
+    def shown(found: list[list[tuple]]) -> list[str]:
+        texts = ([f"{name} of {nbytes:,} bytes over {n} ranks" for name, nbytes, n in of_rank]
+                 for of_rank in found)  # fmt: skip
+        return ["; ".join(of_rank) or "nothing" for of_rank in texts]
 
-    def compare(name: str, found: list, is_right: Callable, mistake: str) -> Property:
-        wrong = next((rank for rank in range(size) if not is_right(found[rank], rank)), None)
-        where = f" on rank {wrong}" if wrong else ""
-        return Property(name, show(found, wrong or 0) + where, wrong is None, mistake)
-
-    def in_node(name: str) -> Callable:
-        return lambda found, rank: found == [(name, nbytes, tuple(node_of[rank // per_node]))]
-
-    nbytes, expected = weight.nbytes, weight.nbytes // per_node
-    crossing = exchanges("gather", across=True)
-    mistake = (
-        "The ranks that share one copy of the weights are in different nodes: every all-gather "
-        "crosses the slow link. The mesh is transposed."
+    mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
+    crossing = shown(exchanges("gather", across=True))
+    yield exactly("gather crosses", crossing, "nothing", "{}; {} has to", mistake)
+    in_node = f" of {weight.nbytes:,} bytes over {per_node} ranks"
+    yield exactly(
+        "gather in node",
+        shown(exchanges("gather", across=False)),
+        f"all-gather{in_node}",
+        "{}",
+        "One all-gather is enough.",
     )
-    if counts[0] * size == ROWS:
-        mistake = (
-            "A node does not hold a whole copy of the weights: this is FSDP over all ranks, whose "
-            "all-gathers cross the slow link."
-        )
-    yield compare("gather crosses", crossing, lambda found, _: not found, mistake)
-    within = exchanges("gather", across=False)
-    yield compare("gather in node", within, in_node("all-gather"), "One all-gather is enough.")
-    crossing = exchanges("reduce", across=True)
-    total = [sum(n for _, n, _ in found) for found in crossing]
-    yield compare(
-        "reduce crosses",
-        crossing,
-        lambda _, rank: total[rank] == expected,
+    whole = (
         f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
-        f"the node first." * (per_node * expected in total),
+        f"the node first."
     )
-    yield compare(
+    yield exactly(
+        "reduce crosses",
+        [sum(nbytes for _, nbytes, _ in found) for found in exchanges("reduce", across=True)],
+        weight.nbytes // per_node,
+        "{:,} bytes; {:,} have to",
+        {weight.nbytes: whole},
+    )
+    yield exactly(
         "reduce in node",
-        exchanges("reduce", across=False),
-        in_node("reduce-scatter"),
+        shown(exchanges("reduce", across=False)),
+        f"reduce-scatter{in_node}",
+        "{}",
         "Within the node each rank needs its slice of the sum: one reduce-scatter.",
     )
-    kept, limit = max(r["kept"] for r in results), max(counts) * WIDTH * 8
-    yield Property("kept", f"{kept:,} bytes on a rank, and may be {limit:,}", kept <= limit, VIEW)
+    limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
+    yield at_most("kept", [r["kept"] for r in results], limit, text, VIEW)
 
-
-# ----------------------------------------------------------------- in training
 
 # Two nodes of two ranks. The lab says nothing about the norm of sharded gradients: no clipping.
 RUN = Run(4, "--microbatch 3 --clip 0")

@@ -1,7 +1,6 @@
 """The check of labs/logits."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 import parallel
 from labs.machinery import student
-from labs.machinery.lab import Property, compare_numbers, compare_tensors, same
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import (
+    Property,
+    at_most,
+    by_kind,
+    compare_numbers,
+    compare_tensors,
+    same,
+    sentence,
+)
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
 from perf.instruments import Counted, Live
@@ -57,7 +64,10 @@ def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
     """Return two tensors of logits, the second of them with large ones, and the targets."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    targets[0], targets[1], targets[3::5] = 0, VOCABULARY - 1, IGNORE
+    parts = [part for size in SIZES for part in torch.arange(VOCABULARY).chunk(size)]
+    borders = torch.tensor(sorted({int(part[i]) for part in parts for i in (0, -1)}))
+    targets[: len(borders)] = borders  # the first and the last entry of each rank's part
+    targets[-5:] = IGNORE
     logits = torch.randn(2, TOKENS, VOCABULARY, generator=generator, dtype=torch.float64)
     large = logits[1]
     large[0::3] *= 1e4
@@ -66,30 +76,32 @@ def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
     return list(logits), targets
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
     both, targets = tensors(seed)
     starts = [0, *(part.shape[1] for part in both[0].chunk(size, 1))]
     losses, gradients, kept = [], [], []
-    with barred(*BARRED):
-        cross_entropy = load_function(path, FUNCTION)
-        for whole in both:
-            logits = whole.chunk(size, 1)[rank].clone().requires_grad_()
-            with LargestTensor() as largest, Counted(None) as counted:
-                with Live([logits, targets]) as live:
-                    before = live.now
-                    loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
-                    check_returned(loss, Tensor, "the loss, a tensor")
-                    kept.append((live.now - before) / logits.nbytes)
-                scaled = loss * SCALE
-                if student.AGAIN:  # what backward needs is still there after a backward
-                    torch.autograd.grad(scaled, logits, retain_graph=True)
-                scaled.backward()
-            losses.append(loss.detach().squeeze())
-            gradients.append(logits.grad)
-    sent = sum(nbytes for _, nbytes in counted.sent.values())
-    return {"losses": losses, "gradients": gradients, "largest": largest.shape, "sent": sent} | {
-        "kept": max(kept)
+    cross_entropy = load()
+    for whole in both:
+        logits = whole.chunk(size, 1)[rank].clone().requires_grad_()
+        with LargestTensor() as largest, Counted(None) as counted:
+            with Live([logits, targets]) as live:
+                before = live.now
+                loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
+                check_returned(loss, Tensor, "the loss, a tensor")
+                kept.append((live.now - before) / logits.nbytes)
+            scaled = loss * SCALE
+            if student.AGAIN:  # what backward needs is still there after a backward
+                torch.autograd.grad(scaled, logits, retain_graph=True)
+            scaled.backward()
+        losses.append(loss.detach().squeeze())
+        gradients.append(logits.grad)
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "largest": largest.shape,
+        "sent": by_kind(counted.sent),
+        "kept": max(kept),
     }
 
 
@@ -117,14 +129,14 @@ def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[s
     def total(of_tokens: Tensor) -> Tensor:
         return of_tokens[counts].sum()
 
-    sentence = (
+    own_part = (
         "Each rank normalizes over its own part of the vocabulary: the sum of exponentials has to "
         "be that over all of it."
     )
-    yield sentence, [total(o - t) for o, t in zip(own, of_target)]
+    yield own_part, [total(o - t) for o, t in zip(own, of_target)]
     of_own = [(o - t)[here].sum() for o, t, here in zip(own, of_target, is_here)]
-    yield sentence, of_own
-    yield sentence, [sum(of_own)] * size
+    yield own_part, of_own
+    yield own_part, [sum(of_own)] * size
     yield (
         "The logit of the target is missing on ranks that do not have it: add it up as well.",
         [total(lse - t) for t in of_target],
@@ -181,7 +193,6 @@ def known_gradients(logits: Tensor, targets: Tensor, size: int) -> dict[str, lis
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     both, targets = tensors(seed)
     for i, (whole, kind) in enumerate(zip(both, ("", "large "))):
         found = [r["losses"][i] for r in results]
@@ -199,11 +210,10 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
                 "largest logit of the token first, that over all ranks.",
             )
             return
-        yield compare_numbers(f"{kind}loss", found, [right] * size, mistakes)
-        gradients = {sentence: [{"logits": g} for g in of_ranks] for sentence, of_ranks
-                     in known_gradients(whole, targets, size).items()}  # fmt: skip
-        of_ranks = [{"logits": r["gradients"][i]} for r in results]
-        yield compare_tensors(f"{kind}gradients", of_ranks, gradients.pop(""), gradients)
+        yield compare_numbers(f"{kind}loss", found, right, mistakes)
+        known = {text: list(g) for text, g in known_gradients(whole, targets, size).items()}
+        of_ranks = [r["gradients"][i] for r in results]
+        yield compare_tensors(f"{kind}gradients", of_ranks, known.pop(""), known)
     width = -(-VOCABULARY // size)
     shape = max((r["largest"] for r in results), key=torch.Size.numel)
     yield Property(
@@ -213,25 +223,40 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "A tensor has the logits of the whole vocabulary: then each rank needs as much memory as "
         "without tensor parallelism.",
     )
-    sent, limit = max(r["sent"] for r in results), NUMBERS * size * TOKENS * 8
+    limit = NUMBERS * TOKENS * 8  # of what a rank puts in; an all-gather puts out that of all
+    sent = max(sum(nbytes // (size if kind == "all-gather" else 1)
+                   for kind, (_, nbytes) in r["sent"].items()) for r in results)  # fmt: skip
     yield Property(
         "bytes",
-        f"{sent:,}; {NUMBERS} numbers a token and rank are {limit:,}",
+        f"{sent:,}; {NUMBERS} numbers a token are {limit:,}",
         0 < sent <= limit,
-        "Here the numbers of whole parts of the vocabulary are sent. What others need of a part is "
-        "its largest logit, its sum of exponentials, and the target's logit." * (sent > 0),
+        sentence(
+            {
+                "Here the numbers of whole parts of the vocabulary are sent. What others need of a "
+                "part is its largest logit, its sum of exponentials, and the target's logit.": (
+                    sent >= TOKENS * width * 8
+                ),
+                "Each rank needs of a token the largest logit, the sum of exponentials, and the "
+                "target's logit, each once.": sent > 0,
+            }
+        ),
     )
-    kept = max(r["kept"] for r in results)
-    yield Property(
+    yield at_most(
+        "collectives",
+        [sum(calls for calls, _ in r["sent"].values()) for r in results],
+        2 * NUMBERS,
+        "{}, and at most {}",
+        "Each collective takes time to start: send the numbers of all tokens at once.",
+    )
+    yield at_most(
         "kept",
-        f"{kept:.1f} times the bytes of a rank's logits between forward and backward",
-        kept < 2.5,
+        [r["kept"] for r in results],
+        2.5,
+        "{:.1f} times the bytes of a rank's logits between forward and backward",
         "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "
         "for nothing.",
     )
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--tp 2 --microbatch 6")
 

@@ -1,7 +1,6 @@
 """The check of labs/lora."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,13 +10,16 @@ from labs.machinery.lab import (
     Property,
     batch_of,
     compare_tensors,
+    exactly,
+    nbytes_of,
+    sentence,
     share_of,
     small_model,
     summed_gradients,
     unexpected,
     world_of,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import Llama
@@ -51,13 +53,12 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a few steps. Return the parameters at both ends, what was sent, and what is kept."""
     world, model = world_of(rank, size), model_with_adapters(seed)
     share = share_of(batch_of(seed), rank, size)
-    with barred(*BARRED):
-        optimizer = load_function(path, FUNCTION)(model, world.mesh["replicate"], seed + 1)
-        check_returned(optimizer, torch.optim.AdamW, "an AdamW")
+    optimizer = load()(model, world.mesh["replicate"], seed + 1)
+    check_returned(optimizer, torch.optim.AdamW, "an AdamW")
     start = {name: whole(p).detach().clone() for name, p in adapters(model).items()}
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -93,7 +94,6 @@ def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     model = model_with_adapters(seed)
     init_adapters(model, seed + 1)
     factors = adapters(model)
@@ -102,7 +102,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "start",
         [r["start"] for r in results],
-        [start] * size,
+        start,
         {},
         "those of init_adapters",
         "The factors do not start with the values that init_adapters(model, seed) gives them.",
@@ -110,7 +110,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "base",
         [r["base"] for r in results],
-        [base] * size,
+        base,
         {},
         f"as it was, after {STEPS} steps",
         "The base has changed: only the factors are to be trained.",
@@ -119,21 +119,21 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "adapters",
         [r["end"] for r in results],
-        [train_in_one_process(seed, shares)] * size,
+        train_in_one_process(seed, shares),
         {
             "The adapters have not changed: the optimizer has parameters from before fully_shard, "
-            "which puts new ones in their place.": [start] * size,
+            "which puts new ones in their place.": start,
             "No gradient was exchanged: each rank trains adapters of its own.": [
                 train_in_one_process(seed, [share]) for share in shares
             ],
         },
         f"those of one process after {STEPS} steps",
     )
-    sharded = unexpected([r["sharded"] for r in results], len(factors))
-    yield Property(
+    yield exactly(
         "sharded",
-        f"{sharded} of {len(factors)} factors",
-        sharded == len(factors),
+        [r["sharded"] for r in results],
+        len(factors),
+        "{} of {} factors",
         "fully_shard turns what it shards into DTensors: here some factors are none.",
     )
     with_gradients = max((r["with gradients"] for r in results), key=len)
@@ -145,18 +145,15 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     # In forward, in backward, and reduce-scattered; rounded up to equal slices.
     wanted = 3 * sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())
-    sent = unexpected([sum(n for _, n in r["sent"].values()) for r in results], wanted)
-    mistake = "Each block gathers its factors twice and reduce-scatters them once, as by default."
-    if sent > wanted:
-        never = 1 - wanted / sent
-        mistake = (
-            f"{100 * never:.0f} % of what you send never learns: FSDP gathers the frozen base."
-        )
+    sent = unexpected([nbytes_of(r["sent"]) for r in results], wanted)
+    mistakes = {
+        f"{100 * (1 - wanted / max(sent, 1)):.0f} % of what you send never learns: FSDP gathers "
+        f"the frozen base.": sent > wanted,
+        "Each block gathers its factors twice and reduce-scatters them once, as by default.": True,
+    }
     text = f"{sent:,}; three times the factors, padded, are {wanted:,}"
-    yield Property("bytes a step", text, sent == wanted, mistake)
+    yield Property("bytes a step", text, sent == wanted, sentence(mistakes))
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--microbatch 6", script="finetune_lora.py")
 

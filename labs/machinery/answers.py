@@ -3,7 +3,7 @@
 In labs/LAB/answer.py the solution lies between marks, and a text WRONG ends the file. It has, of
 each wrong answer, with an empty line between two:
 
-    its name, and [right numbers] if only bytes, memory or order tell, or [hangs]
+    its name and source, and [right numbers] if only bytes, memory or order tell, or [hangs]
     > the sentence that it earns
     - lines of the solution, the first and the last of them perhaps in part
     + what stands in their place; without such lines they are left out

@@ -15,6 +15,11 @@ from labs.machinery.lab import Property, plural
 from labs.machinery.ranks import Call, Ended, run_ranks
 from labs.machinery.training import check_module
 
+BARRIER = (
+    "A barrier makes all ranks wait for the slowest, and helps nothing here: each collective waits "
+    "for what it needs."
+)
+
 
 class Report(NamedTuple):
     """What came out of a check on some number of ranks."""
@@ -42,7 +47,7 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
 def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
     module, source = check_module(lab), path.read_text().splitlines()
     started = time.monotonic()
-    ended = run_ranks(partial(module.on_rank, path, size, seed), size, path)
+    ended = run_ranks(partial(student.on_rank, module, path, size, seed), size, path)
     elapsed = time.monotonic() - started
     ranks = f"{size} rank{'s' * (size > 1)}"
     head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
@@ -57,7 +62,12 @@ def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
     elif ended.error:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
-        properties = list(until_wrong(module.properties(ended.results, size, seed)))
+        found = module.properties(ended.results, size, seed)
+        barriers = [call for calls in ended.calls for call in calls
+                    if call.name == "barrier" and call.line]  # fmt: skip
+        if barriers and not hasattr(module, "NEEDS_BARRIERS"):
+            found = [Property("barriers", f"{len(barriers)} calls", False, BARRIER)]
+        properties = list(until_wrong(found))
         if properties[-1].ok and ended.unfinished:
             text = f"nothing waits for {plural(len(ended.unfinished), 'call')} of all ranks"
             properties.append(Property("waited for", text, False))

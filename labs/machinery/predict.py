@@ -1,18 +1,15 @@
 """Predict, then count: `python labs/run.py predict FORM`.
 
 A student sees a configuration with numbers of its own and types a guess. The guess is recorded in
-labs/.predictions before anything is counted; then both are shown, with the terms of the counted
-value. A second guess at the same numbers is kept as a second one.
+labs/work/.predictions before anything is counted; then both are shown, with the terms of the
+counted value. A second guess at the same numbers is kept as a second one.
 
 With --class KEY --student NAME the seed is a hash of these, of the form, and of how many questions
 the student has answered: so every student has other numbers, which a teacher can ask for again.
-
-Each line of labs/.predictions is an entry in JSON. It has a hash of itself and one of the line
-before it, so a line that is changed, or taken out, is noticed.
 """
 
 import argparse
-import hashlib
+import contextlib
 import json
 import math
 import os
@@ -74,16 +71,14 @@ WIDTH = 98
 def predict(args: argparse.Namespace) -> Iterator[str]:
     """Ask the question of a form, record the guess, and show what is counted. Without a form, list
     them, with the scores so far."""
-    if changed := changed_entry():
-        yield f"note: {RECORD.name} was changed: its entry {changed} is not what was written"
     if not args.lab:
         yield from list_forms()
         return
     if args.lab not in FORMS:
         raise UserError(f"no form '{args.lab}': choose from {', '.join(FORMS)}")
     seed, whose = question_of(args)
-    earlier = [entry for entry in entries() if is_guess(entry, args.lab, seed)]
-    yield f"predict {args.lab}, seed {seed}{whose}" + f", guess {len(earlier) + 1}" * bool(earlier)
+    number = 1 + len(guesses_at(args.lab, seed=seed))
+    yield f"predict {args.lab}, seed {seed}{whose}" + f", guess {number}" * (number > 1)
     question = FORMS[args.lab](Random(seed))
     yield "\n" + "\n".join(map(wrapped, question.text))
     yield f"Read: {question.read}."
@@ -101,9 +96,9 @@ def predict(args: argparse.Namespace) -> Iterator[str]:
         return
     who = {"class": args.key, "student": args.student, "attempt": args.attempt}
     guess = write_entry(
-        {"form": args.lab, "seed": seed, "guess": len(earlier) + 1, **who, "answers": answers}
+        {"form": args.lab, "seed": seed, "guess": number, **who, "answers": answers}
     )
-    yield f"\nrecorded as {guess[:8]}; now it is counted"
+    yield f"\nrecorded as entry {guess}; now it is counted"
     found = question.count()
     rows = [Row(asked, parse(answers[asked.name], asked), one)
             for asked, one in zip(question.asked, found)]  # fmt: skip
@@ -122,19 +117,29 @@ def predict(args: argparse.Namespace) -> Iterator[str]:
 
 def question_of(args: argparse.Namespace) -> tuple[int, str]:
     """Return the seed of the question, and in words whose question it is. Sets args.attempt."""
+    if args.attempt and not args.key:
+        raise UserError("--attempt is for --class KEY: give it, too")
+    seed = seed_of_student(args)
     if not args.key:
-        if args.student or args.attempt:
-            raise UserError("--student and --attempt are for --class KEY: give it, too")
-        return secrets.randbelow(1_000_000) if args.seed is None else args.seed, ""
+        return seed, ""
+    if not args.attempt:
+        own = guesses_at(args.lab, **{"class": args.key, "student": args.student})
+        args.attempt = 1 + max((entry["attempt"] for entry in own), default=0)
+    seed = seed_of_student(args, args.lab, str(args.attempt))
+    return seed, f": question {args.attempt} for {args.student}, class {args.key}"
+
+
+def seed_of_student(args: argparse.Namespace, *parts: str) -> int:
+    """Return --seed, or a drawn one; or with --class KEY that of --student NAME, which it writes in
+    small letters, for what these words name."""
+    if not args.key:
+        if args.student:
+            raise UserError("--student is for --class KEY: give it, too")
+        return secrets.randbelow(1_000_000) if args.seed is None else args.seed
     if args.seed is not None or not args.student:
         raise UserError("--class KEY needs --student NAME, and no --seed")
     args.student = " ".join(args.student.casefold().split())
-    if not args.attempt:
-        own = {"form": args.lab, "class": args.key, "student": args.student}
-        answered = [entry["attempt"] for entry in entries() if own.items() <= entry.items()]
-        args.attempt = 1 + max(answered, default=0)
-    seed = seed_of(args.key, args.student, args.lab, str(args.attempt))
-    return seed, f": question {args.attempt} for {args.student}, class {args.key}"
+    return seed_of(args.key, args.student, *parts)
 
 
 # -------------------------------------------------------------------------------------- answers
@@ -329,12 +334,12 @@ def wrapped(line: str) -> str:
 def list_forms() -> Iterator[str]:
     """Yield each form with what it asks and the scores so far."""
     found, width = entries(), max(len(draw.__doc__) for draw in FORMS.values())
-    scores = {entry["scored"]: entry.get("score") for entry in found if "scored" in entry}
+    scores = {entry["scored"]: entry["score"] for entry in found.values() if "scored" in entry}
     for form, draw in FORMS.items():
         asks = draw.__doc__.rstrip(".")
-        done = [e for e in found if e.get("form") == form and scores.get(e["hash"]) is not None]
-        first = [scores[e["hash"]] for e in done if e.get("guess") == 1]
-        later = [scores[e["hash"]] for e in done if e.get("guess") != 1]
+        done = [n for n, entry in found.items() if entry.get("form") == form and n in scores]
+        first = [scores[n] for n in done if found[n]["guess"] == 1]
+        later = [scores[n] for n in done if found[n]["guess"] > 1]
         parts = [f"{len(own)} {name}, {sum(own) / len(own):.0%}"
                  for name, own in (("first", first), ("later", later)) if own]  # fmt: skip
         yield f"{form:<9} {asks:<{width}} {'; '.join(parts)}".rstrip()
@@ -345,52 +350,31 @@ def list_forms() -> Iterator[str]:
 # ------------------------------------------------------------------------------------ the record
 
 
-def hash_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def record_lines() -> list[str]:
     return RECORD.read_text(errors="replace").splitlines() if RECORD.exists() else []
 
 
-def write_entry(content: dict) -> str:
-    """Add an entry to the record, on the disk, and return its hash."""
-    lines = record_lines()
-    before = hash_of(lines[-1]) if lines else ""
-    content = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), **content, "before": before}
-    content["hash"] = hash_of(json.dumps(content))
+def entries() -> dict[int, dict]:
+    """Return the entries of the record, by number of the line. What is none is passed over."""
+    found = {}
+    for number, line in enumerate(record_lines(), 1):
+        with contextlib.suppress(ValueError, TypeError):
+            found[number] = dict(json.loads(line))
+    return found
+
+
+def write_entry(content: dict) -> int:
+    """Add an entry to the record, on the disk, and return its number."""
+    number = 1 + len(record_lines())
     RECORD.parent.mkdir(exist_ok=True)
     with open(RECORD, "a") as file:
-        print(json.dumps(content), file=file, flush=True)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        print(json.dumps({"time": now, **content}), file=file, flush=True)
         os.fsync(file.fileno())
-    return content["hash"]
+    return number
 
 
-def read_entry(line: str) -> dict | None:
-    """Return the entry of a line, None if the line is not what was written."""
-    try:
-        content = json.loads(line)
-        claimed = content.pop("hash")
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return None
-    return content | {"hash": claimed} if claimed == hash_of(json.dumps(content)) else None
-
-
-def entries() -> list[dict]:
-    """Return the entries that are as they were written."""
-    return [entry for line in record_lines() if (entry := read_entry(line))]
-
-
-def changed_entry() -> int | None:
-    """Return the number of the first entry that was changed, or before which one was taken out."""
-    before = ""
-    for number, line in enumerate(record_lines(), 1):
-        entry = read_entry(line)
-        if entry is None or entry.get("before") != before:
-            return number
-        before = hash_of(line)
-    return None
-
-
-def is_guess(entry: dict, form: str, seed: int) -> bool:
-    return (entry.get("form"), entry.get("seed")) == (form, seed)
+def guesses_at(form: str, **seed_or_whose) -> list[dict]:
+    """Return the guesses at a form's questions, of a seed or of a student."""
+    wanted = {"form": form, **seed_or_whose}
+    return [entry for entry in entries().values() if wanted.items() <= entry.items()]

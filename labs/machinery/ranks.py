@@ -23,24 +23,25 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
+from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.futures import Future
 
 from model import LlamaConfig
 from plumbing.processes import UserError, register_gloo
 
 PATIENCE = 5.0  # seconds, after which ranks that do nothing are ended
 ROOM = 1 << 24  # bytes that results and notes of a check may take
-LONGEST = 30.0  # seconds that they may compute without a call of torch.distributed
+LONGEST = 30.0  # seconds that one may compute without a call of torch.distributed
 CALLS = """
 all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_object gather scatter
 reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv barrier
 new_group
 """.split()
-ENDS = """
-wait result synchronize get_future get_future_result is_completed is_success block_current_stream
-""".split()
+ENDS = "wait value result synchronize is_completed is_success block_current_stream".split()
+FUTURES = "get_future", "get_future_result", "then"  # whose end is that of the call, too
 
 
 @dataclass
@@ -79,13 +80,16 @@ class NotedWork:
 
     It is not a dist.Work: who tests for that has to be given what the call returned."""
 
-    def __init__(self, work: dist.Work, on_wait: Callable[[], object]):
+    def __init__(self, work: dist.Work | Future, on_wait: Callable[[], object]):
         self.work, self.on_wait = work, on_wait
 
     def __getattr__(self, name: str):
         if name in ENDS:
             self.on_wait()
-        return getattr(self.work, name)
+        found = getattr(self.work, name)
+        if name in FUTURES:
+            return lambda *args: NotedWork(found(*args), self.on_wait)
+        return found
 
 
 def run_ranks(function: Callable[[int], object], size: int, student: Path) -> Ended:
@@ -200,10 +204,13 @@ def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
     """Note now and then how long this rank has computed, and in which line of the student's file
     its main thread is. End it when the process that started it has ended, even if it waits."""
     main = threading.main_thread().ident
+    clock = time.CLOCK_PROCESS_CPUTIME_ID
+    if hasattr(time, "pthread_getcpuclockid"):  # that of the main thread alone; not on macOS
+        clock = time.pthread_getcpuclockid(main)
     while os.getppid() == parent:
         line = _line_of(main, str(student))
         with contextlib.suppress(OSError):  # the directory is gone when all is over
-            (directory / f"seconds-{rank}").write_text(f"{time.process_time():9.2f}")
+            (directory / f"seconds-{rank}").write_text(f"{time.clock_gettime(clock):9.3f}")
             (directory / f"line-{rank}").write_text(line)
         time.sleep(0.1)
     os._exit(1)
@@ -211,11 +218,11 @@ def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
 
 def _line_of(thread: int, file: str) -> str:
     """Return the line of a file in which a thread is, or ''. Keeps no frame, whose tensors would
-    live on."""
+    live on. (A frame that ends meanwhile may have something else before it than a frame.)"""
     frame = sys._current_frames().get(thread)
-    while frame and frame.f_code.co_filename != file:
+    while isinstance(frame, FrameType) and frame.f_code.co_filename != file:
         frame = frame.f_back
-    return str(frame.f_lineno) if frame else ""
+    return str(frame.f_lineno) if isinstance(frame, FrameType) else ""
 
 
 def _read_line(path: Path) -> int | None:
@@ -226,23 +233,24 @@ def _wait(processes: set[int], directory: Path) -> bool:
     """Wait until all ranks have ended, or one has failed, or they hang. Return whether they hung.
     No rank is left then.
 
-    Ranks hang if they have neither called nor computed anything for PATIENCE seconds. A loop that
-    computes without end gets LONGEST."""
-    running, seen = processes, None
-    called = computed = time.monotonic()
+    Ranks hang if they have neither called nor computed anything for PATIENCE seconds, even where
+    many others use the machine. A loop that computes without end gets LONGEST, of computing."""
+    running, notes, seconds = processes, None, {}
     while running:
         running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
         has_failed = any(directory.glob("error-*"))
         paths = [*directory.glob("calls-*"), *directory.glob("error-*")]
-        notes = {path.name: path.stat().st_size for path in paths}
-        seconds = sum(float(path.read_text() or 0) for path in directory.glob("seconds-*"))
-        now = time.monotonic()
-        if seen is None or notes != seen[0]:
+        before, notes = notes, {path.name: path.stat().st_size for path in paths}
+        for path in directory.glob("seconds-*"):
+            seconds[path.name] = float(path.read_text() or seconds.get(path.name, 0))
+        now, total = time.monotonic(), sum(seconds.values())
+        if notes != before:
             called = computed = now
-            seen = notes, seconds
-        elif seconds > seen[1] + 0.05 * (now - computed):
-            computed, seen = now, (notes, seconds)
-        hangs = now - computed > PATIENCE or now - called > LONGEST
+            at_call, computed_before = seconds.copy(), total
+        elif total > computed_before + 0.002 * (now - computed):
+            computed, computed_before = now, total
+        longest = max((s - at_call.get(name, 0) for name, s in seconds.items()), default=0)
+        hangs = now - computed > PATIENCE or longest > LONGEST
         if has_failed:  # others have a moment to tell of the same error
             hangs = now - called > 0.2
         if running and hangs:

@@ -1,9 +1,9 @@
 """The student's function, as a check calls it.
 
 What would escape the counts is refused. If a check finds nothing wrong, it runs again, and AGAIN is
-true: what a function is given has to stay as it was, and it is called twice more, with other
-numbers, before anybody uses what it returned first. Whoever keeps something between calls gets
-wrong numbers then.
+true: what a function is given has to stay as it was, and it is called with other numbers once
+before and twice after, before anybody uses what it returned. Whoever keeps something between calls
+gets wrong numbers then.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ from labs.machinery.ranks import NotedWork
 
 AGAIN = False
 ONCE = (
-    "Right if it is called once. But between a call and the use of what it returned, it may be "
-    "called again, with other tensors: keep nothing outside of what you return, or of ctx."
+    "Right if it is called once. But before and after, it may be called with other tensors: keep "
+    "nothing outside of what you return, or of ctx."
 )
 TORCH = str(Path(torch.__file__).parent)
 HIDDEN = "distributed_c10d", "torch.ops", "_getframe", "get_objects"
@@ -83,6 +84,12 @@ def barred(*places: str) -> Iterator[None]:
             setattr(module, name, original)
 
 
+def on_rank(lab: ModuleType, path: Path, size: int, seed: int, rank: int) -> object:
+    """Return what a lab's check finds out on this rank, where what it bars is barred."""
+    with barred(*getattr(lab, "BARRED", ())):
+        return lab.on_rank(functools.partial(load_function, path, lab.FUNCTION), size, seed, rank)
+
+
 def load_function(path: Path, name: str, overwrites: bool = False) -> Callable:
     """Return a function of the student's file, watched; it `overwrites` what it is given if its
     docstring says so."""
@@ -130,12 +137,16 @@ def watched(function: Callable, overwrites: bool = False) -> Callable:
         with _disable_current_modes():
             given = contents(args)
             groups = len(dist.distributed_c10d._world.pg_map)
+            again = AGAIN and is_new and given and not any(map(is_module, tree_leaves(args)))
+            if again:  # whoever keeps what comes first uses it below
+                is_new = False
+                call_with_others(function, args)
         result = function(*args, **kwargs)
         with _disable_current_modes():
             if AGAIN and not overwrites and changed(args, given):
                 raise Misuse(
                     f"After the call of {function.__name__} a tensor that it was given has other "
-                    f"numbers. It belongs to the caller: work on a copy."
+                    f"numbers, or is gone. It belongs to the caller: work on a copy."
                 )
             if makes_functions(result):
                 return tree_map(lambda r: watched(r) if callable(r) else r, result)
@@ -144,32 +155,42 @@ def watched(function: Callable, overwrites: bool = False) -> Callable:
                     f"{function.__name__} makes a group in every call, for which all ranks wait: "
                     f"make it once."
                 )
-            if AGAIN and is_new and given and not any(map(is_module, tree_leaves(args))):
-                is_new = False
+            if again:
                 call_again(function, args, result)
         return result
 
     return call
 
 
+def call_with_others(function: Callable, args: tuple) -> None:
+    """Call the student's function with other numbers."""
+    with torch.random.fork_rng(devices=[]):
+        function(*tree_map(other_numbers, args))
+
+
 def call_again(function: Callable, args: tuple, result: object) -> None:
     """Call the student's function twice more, with other numbers. Raises Misuse if that changes
     what it returned first, or if each call leaves something in memory."""
-    first, alive = contents(result), []
-    with torch.random.fork_rng(devices=[]):
-        for _ in range(2):
-            function(*tree_map(other_numbers, args))
-            alive.append(tensors_alive(at_most=alive[0] if alive else 0))
+    first = contents(result)
+    more = kept_by_call(lambda: call_with_others(function, args))
     if changed(result, first):
         raise Misuse(
             f"The second call of {function.__name__} changes what the first returned: return a "
             f"tensor of its own each time."
         )
-    if alive[1] > alive[0]:
+    if more > 0:
         raise Misuse(
-            f"Each call of {function.__name__} keeps {alive[1] - alive[0]} more tensors or handles "
-            f"in memory, for ever: drop what is no longer needed."
+            f"Each call of {function.__name__} keeps {more} more tensors or handles in memory, for "
+            f"ever: drop what is no longer needed."
         )
+
+
+def kept_by_call(call: Callable[[], object]) -> int:
+    """Return how many more tensors and handles there are after two calls than after one."""
+    call()
+    before = tensors_alive(at_most=0)
+    call()
+    return tensors_alive(at_most=before) - before
 
 
 def is_module(value: object) -> bool:
@@ -186,7 +207,8 @@ def contents(values: object) -> list[Tensor]:
 
 def changed(values: object, before: list[Tensor]) -> bool:
     now = [v.detach() for v in tree_leaves(values) if isinstance(v, Tensor)]
-    return not all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(now, before))
+    equal = (torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(now, before))
+    return len(now) != len(before) or not all(equal)
 
 
 def other_numbers(value: object) -> object:

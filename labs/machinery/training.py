@@ -94,21 +94,26 @@ def _train(lab: str, file: str, directory: Path, steps: int) -> list[dict]:
     """Return what each step of a run measured, with the function in `file` unless that is ''."""
     how = check_module(lab).RUN
     out = directory / ("student" if file else "project")
-    text = [*TEXT, "--data", str(directory / "docs")]
-    flags = [*text, *how.flags.split()]
+    flags = [*TEXT, "--data", str(directory / "docs"), *how.flags.split()]
     if how.script == "finetune_lora.py":
-        base, chats = directory / "base", directory / "chats.jsonl"
-        if not base.exists():
-            lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
-            chats.write_text("\n".join(map(json.dumps, lines)))
-            ends = ["--steps", "1", "--eval-every", "0", "--out", str(base)]
-            _launch("", "", 1, [*text, *how.base.split(), *ends])
-        flags = ["--init", str(base), "--data", str(chats), "--seq-len", "32", "--batch", "12"]
+        flags = [*to_tune(directory, how.base), "--seq-len", "32", "--batch", "12"]
         flags += ["--dtype", "float64", *how.flags.split()]
     flags += ["--steps", str(steps), "--eval-every", "0", "--out", str(out)]
     _launch(lab, file, how.processes, flags)
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def to_tune(directory: Path, flags: str = "") -> list[str]:
+    """Return finetune_lora.py's flags for a small model and conversations, which are made in a
+    directory if they are not there; the model by train.py with `flags`."""
+    base, chats = directory / "base", directory / "chats.jsonl"
+    if not base.exists():
+        lines = ({"prompt": f"{i} plus 1", "completion": f"is {i + 1}"} for i in range(400))
+        chats.write_text("\n".join(map(json.dumps, lines)))
+        ends = ["--data", str(ROOT / "docs"), "--steps", "1", "--eval-every", "0", "--out"]
+        _launch("", "", 1, [*TEXT, *flags.split(), *ends, str(base)])
+    return ["--init", str(base), "--data", str(chats)]
 
 
 def _launch(lab: str, file: str, processes: int, flags: list[str]) -> None:

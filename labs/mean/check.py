@@ -1,7 +1,6 @@
 """The check of labs/mean."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,14 +11,14 @@ from labs.machinery.lab import (
     batch_of,
     compare_numbers,
     compare_tensors,
+    nbytes_of,
     norm_of,
-    plural,
     share_of,
     small_model,
     summed_gradients,
     world_of,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from model import IGNORE
 from parallel import World
@@ -47,23 +46,21 @@ ADDED = (
 CASES = (CLIPS[0], False), (CLIPS[0], True), (CLIPS[1], False)  # True: rank 0 has no targets
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
-    """Run the student's function on a rank, without and with clipping. Return what it gave and
-    sent."""
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
+    """Return what the function gave and sent, without and with clipping."""
     world, gradients, reported = world_of(rank, size), [], []
-    with barred(*BARRED):
-        average = load_function(path, FUNCTION)
-        for clip, is_empty in CASES:
-            model, batch = small_model(seed), share(seed, rank, size, is_empty)
-            targets = int((batch.targets != IGNORE).sum())
-            loss = model(*batch.inputs)
-            loss.backward()
-            with Counted(world) as counted:
-                result = average(list(model.parameters()), loss, targets, clip)
-            number = Tensor | float
-            check_returned(result, (number, number), "the mean loss and the norm, two numbers")
-            gradients.append({name: p.grad for name, p in model.named_parameters()})
-            reported.append([v.item() if isinstance(v, torch.Tensor) else v for v in result])
+    average = load()
+    for clip, is_empty in CASES:
+        model, batch = small_model(seed), share(seed, rank, size, is_empty)
+        targets = int((batch.targets != IGNORE).sum())
+        loss = model(*batch.inputs)
+        loss.backward()
+        with Counted(world) as counted:
+            result = average(list(model.parameters()), loss, targets, clip)
+        number = Tensor | float
+        check_returned(result, (number, number), "the mean loss and the norm, two numbers")
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        reported.append([v.item() if isinstance(v, torch.Tensor) else v for v in result])
     return {"reported": reported, "gradients": gradients, "sent": counted.sent}
 
 
@@ -77,7 +74,6 @@ def share(seed: int, rank: int, size: int, is_empty: bool) -> Batch:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     model, batch = small_model(seed), batch_of(seed)
     total, count, sums = summed_gradients(model, batch)
     of_ranks = [summed_gradients(model, share_of(batch, rank, size)) for rank in range(size)]
@@ -86,23 +82,15 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         f"This is the mean of the ranks' means. The ranks here have {counts} targets: one with few "
         f"counts as much as one with many."
     )
-    own_count = (
-        "Here each rank divides the sum by its own number of targets, and ranks have different "
-        "ones."
-    )
-    by_ranks = (
-        "The sum is divided by the number of ranks: right for means of equal batches, and these "
-        "are sums."
-    )
     yield compare_numbers(
         "loss",
         [r["reported"][0][0] for r in results],
-        [total / count] * size,
+        total / count,
         {
             "The loss is the mean over this rank's own targets: ranks report different losses.": [
                 loss / n for loss, n, _ in of_ranks
             ],
-            mean_of_means: [sum(loss / n for loss, n, _ in of_ranks) / size] * size,
+            mean_of_means: sum(loss / n for loss, n, _ in of_ranks) / size,
         },
     )
     means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
@@ -111,21 +99,22 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "gradients",
         plain,
-        [mean] * size,
+        mean,
         {
             "No gradient was exchanged.": [scaled(g, 1 / count) for *_, g in of_ranks],
             "No gradient was exchanged: each rank has the mean over its own targets.": [
                 scaled(g, 1 / n) for _, n, g in of_ranks
             ],
             "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
-            "This is the sum over all targets: the mean is wanted.": [sums] * size,
-            mean_of_means: [means] * size,
-            own_count: [scaled(sums, 1 / n) for n in counts],
-            by_ranks: [scaled(sums, 1 / size)] * size,
-            "Gradients are scaled to the norm `clip` although theirs is smaller.": [
-                scaled(mean, CLIPS[0] / norm_of(mean))
-            ]
-            * size,
+            "This is the sum over all targets: the mean is wanted.": sums,
+            mean_of_means: means,
+            "Here each rank divides the sum by its own number of targets, and ranks have different "
+            "ones.": [scaled(sums, 1 / n) for n in counts],
+            "The sum is divided by the number of ranks: right for means of equal batches, and "
+            "these are sums.": scaled(sums, 1 / size),
+            "Gradients are scaled to the norm `clip` although theirs is smaller.": scaled(
+                mean, CLIPS[0] / norm_of(mean)
+            ),
         },
     )
     norm, clip = norm_of(mean), CLIPS[1]
@@ -136,30 +125,28 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "clipped",
         clipped,
-        [as_torch if near else right] * size,
+        as_torch if near else right,
         {
             "Here each rank clips by the norm of its own gradients: the norm of a sum is not known "
             "before the sum.": [
                 scaled(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
             ],
-            "The gradient is not clipped.": [mean] * size,
+            "The gradient is not clipped.": mean,
             "Each gradient is clipped by its own norm, which changes the direction of the step: "
-            "one norm is that of all together.": [
-                {name: g * min(1.0, clip / float(g.norm())) for name, g in mean.items()}
-            ]
-            * size,
-            ADDED: [scaled(mean, clip / added)] * size,
+            "one norm is that of all together.": {
+                name: g * min(1.0, clip / float(g.norm())) for name, g in mean.items()
+            },
+            ADDED: scaled(mean, clip / added),
         },
     )
     yield compare_numbers(
         "norm",
         [r["reported"][2][1] for r in results],
-        [norm] * size,
+        norm,
         {
-            ADDED: [added] * size,
-            "This is the norm after clipping: the one before is wanted.": [clip] * size,
-            "This is the norm of the sum over all targets, and not of the mean.": [norm * count]
-            * size,
+            ADDED: added,
+            "This is the norm after clipping: the one before is wanted.": clip,
+            "This is the norm of the sum over all targets, and not of the mean.": norm * count,
         },
     )
     with_none = [summed_gradients(model, share(seed, rank, size, True)) for rank in range(size)]
@@ -170,28 +157,21 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         of_rank["loss"] = torch.tensor(r["reported"][1][0])
     is_nan = any(bool(g.isnan().any()) for of_rank in empty for g in of_rank.values())
     name = "the mean where rank 0 has no targets"
-    yield compare_tensors("one empty", empty, [expected] * size, {}, name, NONE * is_nan)
+    yield compare_tensors("one empty", empty, expected, {}, name, NONE * is_nan)
     expected = sum(p.nbytes for p in model.parameters())
-    most = max(totals(r["sent"]) for r in results)
+    most = max(nbytes_of(r["sent"]) for r in results)
     yield Property(
         "bytes a step",
-        f"{most[0]:,} by {plural(most[1], 'collective')}; gradients have {expected:,}",
-        expected <= most[0] <= expected + 64,
+        f"{most:,}; gradients have {expected:,}",
+        expected <= most <= expected + 64,
         "Here every rank receives the gradients of all others, to add them up itself. An "
-        "all-reduce puts out one sum." * (most[0] >= size * expected),
+        "all-reduce puts out one sum." * (most >= size * expected),
     )
 
 
 def scaled(gradients: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
     return {name: g * factor for name, g in gradients.items()}
 
-
-def totals(sent: dict) -> tuple[int, int]:
-    """Return the bytes and the calls of all collectives of a rank."""
-    return sum(nbytes for _, nbytes in sent.values()), sum(calls for calls, _ in sent.values())
-
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run()
 

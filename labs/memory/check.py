@@ -1,15 +1,14 @@
 """The check of labs/memory."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from labs.machinery.lab import Property, first_rank
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from model import LlamaConfig
 from parallel import ParallelConfig
 from perf.instruments import Live, build_on_meta, random_batch, state_tensors
@@ -134,14 +133,13 @@ def count(step: Step) -> dict[str, int]:
     return held | {"peak": live.peak}
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> list[tuple]:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> list[tuple]:
     """Return the example and a step of each case, with what the student's function says of it, and
     what was counted."""
     rng = random.Random(seed)
     steps = {"example": EXAMPLE} | {name: draw(case, rng) for name, case in CASES.items()}
-    with barred(*BARRED):
-        memory = load_function(path, FUNCTION)
-        said = [checked(memory(**step._asdict())) for step in steps.values()]
+    memory = load()
+    said = [checked(memory(**step._asdict())) for step in steps.values()]
     dist.destroy_process_group()  # that of this one rank
     return list(zip(steps, steps.values(), said, map(count, steps.values())))
 
@@ -157,7 +155,6 @@ def checked(said: object) -> dict[str, float]:
 
 
 def properties(results: list, size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     for name, step, said, counted in results[0]:
         for kind in STATE:
             if said[kind] != counted[kind]:

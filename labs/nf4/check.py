@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import lora
 import techniques.nf4 as nf4
-from labs.machinery.lab import Property, compare_tensors
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import Property, at_most, compare_tensors, drawn, sentence
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Live
 
@@ -59,6 +58,11 @@ def matrices(seed: int) -> dict[str, Tensor]:
     return {name: with_exact_scales(matrix) for name, matrix in found.items()}
 
 
+def inexact(seed: int) -> Tensor:
+    """Return a matrix whose scales show if they are rounded."""
+    return drawn(seed + 2, (ROWS, COLUMNS))[0].float()
+
+
 def with_exact_scales(matrix: Tensor) -> Tensor:
     """Return a matrix, whose blocks have a power of two as their largest absolute value. Then the
     scales are exact in any precision, and right answers equal to the last bit."""
@@ -89,40 +93,40 @@ def run(x: Tensor, factors: list[Tensor], products: list[Callable]) -> Tensor:
     return x
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Quantize matrices with the student's functions, and run a stack of them with adapters. Return
     what came out, and what was held."""
     found = {"matrices": {}}
     frozen, factors, x = stack(seed)
-    with barred(*BARRED):
-        three = load_function(path, FUNCTION)()
-        check_returned(three, (Callable,) * 3, "three functions: quantize, dequantize and multiply")
-        quantize, dequantize, multiply = three
-        for name, matrix in matrices(seed).items():
-            packed = quantize(matrix)
-            check_returned(packed, (Tensor, Tensor), "codes and scales from quantize, two tensors")
-            dtype = torch.float64 if name == "with zeros" else torch.float32
-            matrix = dequantize(*packed, dtype)
-            check_returned(matrix, Tensor, "the matrix from dequantize, a tensor")
-            if matrix.dtype != dtype:
-                raise TypeError(f"dequantize gives {matrix.dtype} where it is asked for {dtype}")
-            found["matrices"][name] = matrix
-            if name == "normal":
-                found["codes"] = packed[0]
-        with Live([*frozen, *factors, x]) as live:
-            before = live.now
-            packed = [quantize(matrix.clone()) for matrix in frozen]
-            found["stored"] = live.now - before
-            products = [lambda x, pair=pair: multiply(x, *pair) for pair in packed]
-            before = live.now
-            out = run(x, factors, products)
-            found["kept"] = live.now - before
-            before, alone = live.now, x * 1
-            product = multiply(alone, *packed[0])
-            del alone
-            found["for x"] = live.now - before - product.nbytes
-            if out.requires_grad:
-                (out**2).sum().backward()
+    three = load()()
+    check_returned(three, (Callable,) * 3, "three functions: quantize, dequantize and multiply")
+    quantize, dequantize, multiply = three
+    for name, matrix in matrices(seed).items():
+        packed = quantize(matrix)
+        check_returned(packed, (Tensor, Tensor), "codes and scales from quantize, two tensors")
+        dtype = torch.float64 if name == "with zeros" else torch.float32
+        matrix = dequantize(*packed, dtype)
+        check_returned(matrix, Tensor, "the matrix from dequantize, a tensor")
+        if matrix.dtype != dtype:
+            raise TypeError(f"dequantize gives {matrix.dtype} where it is asked for {dtype}")
+        found["matrices"][name] = matrix
+        if name == "normal":
+            found["codes"] = packed[0]
+    found["scales"] = quantize(inexact(seed))[1]
+    with Live([*frozen, *factors, x]) as live:
+        before = live.now
+        packed = [quantize(matrix.clone()) for matrix in frozen]
+        found["stored"] = live.now - before
+        products = [lambda x, pair=pair: multiply(x, *pair) for pair in packed]
+        before = live.now
+        out = run(x, factors, products)
+        found["kept"] = live.now - before
+        before, alone = live.now, x * 1
+        product = multiply(alone, *packed[0])
+        del alone
+        found["for x"] = live.now - before - product.nbytes
+        if out.requires_grad:
+            (out**2).sum().backward()
     found["output"] = out.detach()
     found["gradients"] = [t.grad for t in (x, *factors)]
     return found
@@ -222,18 +226,25 @@ def about(found: Tensor, expected: Tensor) -> bool:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     (result,), given = results, matrices(seed)
     found = {name: matrix.double() for name, matrix in result["matrices"].items()}
     expected = {name: rounded(matrix)[0] for name, matrix in given.items()}
     error = (expected["normal"] - given["normal"]).norm() / given["normal"].norm()
-    sentence = ""
-    for text, mistake in MISTAKES:
-        if all(about(found[name], mistake(given[name])) for name in ("normal", "with outliers")):
-            sentence = text
+    names = "normal", "with outliers"
+    recognized = [text for text, mistake in MISTAKES
+                  if all(about(found[name], mistake(given[name])) for name in names)]  # fmt: skip
     reference = f"the nearest number to each weight, {100 * error:.1f} % off"
-    yield compare_tensors("matrix", [found], [expected], {}, reference, sentence)
+    yield compare_tensors("matrix", [found], expected, {}, reference, "".join(recognized[:1]))
 
+    scales = inexact(seed).unflatten(1, (-1, BLOCK)).abs().amax(2)
+    yield compare_tensors(
+        "scales",
+        [result["scales"].view_as(scales)],
+        scales,
+        {},
+        "the largest absolute value of each block",
+        "A scale is the largest absolute value of its block, in float32, and is not rounded.",
+    )
     frozen, factors, x = stack(seed)
     inputs = [x, *factors]
     names = ["x", *(f"{name} {i}" for i in range(len(frozen)) for name in "AB")]
@@ -248,7 +259,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     out, gradients = run_in_full()
     _, without_x = run_in_full(detached=True)
     reference = "those of the dequantized matrix"
-    yield compare_tensors("output", [{"y": result["output"]}], [{"y": out}], {}, reference)
+    yield compare_tensors("output", [result["output"]], out, {}, reference)
     yield compare_tensors(
         "gradients",
         [dict(zip(names, result["gradients"]))],
@@ -262,18 +273,19 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     codes, places = result["codes"], rounded(given["normal"])[1].int()
     dtype = str(codes.dtype).removeprefix("torch.")
     bits, wanted = (8 * nbytes / WEIGHTS for nbytes in (result["stored"], STORED))
-    sentence = "A code has 4 bits, and a scale in float32 adds half a bit a weight."
-    if bits > 32:
-        sentence = "The matrix itself is still in memory: something that you keep refers to it."
-    if codes.dtype != torch.uint8:
-        sentence = f"Codes are in {dtype}: two of them fit into one byte, uint8."
-    elif codes.numel() == places.numel():
-        sentence = "A code takes a whole byte, and needs half of it: two fit into one."
+    mistakes = {
+        f"Codes are in {dtype}: two of them fit into one byte, uint8.": codes.dtype != torch.uint8,
+        "A code takes a whole byte, and needs half of it: two fit into one.": (
+            codes.numel() == places.numel()
+        ),
+        "The matrix itself is still in memory: something that you keep refers to it.": bits > 32,
+        "A code has 4 bits, and a scale in float32 adds half a bit a weight.": True,
+    }
     yield Property(
         "stored",
         f"{bits:.2f} bits a weight; {wanted:.2f} are wanted",
         abs(result["stored"] - STORED) < 1024,
-        sentence,
+        sentence(mistakes),
     )
     halves = codes.int() >> 4, codes.int() & 15
     first, second = (all(map(torch.equal, halves, (places[:, i::2], places[:, 1 - i :: 2])))
@@ -287,10 +299,11 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         if second
         else f"They are uint8 {[ROWS, COLUMNS // 2]}, in the order of the weights.",
     )
-    yield Property(
+    yield at_most(
         "live memory",
-        f"{result['kept']:,} bytes between forward and backward, and may be {LIMIT:,}",
-        result["kept"] <= LIMIT,
+        [result["kept"]],
+        LIMIT,
+        "{:,} bytes between forward and backward, and may be {:,}",
         "Every layer keeps its full matrix until backward, as autograd does for the gradient of x. "
         "Keep the codes, and dequantize them again.",
     )
@@ -305,8 +318,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
 def in_full(matrix: Tensor, x: Tensor, detached: bool = False) -> Tensor:
     return (x.detach() if detached else x) @ matrix.T
 
-
-# ----------------------------------------------------------------- in training
 
 # The widths of matrices in 4 bits are multiples of BLOCK.
 RUN = Run(1, "--base-bits 4", "finetune_lora.py", "--dim 128 --ffn-dim 256")

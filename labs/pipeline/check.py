@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -12,8 +11,16 @@ from torch import Tensor
 from costs.machines import assumed_machine
 from costs.seconds import step_time
 from costs.work import Work
-from labs.machinery.lab import CONFIG, Property, batch_of, compare_tensors, plural, summed_gradients
-from labs.machinery.student import Misuse, Refused, barred, check_returned, load_function
+from labs.machinery.lab import (
+    CONFIG,
+    Property,
+    batch_of,
+    compare_tensors,
+    plural,
+    sentence,
+    summed_gradients,
+)
+from labs.machinery.student import Misuse, Refused, check_returned
 from labs.machinery.training import Run
 from model import PRESETS, Llama
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -29,11 +36,7 @@ NEEDS = "patience with a picture"
 POINT = "a bubble is filled with what nobody waits for"
 LEADS_TO = "techniques/schedules.py", "zero_bubble"
 SIZES = 2, 3, 4
-BARRED = (
-    "techniques.schedules.one_f_one_b",
-    "techniques.schedules.zero_bubble",
-    "techniques.schedules.lines_of",
-)
+BARRED = "techniques.schedules.one_f_one_b", "techniques.schedules.zero_bubble"
 HINTS = (
     "Draw some lines of your own, as the head of the file says: who waits, and for which action of "
     "which rank?",
@@ -60,12 +63,12 @@ MISTAKES = {  # part of what check_schedule says -> what it means
 }
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return the student's lines for each (microbatches, split), and this rank's gradients of a
     step by them."""
     refused = {name: Refused(name, None) for name in SCHEDULES}
-    with barred(*BARRED), patch.dict(SCHEDULES, refused):
-        schedule = load_function(path, FUNCTION)
+    with patch.dict(SCHEDULES, refused):
+        schedule = load()
         texts = {}
         for split in (False, True):
             for m in [*CASES, larger(seed)]:
@@ -134,7 +137,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         yield first_wrong(check_order("order" + suffix, *case, split) for case in texts.items())
         found = [r["gradients"][split] for r in results]
         wanted = [{name: expected[name] for name in of_rank} for of_rank in found]
-        yield compare_tensors("gradients" + suffix, found, wanted, {})
+        yield compare_tensors("gradients" + suffix, found, wanted)
         yield first_wrong(check_held("held" + suffix, *case, split) for case in texts.items())
         yield first_wrong(check_waiting("waiting" + suffix, *case, split) for case in texts.items())
 
@@ -160,25 +163,17 @@ def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
     schedule, _ = timed(lines, m)
     held, ranks = [timeline.held(order) for order in schedule], len(schedule)
     limits = [ranks if split else ranks - rank for rank in range(ranks)]
-    if split:
-        mistake = (
-            "A microbatch is held until its W, so a rank that puts off W holds more. The first "
-            "rank holds most before its first backward; the last one can put off most."
-        )
-    elif held == [m] * ranks:
-        mistake = (
-            "All forwards come first, as in GPipe, so every microbatch is held. Run a backward as "
-            "soon as one can be run: it lets go of a microbatch."
-        )
-    elif len(set(held)) == 1:
-        mistake = (
-            "Every rank runs as many forwards first. The last rank can run its first backward "
-            "after its first forward, the rank before it after its second."
-        )
-    else:
-        mistake = "A rank runs more forwards before its first backward than keep it busy."
+    mistakes = {
+        "A microbatch is held until its W, so a rank that puts off W holds more. The first rank "
+        "holds most before its first backward; the last one can put off most.": split,
+        "All forwards come first, as in GPipe, so every microbatch is held. Run a backward as soon "
+        "as one can be run: it lets go of a microbatch.": held == [m] * ranks,
+        "Every rank runs as many forwards first. The last rank can run its first backward after "
+        "its first forward, the rank before it after its second.": len(set(held)) == 1,
+        "A rank runs more forwards before its first backward than keep it busy.": True,
+    }
     text = f"{held} of {m} microbatches; at most {limits}"
-    return Property(name, text, all(map(int.__le__, held, limits)), mistake)
+    return Property(name, text, all(map(int.__le__, held, limits)), sentence(mistakes))
 
 
 def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
@@ -186,28 +181,19 @@ def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
     schedule, spans = timed(lines, m)
     end, ranks = int(max(of_rank[-1].end for of_rank in spans)), len(schedule)
     waits, limit = end - 3 * m, (1 if split else 3) * (ranks - 1)
-    if split and all(f"B{i} W{i}" in line for line in lines for i in range(m)):
-        mistake = (
-            "Each W comes right after its B, so none is left for the time in which a rank waits. "
-            "The last ranks wait at the end: they can put W off."
-        )
-    elif split:
-        mistake = (
-            "A rank waits while it could compute a W, or computes a W while the rank before waits "
-            "for its B. Look at the picture: where does each rank wait?"
-        )
-    elif all(timeline.held(order) == 1 for order in schedule):
-        mistake = (
-            "One microbatch is under way at a time: while it is with other ranks, this one waits. "
-            "Send the next ones after it."
-        )
-    else:
-        mistake = (
-            "A rank waits for its first backward, and it could run more forwards meanwhile: as "
-            "many as there are ranks after it."
-        )
+    each_at_once = all(f"B{i} W{i}" in line for line in lines for i in range(m))
+    mistakes = {
+        "Each W comes right after its B, so none is left for the time in which a rank waits. The "
+        "last ranks wait at the end: they can put W off.": split and each_at_once,
+        "A rank waits while it could compute a W, or computes a W while the rank before waits for "
+        "its B. Look at the picture: where does each rank wait?": split,
+        "One microbatch is under way at a time: while it is with other ranks, this one waits. Send "
+        "the next ones after it.": all(timeline.held(order) == 1 for order in schedule),
+        "A rank waits for its first backward, and it could run more forwards meanwhile: as many as "
+        "there are ranks after it.": True,
+    }
     text = f"{waits} of {end} ticks with {m} microbatches; {limit} cannot be avoided"
-    return Property(name, text, waits <= limit or (split and m < ranks), mistake)
+    return Property(name, text, waits <= limit or (split and m < ranks), sentence(mistakes))
 
 
 def picture(results: list[dict], size: int, seed: int) -> str:
@@ -254,8 +240,6 @@ def step_seconds(texts: dict[int, list[str]]) -> float:
         work = Work(model, parallel, 8 * MICROBATCHES, 1, 8192, on_gpu=True)
         return sum(step_time(work, machine).values())
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--pp 2 --schedule zero-bubble")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,11 @@ from labs.machinery.lab import (
     Property,
     batch_of,
     compare_tensors,
-    plural,
+    exactly,
     same,
     share_of,
-    unexpected,
 )
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import Llama
 from parallel import ParallelConfig, parallelize, with_mesh
@@ -39,6 +37,7 @@ BARRED = (
     "torch.utils.checkpoint.checkpoint",
     "torch.utils.checkpoint.checkpoint_sequential",
     "torch.utils.checkpoint.CheckpointFunction",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.torch_utils_checkpoint",
     "techniques.recompute.recompute",
 )
 HINTS = (
@@ -49,7 +48,7 @@ HINTS = (
 )
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train a step under FSDP without recomputation, with PyTorch's, and with the student's; the
     student's also without dropout. Return gradients, attention forwards, all-gathers, peak."""
     share = share_of(batch_of(seed), rank, size)
@@ -66,13 +65,16 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
             check_returned(block.forward, Callable, "a function")
         torch.manual_seed(seed)
         with Live(model.parameters()) as live, Counted(world) as counted:
-            runner(*share.inputs).backward()
+            loss = runner(*share.inputs)
+            after_forward = torch.get_rng_state()
+            loss.backward()
         gradients = {
             name: None if p.grad is None else p.grad.full_tensor()
             for name, p in model.named_parameters()
         }
         gathers, _ = counted.sent["shard", "all-gather"]
         return {
+            "after forward": after_forward,
             "random state": torch.get_rng_state(),
             "gradients": gradients,
             "attentions": counted.attentions,
@@ -82,15 +84,14 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
 
     found = {"plain": step(unchanged, 0.2)}
     found["torch"] = step(lambda forward: partial(checkpoint_of, forward), 0.2)
-    with barred(*BARRED):
-        recompute = load_function(path, FUNCTION)
-        found["yours"] = step(recompute, 0.2)
-        theirs, ours = found["plain"]["gradients"], found["yours"]["gradients"]
-        differs = torch.tensor(float(not all(same(ours[name], theirs[name]) for name in theirs)))
-        dist.all_reduce(differs)
-        if differs:  # does it without dropout, too?
-            found["yours without dropout"] = step(recompute, 0.0)
-            found["plain without dropout"] = step(unchanged, 0.0)
+    recompute = load()
+    found["yours"] = step(recompute, 0.2)
+    theirs, ours = found["plain"]["gradients"], found["yours"]["gradients"]
+    differs = torch.tensor(float(not all(same(ours[name], theirs[name]) for name in theirs)))
+    dist.all_reduce(differs)
+    if differs:  # does it without dropout, too?
+        found["yours without dropout"] = step(recompute, 0.0)
+        found["plain without dropout"] = step(unchanged, 0.0)
     return found
 
 
@@ -107,7 +108,6 @@ def with_dropout(forward: Callable, dropout: float, *inputs) -> Tensor:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     yours, plain = ([r[name] for r in results] for name in ("yours", "plain"))
     missing = [name for name, g in yours[0]["gradients"].items() if g is None]
     if missing:
@@ -119,6 +119,13 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "is asked for, torch.autograd.backward adds to all.",
         )
         return
+    states = [torch.equal(y["after forward"], p["after forward"]) for y, p in zip(yours, plain)]
+    yield Property(
+        "drawn",
+        "in forward, what is drawn without recomputation",
+        all(states),
+        "Your forward changes the generator of random numbers: only the block may draw from it.",
+    )
     mistakes = {}
     if "yours without dropout" in results[0]:
         without = [r["yours without dropout"]["gradients"] for r in results]
@@ -135,20 +142,21 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         mistakes,
         "those without recomputation",
     )
-    L = CONFIG.n_layers
-    times = unexpected([y["attentions"] // L for y in yours], 2)
-    sentences = {
-        1: "Attention runs once a layer, so nothing is recomputed, and everything is saved.",
-        3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
-    }
-    text = f"{plural(times, 'time')} a layer"
-    yield Property("attention runs", text, times == 2, sentences.get(times, ""))
-    wanted = plain[0]["gathers"]
-    gathers = unexpected([y["gathers"] for y in yours], wanted)
-    yield Property(
+    yield exactly(
+        "attention runs",
+        [y["attentions"] // CONFIG.n_layers for y in yours],
+        2,
+        "{} a layer; {} are wanted",
+        {
+            1: "Attention runs once a layer, so nothing is recomputed, and everything is saved.",
+            3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
+        },
+    )
+    yield exactly(
         "all-gathers",
-        f"{gathers}; FSDP has {wanted} without recomputation",
-        gathers == wanted,
+        [y["gathers"] for y in yours],
+        plain[0]["gathers"],
+        "{}; FSDP has {} without recomputation",
         "Backward gathers a block's weights anyway: recompute within the block, not around FSDP.",
     )
     states = [torch.equal(y["random state"], p["random state"]) for y, p in zip(yours, plain)]
@@ -165,8 +173,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "live memory", text, peak <= bound, f"Saving x alone takes {bound:,} bytes at most."
     )
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(flags="--checkpointing full")
 

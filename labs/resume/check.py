@@ -28,6 +28,7 @@ NEEDS = "`barrier`, random state, `os.rename`"
 POINT = "a complete checkpoint at any instant, nothing forgotten"
 LEADS_TO = "checkpoint.py", "Saver"
 SIZES = 2, 3
+NEEDS_BARRIERS = True
 BARRED = (
     "checkpoint.Saver",
     "checkpoint.resume",
@@ -145,7 +146,7 @@ def not_put_back(found: list[dict], step: int, histories: list[list[dict]]) -> s
 # -------------------------------------------------------------------------------- what ranks do
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Train without saving; train and save; resume and go on. Return losses and digests, and what
     a save changes on disk."""
     training = Training(seed, rank)
@@ -153,32 +154,32 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
     for _ in range(STEPS):
         losses.append(training.step())
         history.append(training.digests())
+    path, _ = load.args  # the student's file, for runs that are killed
     found = {"path": path, "history": history, "losses": losses, "disk": []}
     shared = [new_directory() if rank == 0 else None]
     dist.broadcast_object_list(shared)
     (directory,), training = shared, Training(seed, rank)
     watched = Watched(directory)
-    with barred(*BARRED):
-        checkpointing = load_function(path, FUNCTION)
-        save, resume = training.start(checkpointing, directory)
-        found["nothing"] = step_of(resume)
-        for step in range(1, FIRST + 1):
-            training.step()
-            if step % EVERY == 0:
-                watched.begin()
-                save(step)
-                watched.end()
-                dist.barrier()
-                files = [file for file in directory.rglob("*") if file.is_file()]
-                found["disk"].append(sum(file.stat().st_size for file in files))
-                dist.barrier()
-        found["changes"] = of_ranks = [None] * size
-        dist.all_gather_object(of_ranks, watched.changes)
-        if not written_twice(of_ranks):
-            training = Training(seed, rank)
-            _, resume = training.start(checkpointing, directory)
-            found |= {"done": step_of(resume), "digests": training.digests()}
-            found["after"] = [training.step() for _ in range(FIRST, STEPS)]
+    checkpointing = load()
+    save, resume = training.start(checkpointing, directory)
+    found["nothing"] = step_of(resume)
+    for step in range(1, FIRST + 1):
+        training.step()
+        if step % EVERY == 0:
+            watched.begin()
+            save(step)
+            watched.end()
+            dist.barrier()
+            files = [file for file in directory.rglob("*") if file.is_file()]
+            found["disk"].append(sum(file.stat().st_size for file in files))
+            dist.barrier()
+    found["changes"] = of_ranks = [None] * size
+    dist.all_gather_object(of_ranks, watched.changes)
+    if not written_twice(of_ranks):
+        training = Training(seed, rank)
+        _, resume = training.start(checkpointing, directory)
+        found |= {"done": step_of(resume), "digests": training.digests()}
+        found["after"] = [training.step() for _ in range(FIRST, STEPS)]
     return found
 
 
@@ -245,7 +246,6 @@ def live(
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     first = results[0]
     changes, losses, path = first["changes"], first["losses"], first["path"]
     histories = [r["history"] for r in results]

@@ -128,6 +128,6 @@ finished chunks are added again
 + incoming += arrived
 
 sends are not waited for
-> were not waited for
+> Nobody waits for
 -         sending.wait()
 """

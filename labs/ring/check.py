@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labs.machinery import student
-from labs.machinery.lab import Property, compare_tensors, plural, same
-from labs.machinery.student import Misuse, barred, check_returned, load_function
+from labs.machinery.lab import Property, by_kind, compare_tensors, drawn, plural, same, sentence
+from labs.machinery.student import Misuse, check_returned
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -41,7 +40,6 @@ LEFT_OVER = (
     "The number of ranks does not divide the number of elements: sum those that are left over "
     "after chunks of equal size, too."
 )
-FEWER = "Fewer bytes are sent than a sum needs: send them by isend and irecv."
 FLAT = "A transposed tensor cannot be sent, nor viewed as flat: flatten copies it where needed."
 ERRORS = {
     "view size is not compatible": FLAT,
@@ -60,19 +58,17 @@ MESSAGES = []  # of this rank. They live as long as its process, until all ranks
 
 def inputs(seed: int, rank: int) -> dict[str, Tensor]:
     """Return what a rank gives to the student's function."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-
-    def tensor(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    return {f"sum of {'x'.join(map(str, shape))}": tensor(*shape) for shape in SHAPES}
+    names = [f"sum of {'x'.join(map(str, shape))}" for shape in SHAPES]
+    return dict(zip(names, drawn(1000 * seed + rank, *SHAPES)))
 
 
 def try_odd_inputs(ring_all_reduce: Callable, size: int, rank: int) -> None:
-    """Raise Misuse if a transposed view, or numbers in float32, give a wrong sum."""
-    for what in ("a transposed view", "float32"):
+    """Raise Misuse if a transposed view, numbers in float32, or a scalar give a wrong sum."""
+    for what in ("a transposed view", "float32", "a tensor without dimensions"):
         dtype = torch.float32 if what == "float32" else torch.float64
-        of_ranks = [torch.arange(15, dtype=dtype).view(5, 3).T * (r + 1) for r in range(size)]
+        numbers = torch.arange(15, dtype=dtype).view(5, 3).T
+        numbers = numbers[0, 1] if what == "a tensor without dimensions" else numbers
+        of_ranks = [numbers * (r + 1) for r in range(size)]
         expected = sum(of_ranks)  # before one of them may be overwritten
         given = of_ranks[rank].clone() if what == "float32" else of_ranks[rank]
         found = ring_all_reduce(given)
@@ -146,17 +142,17 @@ def noted_messages() -> contextlib.AbstractContextManager:
 # ------------------------------------------------------------------------------ the check
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Sum tensors of several shapes. Return the sums, what was sent, and how it was waited for."""
     sums, sent = [], []
-    with barred(*BARRED), noted_messages():
-        ring_all_reduce = load_function(path, FUNCTION, overwrites=True)
+    with noted_messages():
+        ring_all_reduce = load(overwrites=True)
         for tensor in inputs(seed, rank).values():
             with Counted(None) as counted:
                 total = ring_all_reduce(tensor)
             check_returned(total, Tensor, "the sum, a tensor")
             sums.append(total.clone())
-            sent.append({name: nbytes for (_, name), (_, nbytes) in counted.sent.items()})
+            sent.append(by_kind(counted.sent))
         if student.AGAIN:
             try_odd_inputs(ring_all_reduce, size, rank)
     return {
@@ -199,7 +195,6 @@ def recognized(found: list[Tensor], expected: Tensor) -> str:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     messages, waited, changed = (
         sum(r[key] for r in results) for key in ("messages", "waited for", "changed")
     )
@@ -207,8 +202,8 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "waited for",
         f"{waited} of {messages} asynchronous sends and receives",
         waited == messages,
-        f"{plural(messages - waited, 'message')} {'was' if messages - waited == 1 else 'were'} not "
-        "waited for: the function may return before that, and the caller may change the tensor.",
+        f"Nobody waits for {plural(messages - waited, 'message')}: the function may return before "
+        f"that, and the caller may change the tensor.",
     )
     yield Property(
         "untouched",
@@ -225,13 +220,12 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     yield compare_tensors(
         "output",
         found,
-        [total] * size,
+        total,
         {
             "No rank has anything of the others.": of_ranks,
-            "This is the average over the ranks: the sum is wanted.": [
-                {name: tensor / size for name, tensor in total.items()}
-            ]
-            * size,
+            "This is the average over the ranks: the sum is wanted.": {
+                name: tensor / size for name, tensor in total.items()
+            },
             "In the second round, a finished chunk has to replace what a rank has: it is the sum "
             "already.": [
                 {DIVIDED: tensor}
@@ -242,25 +236,30 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         recognized([f[wrong] for f in found], total[wrong]),
     )
     for tensor, of_shape in zip(total.values(), zip(*(r["sent"] for r in results))):
-        count, each = tensor.numel(), tensor.element_size()
-        limit = 2 * (size - 1) * -(-count // size) * each
-        sent = [of_rank.get("send", 0) for of_rank in of_shape]
-        mistake = ""
-        if sent == [(size - 1) * count * each] + [count * each] * (size - 1):
-            mistake = (
-                f"All of the sum goes through rank 0: it sends {sent[0]:,} bytes where the others "
-                f"send {sent[1]:,}, and their links are idle meanwhile."
-            )
-        elif min(sent) == max(sent) == (size - 1) * count * each:
-            mistake = (
-                "Every rank sends whole tensors. Cut the tensor into as many chunks as there are "
-                "ranks, and let each step pass on one chunk."
-            )
+        count, nbytes = tensor.numel(), tensor.nbytes
+        limit = 2 * (size - 1) * -(-count // size) * tensor.element_size()
+        sent = [of_rank.get("send", (0, 0))[1] for of_rank in of_shape]
+        mistakes = {
+            f"All of the sum goes through rank 0: it sends {sent[0]:,} bytes where the others send "
+            f"{sent[1]:,}, and their links are idle meanwhile.": (
+                sent == [(size - 1) * nbytes] + [nbytes] * (size - 1)
+            ),
+            "Every rank sends whole tensors. Cut the tensor into as many chunks as there are "
+            "ranks, and let each step pass on one chunk.": (
+                min(sent) == max(sent) == (size - 1) * nbytes
+            ),
+            "More is sent than 2 (n - 1) chunks of a tensor, one in each step of two rounds.": (
+                max(sent) > limit
+            ),
+            "Fewer bytes are sent than a sum needs: send them by isend and irecv.": (
+                max(sent) <= limit
+            ),
+        }
         line = Property(
             "bytes sent",
             f"{max(sent):,} by a rank; {limit:,} are enough for {count:,} elements",
-            max(sent) <= limit and sum(sent) >= 2 * (size - 1) * count * each,
-            mistake or FEWER * (max(sent) <= limit),
+            max(sent) <= limit and sum(sent) >= 2 * (size - 1) * nbytes,
+            sentence(mistakes),
         )
         if not line.ok:
             break
@@ -268,8 +267,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     others = sorted({name for r in results for sent in r["sent"] for name in sent} - {"send"})
     yield Property("nothing else", ", ".join(others) or "is sent", not others)
 
-
-# ----------------------------------------------------------------- in training
 
 RUN = Run(3, "--microbatch 4")
 

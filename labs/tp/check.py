@@ -1,15 +1,23 @@
 """The check of labs/tp."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import runs.setup
-from labs.machinery.lab import Property, compare_tensors, plural, unexpected
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import (
+    Property,
+    at_most,
+    by_kind,
+    compare_tensors,
+    drawn,
+    plural,
+    sentence,
+    unexpected,
+)
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import Llama
 from parallel import World
@@ -44,6 +52,10 @@ ALIKE = (
     "forward gets them in the order in which shard returns them, and multiplies by their "
     "transposes."
 )
+AS_ONE_MATRIX = (
+    "w1 and w3 were cut as one matrix: some ranks have gates alone, others ups alone, and each "
+    "gate is to be multiplied by its own up."
+)
 ERRORS = {"cannot be multiplied": ALIKE, "must match the size of tensor": ALIKE}
 TOKENS, WIDTH, FEATURES = 5, 12, 26  # N, D and F; neither 3 nor 4 ranks divide F
 SHAPES = {"w1": (FEATURES, WIDTH), "w2": (WIDTH, FEATURES), "w3": (FEATURES, WIDTH)}
@@ -53,40 +65,37 @@ INDICES = 3 * FEATURES * 8  # bytes that a rank may keep beside the parts, to fi
 
 
 def tensors(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (TOKENS, WIDTH)} | SHAPES
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64)
-            for name, shape in shapes.items()}  # fmt: skip
+    return dict(zip(shapes, drawn(seed, *shapes.values())))
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Run forward and backward of x + the block. Return output, gradients, what was kept and sent.
     Gradients of kept parts lie in tensors of the whole shape, with zeros elsewhere."""
     x, *weights = tensors(seed).values()
-    with barred(*BARRED):
-        two = load_function(path, FUNCTION)()
-        check_returned(two, (Callable,) * 2, "two functions: shard and forward")
-        shard, forward = two
-        live = Live(weights)
-        with live:
-            parts = shard(*weights)
-        check_returned(parts, list | tuple, "a list of tensors from shard")
-        del weights  # from here on they live only if the student keeps them
-        kept_in_all = live.now
-        kept = [part.detach().requires_grad_() for part in parts]
-        x.requires_grad_()
-        with Counted(None) as in_forward:
-            out = forward(x, *kept)
-            check_returned(out, Tensor, "the output of the block from forward, a tensor")
-            if out.shape != x.shape:
-                raise TypeError(f"forward gives {list(out.shape)}, and not {list(x.shape)}")
-        out = x + out
-        with Counted(None) as in_backward:
-            (out**2 / 2).sum().backward()
-        # Which elements this rank keeps, found by giving shard the numbers 1, 2, 3 ... in their
-        # place. A student who pads has 0 there.
-        numbers = torch.arange(1 + 3 * FEATURES * WIDTH, dtype=torch.float64)
-        places = [part.long().flatten() for part in shard(*split(numbers).values())]
+    two = load()()
+    check_returned(two, (Callable,) * 2, "two functions: shard and forward")
+    shard, forward = two
+    live = Live(weights)
+    with live:
+        parts = shard(*weights)
+    check_returned(parts, list | tuple, "a list of tensors from shard")
+    del weights  # from here on they live only if the student keeps them
+    kept_in_all = live.now
+    kept = [part.detach().requires_grad_() for part in parts]
+    x.requires_grad_()
+    with Counted(None) as in_forward:
+        out = forward(x, *kept)
+        check_returned(out, Tensor, "the output of the block from forward, a tensor")
+        if out.shape != x.shape:
+            raise TypeError(f"forward gives {list(out.shape)}, and not {list(x.shape)}")
+    out = x + out
+    with Counted(None) as in_backward:
+        (out**2 / 2).sum().backward()
+    # Which elements this rank keeps, found by giving shard the numbers 1, 2, 3 ... in their
+    # place. A student who pads has 0 there.
+    numbers = torch.arange(1 + 3 * FEATURES * WIDTH, dtype=torch.float64)
+    places = [part.long().flatten() for part in shard(*split(numbers).values())]
     gradients, owned = torch.zeros_like(numbers), torch.zeros(numbers.shape, dtype=torch.bool)
     for place, part in zip(places, kept):
         owned[place] = True
@@ -101,8 +110,8 @@ def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
         "owned": split(owned),
         "bytes": nbytes,
         "beside": kept_in_all - nbytes if kept_in_all - nbytes > INDICES else 0,
-        "forward": {name.rstrip("_"): n for (_, name), n in in_forward.sent.items()},
-        "backward": {name.rstrip("_"): n for (_, name), n in in_backward.sent.items()},
+        "forward": by_kind(in_forward.sent),
+        "backward": by_kind(in_backward.sent),
     }
 
 
@@ -120,21 +129,19 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
     """Return the sentence for a cut that gives wrong numbers; "" if there is none."""
     for name in SHAPES:
         ranks = sum(own[name].int() for own in owned)
-        if missing := int((ranks == 0).sum()):
-            are = "element is" if missing == 1 else "elements are"
-            return f"Of {name} {missing} {are} on no rank: F is no multiple of {len(owned)}."
+        missing, several = int((ranks == 0).sum()), int((ranks > 1).sum())
+        if missing:
+            absent = f"No rank has {plural(missing, 'element')} of {name}"
+            return f"{absent}: F is no multiple of {len(owned)}."
         if (ranks > 1).all():
             return f"{name} is on several ranks: each element belongs on exactly one."
-        if several := int((ranks > 1).sum()):
-            are = "element is" if several == 1 else "elements are"
-            return f"{several} {are} on several ranks, in {name}: each belongs on exactly one."
+        if several:
+            many = f"Several ranks have {plural(several, 'element')} of {name}"
+            return f"{many}: each belongs on exactly one."
     features = [(o["w1"].any(1), o["w3"].any(1), o["w2"].any(0)) for o in owned]
     for rank, (gate, up, down) in enumerate(features):
         if not (gate.any() and up.any()):
-            return (
-                "w1 and w3 were cut as one matrix: some ranks have gates alone, others ups alone, "
-                "and each gate is to be multiplied by its own up."
-            )
+            return AS_ONE_MATRIX
         if not gate.equal(up):
             return (
                 f"Rank {rank} has other features of w1 than of w3: each gate is to be multiplied "
@@ -149,7 +156,6 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     x, *weights = (tensor.requires_grad_() for tensor in tensors(seed).values())
     w1, w2, w3 = weights
     owned = [r["owned"] for r in results]
@@ -162,27 +168,25 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     problem = problem_with_cut(owned)
     yield compare_tensors(
         "output",
-        [{"output": r["out"]} for r in results],
-        [{"output": out}] * size,
+        [r["out"] for r in results],
+        out,
         {
             "Each rank has the part of the output that comes from its own features: add them up.": [
-                {"output": x + share} for share in shares
+                x + share for share in shares
             ],
-            "This is the average over the ranks: the sum is wanted.": [{"output": x + right / size}]
-            * size,
-            "The sum is taken after the nonlinearity, and silu(a + b) is not silu(a) + silu(b).": [
-                {"output": x + too_late}
-            ]
-            * size,
+            "This is the average over the ranks: the sum is wanted.": x + right / size,
+            "The sum is taken after the nonlinearity, and silu(a + b) is not silu(a) + silu(b).": (
+                x + too_late
+            ),
         },
         otherwise=problem,
     )
     if without := max(r["without"] for r in results):
-        sentence = (
+        mistake = (
             "Collectives of torch.distributed are not recorded by autograd: the sum needs a "
             "Function, whose backward you write."
         )
-        yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, sentence)
+        yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, mistake)
         return
     through = [torch.autograd.grad(share, x, out, retain_graph=True)[0] for share in shares]
     of_weights = dict(zip(SHAPES, torch.autograd.grad(right, weights, out, retain_graph=True)))
@@ -202,49 +206,48 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "up. The layers before would learn something else on each rank.": [
                 {"x": out + one} for one in through
             ],
+            "This is the average over the ranks of the gradient of x: the sum is wanted.": (
+                {"x": out + through_all / size}
+            ),
             f"The gradient of the output was summed over the ranks, which all had it already: "
             f"gradients are {size} times as large.": on_ranks(size),
             "This sums also what reached x past the block, by the residual connection, which every "
-            "rank had already: sum what comes from the block alone.": [
-                {"x": size * out + through_all}
-            ]
-            * size,
+            "rank had already: sum what comes from the block alone.": {
+                "x": size * out + through_all
+            },
         },
         otherwise=problem,
     )
-    most = max(r["bytes"] + r["beside"] for r in results)
     limit = 3 * WIDTH * -(-FEATURES // size) * 8
     elements = max(sum(int(m.sum()) for m in own.values()) for own in owned)
-    mistake = "Every rank keeps whole matrices: what ranks share are the matrices."
-    if elements * 8 <= limit:
-        mistake = (
-            "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the "
-            "part."
-        )
-    if most > limit and any(r["beside"] for r in results):
-        mistake = (
-            "A rank keeps tensors beside those that shard returns, in a variable that outlives the "
-            "call: it may keep its parts alone."
-        )
-    yield Property(
-        "kept", f"{most:,} bytes on a rank, and may be {limit:,}", most <= limit, mistake
-    )
     mistakes = {
-        "forward": "Nothing has to be gathered: w2 multiplies some features on each rank, and the "
-        "outputs are added up.",
-        "backward": "Only the gradient of x has to be added up.",
+        "A rank keeps tensors beside those that shard returns, in a variable that outlives the "
+        "call: it may keep its parts alone.": any(r["beside"] for r in results),
+        "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the "
+        "part.": elements * 8 <= limit,
+        "Every rank keeps whole matrices: what ranks share are the matrices.": True,
     }
-    if owned[0]["w1"].any(1).all():
-        mistakes["forward"] = (
+    kept = [r["bytes"] + r["beside"] for r in results]
+    text = "{:,} bytes on a rank, and may be {:,}"
+    yield at_most("kept", kept, limit, text, sentence(mistakes))
+    one, by_input = ONE_SUM["all-reduce"][1], owned[0]["w1"].any(1).all()
+    mistakes = {
+        "forward": {
             "w1 and w3 are cut by input features, so their products are partial sums, which have "
-            "to be added up before the nonlinearity. Cut by output features, they need no sum."
-        )
-    if results[0]["backward"] == {"all-reduce": (2, 2 * TOKENS * WIDTH * 8)}:
-        mistakes["backward"] = (
-            "Gate and up read the same x. Add up their gradients on the rank first, and then over "
-            "the ranks, once."
-        )
-    for direction, mistake in mistakes.items():
+            "to be added up before the nonlinearity. Cut by output features, they need no "
+            "sum.": by_input,
+            "Nothing has to be gathered: w2 multiplies some features on each rank, and the outputs "
+            "are added up.": sum(n for _, n in results[0]["forward"].values()) >= 2 * one,
+        },
+        "backward": {
+            "Gate and up read the same x: add up their gradients on the rank first, and then over "
+            "the ranks, once. The gradient of the output, which all ranks have, needs no "
+            "sum.": results[0]["backward"] == {"all-reduce": (2, 2 * one)},
+            "Only the gradient of x has to be added up.": True,
+        },
+    }
+    for direction, cases in mistakes.items():
+        mistake = sentence(cases)
         sent = unexpected([r[direction] for r in results], ONE_SUM)
         text = ", ".join(f"{plural(n, name)} of {b:,} bytes"
                          for name, (n, b) in sent.items())  # fmt: skip
@@ -260,8 +263,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             mistake,
         )
 
-
-# ----------------------------------------------------------------- in training
 
 # The lab says nothing about the norm of sharded gradients, so nothing is clipped.
 RUN = Run(flags="--tp 2 --clip 0 --microbatch 6")

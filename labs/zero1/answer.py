@@ -87,7 +87,7 @@ def sharded_adamw(groups: list[dict]) -> Callable[[float], None]:
 
 WRONG = """
 AdamW on every rank [right numbers]
-> Each rank keeps both moments of all weights
+> Each rank keeps as many bytes as both moments of all weights
 - share = len(padded(parameter)) // size
 + share = len(padded(parameter))
 -             grad = torch.empty_like(first)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed.optim  # imports more than torch does: here once, and not on each rank
@@ -10,8 +9,17 @@ from torch import Tensor, nn
 
 import train
 from labs.machinery import student
-from labs.machinery.lab import Property, compare_tensors, plural, unexpected
-from labs.machinery.student import barred, check_returned, load_function
+from labs.machinery.lab import (
+    Property,
+    at_most,
+    by_kind,
+    compare_tensors,
+    drawn,
+    plural,
+    sentence,
+    unexpected,
+)
+from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from perf.instruments import Counted, Live
 
@@ -58,9 +66,12 @@ GATHERED = "Here every rank receives the gradients of all others, to add them up
 # Neither 3 nor 4 ranks divide all of them, and more than half of the numbers are the embedding's.
 MATRICES = {"embedding": (101, 16), "wq": (16, 16), "w1": (24, 16), "w2": (16, 24)}
 VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
-P = sum(torch.Size(shape).numel() for shape in (MATRICES | VECTORS).values())
+SHAPES = MATRICES | VECTORS
+P = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 DECAYS = 0.1, 0.0  # of matrices and vectors
 LRS = 0.01, 0.02, 0.03, 0.02, 0.01
+NOT_GATHERED = "Each rank has updated its own share, and the others never get it: all-gather."
+NOT_UPDATED = "Some numbers are never updated: ranks do not divide all shapes, so pad them."
 CHANGED = (
     "A step has changed parameter.grad, which the caller may still use: average into a tensor of "
     "your own."
@@ -70,11 +81,7 @@ PADDED = 1.1  # times as many numbers, at most
 
 def parameters_of(seed: int) -> tuple[dict[str, nn.Parameter], list[dict]]:
     """Return the parameters by name, the same on each rank, and the groups that they form."""
-    generator = torch.Generator().manual_seed(seed)
-    named = {
-        name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        for name, shape in (MATRICES | VECTORS).items()
-    }
+    named = dict(zip(SHAPES, map(nn.Parameter, drawn(seed, *SHAPES.values()))))
     groups = [
         {"params": [named[name] for name in shapes], "weight_decay": decay}
         for shapes, decay in zip((MATRICES, VECTORS), DECAYS)
@@ -84,72 +91,41 @@ def parameters_of(seed: int) -> tuple[dict[str, nn.Parameter], list[dict]]:
 
 def gradients_of(seed: int, step: int, rank: int) -> dict[str, Tensor]:
     """Return a rank's gradients of a step: those of its own sequences."""
-    generator = torch.Generator().manual_seed(10_000 * seed + 100 * step + rank)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64)
-            for name, shape in (MATRICES | VECTORS).items()}  # fmt: skip
+    return dict(zip(SHAPES, drawn(10_000 * seed + 100 * step + rank, *SHAPES.values())))
 
 
-def on_rank(path: Path, size: int, seed: int, rank: int) -> dict:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Take steps with the student's function. Return the weights, the bytes that are kept after the
     last step besides them, and what that step has sent."""
     named, groups = parameters_of(seed)
     live = Live(named.values())
     held = live.now
     others = parameters_of(seed + 1)
-    with barred(*BARRED):
-        sharded_adamw = load_function(path, FUNCTION)
-        with live:
-            step = sharded_adamw(groups)
-        check_returned(step, Callable, "a function: step")
-        step_others = sharded_adamw(others[1]) if student.AGAIN else lambda lr: None
-        for number, lr in enumerate(LRS):
-            gradients = gradients_of(seed, number, rank)
-            for name, gradient in gradients.items():
-                named[name].grad = gradient.clone()
-                others[0][name].grad = -gradient
-            step_others(lr)
-            with live, Counted(None) as counted:
-                step(lr)
-            if student.AGAIN and not all(
-                torch.equal(named[name].grad, g) for name, g in gradients.items()
-            ):
-                raise student.Misuse(CHANGED)
-            for parameter in named.values():
-                parameter.grad = None
+    sharded_adamw = load()
+    with live:
+        step = sharded_adamw(groups)
+    check_returned(step, Callable, "a function: step")
+    step_others = sharded_adamw(others[1]) if student.AGAIN else lambda lr: None
+    for number, lr in enumerate(LRS):
+        gradients = gradients_of(seed, number, rank)
+        for name, gradient in gradients.items():
+            named[name].grad = gradient.clone()
+            others[0][name].grad = -gradient
+        step_others(lr)
+        with live, Counted(None) as counted:
+            step(lr)
+        if student.AGAIN and not all(
+            torch.equal(named[name].grad, g) for name, g in gradients.items()
+        ):
+            raise student.Misuse(CHANGED)
+        for parameter in named.values():
+            parameter.grad = None
     for _ in range(20):  # a collective may free its buffers a little later
         if (kept := live.now - held) <= 2 * PADDED * P / size * 8:
             break
         time.sleep(0.01)
-    sent = {name: total for (_, name), total in counted.sent.items()}
     weights = {name: parameter.detach() for name, parameter in named.items()}
-    numbers = numbers_of(live)
-    has_all = all(is_among(moment, numbers) for moment in first_moments(seed, size).values())
-    return {"weights": weights, "kept": kept, "has all": has_all, "sent": sent}
-
-
-def first_moments(seed: int, size: int) -> dict[str, Tensor]:
-    """Return the first moments after all steps."""
-    moments = {name: torch.zeros(shape).double() for name, shape in (MATRICES | VECTORS).items()}
-    for number in range(len(LRS)):
-        of_ranks = [gradients_of(seed, number, rank) for rank in range(size)]
-        for name, moment in moments.items():
-            moment.lerp_(sum(g[name] for g in of_ranks) / size, 0.1)
-    return moments
-
-
-def numbers_of(live: Live) -> Tensor:
-    """Return the numbers in float64 of all tensors that live, in order of their size."""
-    storages = [storage for reference, _ in list(live.storages.values())
-                if (storage := reference()) is not None and storage.nbytes() % 8 == 0]  # fmt: skip
-    tensors = [torch.empty(0, dtype=torch.float64).set_(storage) for storage in storages]
-    return torch.cat(tensors).nan_to_num().sort().values
-
-
-def is_among(tensor: Tensor, numbers: Tensor) -> bool:
-    """Return whether each number of a tensor is among the sorted numbers, up to rounding."""
-    margin = 1e-12 * tensor.abs() + 1e-15
-    first = torch.searchsorted(numbers, tensor - margin)
-    return bool((first < torch.searchsorted(numbers, tensor + margin, right=True)).all())
+    return {"weights": weights, "kept": kept, "sent": by_kind(counted.sent)}
 
 
 def reference(
@@ -193,7 +169,6 @@ def pieced(found: dict[str, Tensor], sources: list[dict[str, Tensor]]) -> dict[s
 
 
 def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    """Yield what is checked, in order, with what known mistakes would give."""
     found, everyone = [r["weights"] for r in results], range(size)
     right = reference(seed, everyone)
     start = {name: parameter.detach() for name, parameter in parameters_of(seed)[0].items()}
@@ -220,34 +195,41 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "Each share is updated by the gradient of the rank that keeps it: all ranks' average is "
         "wanted.": pieced(found[0], own),
     }
-    mistakes = {sentence: [values] * size for sentence, values in of_everyone.items()}
-    mistakes["Nothing was exchanged: each rank has trained by itself."] = own
-    mistakes["Each rank has updated its own share, and the others never get it: all-gather."] = [
-        pieced(weights, [start, right]) for weights in found
-    ]
+    alike = all(torch.equal(found[0][name], weights[name]) for weights in found for name in right)
+    mistakes = of_everyone | {
+        "Nothing was exchanged: each rank has trained by itself.": own,
+        NOT_UPDATED if alike else NOT_GATHERED: [
+            pieced(weights, [start, right]) for weights in found
+        ],
+        "`count` is AdamW's number of the step: here it grows with each group.": reference(
+            seed,
+            everyone,
+            count=lambda step, index: 2 * (step - 1) + 1 + (index >= len(MATRICES)),
+        ),
+    }
     reference_name = f"those of one process's AdamW after {len(LRS)} steps"
-    yield compare_tensors("weights", found, [right] * size, mistakes, reference_name)
+    yield compare_tensors("weights", found, right, mistakes, reference_name)
 
     kept = [r["kept"] for r in results]
     total, two = sum(kept), 2 * P * 8
-    sentence = (
+    mistakes = {
+        "Two moments of each weight have to be kept by some rank, in tensors.": total < two,
+        "Each rank keeps as many bytes as both moments of all weights have: of those, it needs "
+        "its share alone.": total >= size * two,
         "All that a rank needs from one step to the next are the moments of its share, and it may "
-        "keep a copy of that share of the weights."
-    )
-    if total >= size * two and all(r["has all"] for r in results):
-        sentence = "Each rank keeps both moments of all weights: that is what it can do without."
-    if total < two:
-        sentence = "Two moments of each weight have to be kept by some rank, in tensors."
+        "keep a copy of that share of the weights.": True,
+    }
     yield Property(
         "kept by all",
         f"{total:,} bytes; moments have {two:,}, and a copy of weights {two // 2:,}",
         two <= total <= 1.5 * PADDED * two,
-        sentence,
+        sentence(mistakes),
     )
-    yield Property(
+    yield at_most(
         "balance",
-        f"the fullest rank keeps {max(kept) * size / total:.2f} times the average",
-        max(kept) * size <= PADDED * total,
+        [of_rank * size / total for of_rank in kept],
+        PADDED,
+        "the fullest rank keeps {:.2f} times the average",
         "Ranks have unequal shares, as when whole parameters are dealt out, and one rank gets the "
         "embedding. Cut each parameter, or all of them laid end to end.",
     )
@@ -265,8 +247,6 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         )
     yield Property("nothing else", others or "is sent", not others)
 
-
-# ----------------------------------------------------------------- in training
 
 # `update` takes the norm of averaged gradients, and here they are averaged later: no clipping.
 RUN = Run(flags="--microbatch 6 --clip 0")
