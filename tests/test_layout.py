@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3218, "techniques": 2734, "text": 978, "files": 1359, "runs": 1075,
-    "costs": 1727, "perf": 3006, "plumbing": 679, "labs": 12305, "tests": 14246,
+    "costs": 1727, "perf": 3006, "plumbing": 679, "labs": 12305, "tests": 14173,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
