@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3218, "techniques": 2734, "text": 978, "files": 1359, "runs": 1075,
-    "costs": 1727, "perf": 3006, "plumbing": 679, "labs": 11676, "tests": 14211,
+    "costs": 1727, "perf": 3006, "plumbing": 679, "labs": 11674, "tests": 14211,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
