@@ -204,13 +204,11 @@ def _watch(parent: int, directory: Path, rank: int, student: Path) -> None:
     """Note now and then how long this rank has computed, and in which line of the student's file
     its main thread is. End it when the process that started it has ended, even if it waits."""
     main = threading.main_thread().ident
-    clock = time.CLOCK_PROCESS_CPUTIME_ID
-    if hasattr(time, "pthread_getcpuclockid"):  # that of the main thread alone; not on macOS
-        clock = time.pthread_getcpuclockid(main)
     while os.getppid() == parent:
         line = _line_of(main, str(student))
+        seconds = time.process_time() - time.thread_time()  # but for what this thread takes
         with contextlib.suppress(OSError):  # the directory is gone when all is over
-            (directory / f"seconds-{rank}").write_text(f"{time.clock_gettime(clock):9.3f}")
+            (directory / f"seconds-{rank}").write_text(f"{seconds:9.3f}")
             (directory / f"line-{rank}").write_text(line)
         time.sleep(0.1)
     os._exit(1)
@@ -247,7 +245,7 @@ def _wait(processes: set[int], directory: Path) -> bool:
         if notes != before:
             called = computed = now
             at_call, computed_before = seconds.copy(), total
-        elif total > computed_before + 0.002 * (now - computed):
+        elif total > computed_before + 0.01 * (now - computed):
             computed, computed_before = now, total
         longest = max((s - at_call.get(name, 0) for name, s in seconds.items()), default=0)
         hangs = now - computed > PATIENCE or longest > LONGEST
