@@ -8,8 +8,20 @@ from typing import NamedTuple
 from plumbing.processes import UserError
 from techniques.float8 import recipes_of
 
-MATMUL_FRACTION = 0.7  # of the peak, reached by large matrix products
-ATTENTION_FRACTION = 0.5  # of the peak, reached by attention
+# What training reaches of the figures of data sheets: of the peak by matrix products and by
+# attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by
+# docs/calibrate.py, whose table docs/measured.md has.
+REACHED = {
+    "products a100": 0.723,
+    "products h100": 0.56,
+    "products b200": 0.448,
+    "attention a100": 0.34,
+    "attention h100": 0.213,
+    "attention b200": 0.444,
+    "attention h100 cudnn": 0.305,
+    "500 of 700 W": 0.853,  # the share of both that an H100 with 500 W keeps
+    "node link": 0.396,
+}
 
 # Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
 # in 8 bits reach twice as much there, by the same data sheets.
@@ -54,16 +66,20 @@ class GPU(NamedTuple):
     bandwidth: float  # GB/s of its memory
     node_link: float  # GB/s within a node, one way
     capability: tuple[int, int] = (9, 0)  # as CUDA numbers what GPUs can do
+    like: str = "h100"  # of which GPU it has REACHED; guessed for those that nobody published
+    power: str = ""  # key of REACHED for a cap of its power
 
 
 GPUS = {
     "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
     "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
-    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0)),
-    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0)),
-    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9)),
-    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9)),
+    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), "b200"),
+    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0), "a100"),
+    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), "a100"),
+    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9), "a100"),
     "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0)),
+    "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450, power="500 of 700 W"),
+    "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0), "a100"),
 }
 LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
 
@@ -79,8 +95,8 @@ class Machine:
     node_link: float  # bytes/s to other ranks of the node, one way
     link: float = math.inf  # bytes/s of each GPU to other nodes, one way
     per_node: int = 8
-    matmul_fraction: float = MATMUL_FRACTION
-    attention_fraction: float = ATTENTION_FRACTION
+    matmul_fraction: float = 1.0  # of the peak, reached by large matrix products
+    attention_fraction: float = 1.0  # of the peak, reached by attention
     overlaps: bool = True  # whether collectives run beside computation
     fsdp_overhead: float = 0.0  # seconds per microbatch
     measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
@@ -90,8 +106,11 @@ class Machine:
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
 
 
-def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
-    """Return the machine that --gpu and --link describe by a name or by numbers.
+def assumed_machine(
+    gpu: str, link: str, per_node: int, kernel: str = "", reached: dict[str, float] = REACHED
+) -> Machine:
+    """Return the machine that --gpu and --link describe by a name or by numbers, whose attention is
+    computed by a `kernel`: "cudnn", or "" for flash.
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
@@ -104,12 +123,16 @@ def assumed_machine(gpu: str, link: str, per_node: int) -> Machine:
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
             f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
         )
+    attention = f"attention {row.like} {kernel}".rstrip()
+    powered = reached.get(row.power, 1.0)
     return Machine(
         gpu,
         peak=row.peak_flops,
         memory=row.memory * 1e9,
         bandwidth=row.bandwidth * 1e9,
-        node_link=row.node_link * 1e9,
+        node_link=row.node_link * 1e9 * reached["node link"],
+        matmul_fraction=reached[f"products {row.like}"] * powered,
+        attention_fraction=reached[attention] * powered,
         link=link_speed(link),
         per_node=per_node,
         recipes=recipes_of(row.capability),

@@ -2,13 +2,13 @@
 
 The estimate is a sum of parts:
 
-    products     matrix products: FLOPs / (peak x MATMUL_FRACTION), and in 8 bits in half that time.
-                 Attention is causal, so half of its square counts, and its rate is peak x
-                 ATTENTION_FRACTION
+    products     matrix products: FLOPs / (peak x the share of it that products reach), and in
+                 8 bits FLOAT8_GAIN times as fast. Attention is causal, so half of its square
+                 counts, and it reaches another share
     recompute    the same for what backward recomputes under activation checkpointing
     passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss,
-                 FSDP's copies and rounding to 8 bits read and write, recomputation included /
-                 memory bandwidth
+                 FSDP's copies and, in eager blocks, rounding to 8 bits read and write,
+                 recomputation included / memory bandwidth
     handling     overhead of FSDP's own code, where `bench.py comm` has measured it
     optimizer    bytes that clipping and AdamW read and write / memory bandwidth; with Muon also the
                  products that orthogonalize, and what ranks send each other for them
@@ -31,8 +31,9 @@ A collective takes a latency, and then its bytes over each link at the speed of 
     tp, cp       nothing: the next operation always needs the result. With --async-tp, a message as
                  much as the product beside it takes: a rank's share of wq, wo, w1 or w2
 
-gloo hides nothing at all. The constants below are assumptions. A file written by `bench.py comm
---model NAME --out FILE` replaces them with measurements.
+gloo hides nothing at all. What products, attention and links reach is fitted to published steps
+(REACHED in machines.py); the constants below are assumptions that such steps do not tell apart. A
+file written by `bench.py comm --model NAME --out FILE` replaces rates and links by measurements.
 
 Times are in seconds, rates per second. Letters: D model width, F feed-forward width, V vocabulary,
 L layers; w bytes of a weight in computation.
@@ -66,6 +67,7 @@ from techniques.pipeline import layers_of
 from techniques.schedules import has_w, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
+FLOAT8_GAIN = 1.9  # rate of products in 8 bits / rate in bfloat16
 COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
 CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
@@ -175,13 +177,15 @@ def compute_time(
     # Backward takes twice the FLOPs of forward, and as many where weights are frozen. Attention's
     # also recomputes the scores: 2.5 times.
     in_8_bits = parallel.float8 != "none"
-    block_rate = matmul_rate * (2 if in_8_bits else 1)
+    block_rate = matmul_rate * (FLOAT8_GAIN if in_8_bits else 1)
     products = (2 if lora else 3) * (L * block / block_rate + output / matmul_rate)
     products += 3.5 * L * attention / attention_rate
     recompute = L * (block_again / block_rate + attention_again / attention_rate)
     tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
     weights = L * block / 2 / parallel.tp  # of the blocks on this rank
-    bytes_of_weights = L * rounding_bytes(config, parallel, tokens) if in_8_bits else 0
+    # Compiled, rounding is part of other passes: published steps show none of its own.
+    rounds = in_8_bits and not parallel.compile
+    bytes_of_weights = L * rounding_bytes(config, parallel, tokens) if rounds else 0
     forwards = 1 if checkpointing == "none" else 2
     if in_4_bits:  # read, and written as numbers for a product that reads them, by each pass
         bytes_of_weights += weights * (0.52 + w) * (forwards + 1)
@@ -294,7 +298,9 @@ def beside_messages(
         return 0.0
     n, layers = parallel.tp, config.n_layers // parallel.pp
     flops = 3 * 2 * (2 * config.dim**2 + 2 * config.dim * config.ffn_dim) * layers
-    rate = machine.peak * machine.matmul_fraction * (1 if parallel.float8 == "none" else 2)
+    rate = (
+        machine.peak * machine.matmul_fraction * (1 if parallel.float8 == "none" else FLOAT8_GAIN)
+    )
     return (n - 1) / n * flops * tokens / n / rate
 
 

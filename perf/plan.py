@@ -10,6 +10,7 @@ with the best plan of each mesh and the reason why it loses against the best of 
 command that starts the best.
 """
 
+import contextlib
 import gc
 import itertools
 import math
@@ -24,6 +25,7 @@ from costs.traffic import DIMS, flops_per_token, predict_traffic
 from costs.work import Work
 from lora import LoRA
 from parallel import ParallelConfig
+from perf.evidence import evidence_table, spread_of
 from perf.instruments import (
     build_on_meta,
     check_writable,
@@ -32,8 +34,10 @@ from perf.instruments import (
     needs_real_tensors,
     write_json,
 )
+from perf.questions import Run, about_run, plot, sensitivity
 from plumbing.processes import UserError
 from runs.flags import flags_of
+from runs.records import write_atomically
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,21 @@ class Question:
         return any(plan.fits for plan in replace(self, **changes).plans())
 
 
-def plan_cluster(question: Question, top: int, json_file: Path | None, check: bool) -> str:
-    """Return the output of `bench.py plan`: the best plans of `top` meshes. With `json_file`, also
-    write all plans to it; with `check`, emulate the best.
+def plan_cluster(
+    question: Question,
+    run: Run,
+    top: int,
+    json_file: Path | None = None,
+    plot_file: Path | None = None,
+    check: bool = False,
+    evidence: bool = False,
+) -> str:
+    """Return the output of `bench.py plan`: the best plans of `top` meshes, and what a `run` takes.
+    With `json_file`, also write all plans to it; with `plot_file`, draw the best of more and fewer
+    GPUs; with `check`, emulate the best; with `evidence`, list published runs that are like it.
 
     Raises UserError where no plan exists or none fits in memory."""
-    check_writable({"--json": json_file})
+    check_writable({"--json": json_file, "--plot": plot_file})
     gc.freeze()  # else each of many garbage collections walks all of torch
     plans = sorted(question.plans(), key=order)
     if not plans:
@@ -111,14 +124,33 @@ def plan_cluster(question: Question, top: int, json_file: Path | None, check: bo
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
         *([longest_that_fits(question)] if question.adapters else []),
+        *about_run(best, run),
+        *([] if question.machine.measured else [sensitivity(best)]),
         describe_best(best),
         *filter(None, [prediction_caveat(question.work.model)]),
         "",
         *commands(best, question),
     ]
+    if plot_file:
+        write_atomically(plot_file, plot(best_by_gpus(question), run))
+    if evidence:
+        header = "published run", "what", "tokens/s per GPU", "predicted", "error"
+        lines += ["", *markdown_table([*header], evidence_table(best))]
     if check:
         lines += ["", *emulation_table(best.work)]
     return "\n".join(lines)
+
+
+def best_by_gpus(question: Question) -> dict[int, Plan]:
+    """Return the best plan for a quarter to four times as many GPUs and the same batch, of those
+    numbers for which some plan fits."""
+    best = {}
+    for gpus in (question.gpus * factor // 4 for factor in (1, 2, 4, 8, 16)):
+        with contextlib.suppress(UserError):  # no number of full nodes
+            plan = min(replace(question, gpus=gpus).plans(), key=order, default=None)
+            if plan and plan.fits:
+                best[gpus] = plan
+    return best
 
 
 # ------------------------------------------------------------------------------ reasons in words
@@ -140,13 +172,15 @@ PART_NAMES = {
 
 def reason(plan: Plan, best: Plan, machine: Machine) -> str:
     """Return why a plan loses against the best: the memory that it lacks, or the part of a step
-    that takes the most additional time."""
+    that takes the most additional time. Within the error of predictions it is a tie."""
     if not plan.fits:
         return memory_needed(plan, machine)
     if plan is best:
         return "the fastest"
     additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
+    if not machine.measured and plan.seconds < best.seconds * (1 + spread_of(plan)):
+        return f"a tie, {additional[part]:+.2g} s of {PART_NAMES[part]}"
     return f"{additional[part]:+.2g} s of {PART_NAMES[part]}"
 
 
@@ -228,6 +262,8 @@ def headline(question: Question, n_plans: int) -> str:
             f", {machine.node_link / 1e9:,.0f} GB/s within a node of {question.per_node}, "
             f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
         )
+    else:
+        rates += ", links; assumed: that attention is as fast as other products"
     dtype, float8 = str(work.parallel.dtype).removeprefix("torch."), work.parallel.float8
     if float8 != "none":
         dtype += f" and {float8} float8"
@@ -237,7 +273,7 @@ def headline(question: Question, n_plans: int) -> str:
     return (
         f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}, "
         f"on {question.gpus} x {machine.name} "
-        f"({'measured' if machine.measured else 'assumed'}: {rates}). "
+        f"({'measured' if machine.measured else 'as published steps reach it'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
 
@@ -279,12 +315,16 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
                 "microbatch": work.microbatch,
                 "reshard": parallel.reshard if parallel.shard > 1 else "-",
                 **{f"{name} GB": f"{nbytes / 1e9:,.3g}" for name, nbytes in gigabytes.items()},
-                "step s": f"{plan.seconds:,.3g}",
+                "step s": f"{plan.seconds:,.3g}{error_bar(plan)}",
                 "MFU": mfu,
                 "reason": reason(plan, ranked[0], machine),
             }
         )
     return markdown_table([*rows[0]], [[*row.values()] for row in rows])
+
+
+def error_bar(plan: Plan) -> str:
+    return "" if plan.machine.measured else f" ±{spread_of(plan):.0%}"
 
 
 def json_row(plan: Plan) -> dict:
@@ -320,7 +360,7 @@ def describe_best(plan: Plan) -> str:
         f"{PART_NAMES[part]} {seconds / plan.seconds:.0%}" for part, seconds in parts if seconds
     )
     return (
-        f"Best: {short_name(plan)}: {plan.seconds:,.3g} s a step, "
+        f"Best: {short_name(plan)}: {plan.seconds:,.3g} s{error_bar(plan)} a step, "
         f"{plan.tokens_per_second:,.0f} tokens/s per GPU. Its time: {shares}. Start it with:"
     )
 

@@ -71,3 +71,10 @@ def nonnegative_float(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got '{text}'")
     return number
+
+
+def positive_float(text: str) -> float:
+    """Argument type: a finite number above 0."""
+    if not (number := nonnegative_float(text)):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return number

@@ -276,3 +276,16 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
         assert fits_unsharded(step_of(model, world.parallel, 1, 1, 16), world) == fits
     gigabytes = 4 * parameters * 3 / 4 / 1e9
     assert f"for each token: a rank sends {gigabytes:.3g} GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
+def test_more_microbatches_take_no_more_memory(schedule, v, monkeypatch):
+    """The schedule of 2 p microbatches needs what that of all of them does."""
+    model = build_on_meta(LlamaConfig(64, 8, 4, 2, 128, vocab_size=256))
+    parallel = ParallelConfig(pp=4, schedule=schedule, stages_per_rank=v)
+    work = step_of(model, parallel, 1, 20, 64)
+    short = [predict_memory(work, rank) for rank in range(4)]
+    monkeypatch.setattr("costs.memory.STEADY", ())
+    assert short == [predict_memory(work, rank) for rank in range(4)]
+    fewer = predict_memory(step_of(model, parallel, 1, 2 * v, 64), 0)
+    assert fewer["peak"] < short[0]["peak"]

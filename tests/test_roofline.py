@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import step_of
 
-from costs.machines import Machine, assumed_machine, link_speed
+from costs.machines import REACHED, Machine, assumed_machine, link_speed
 from costs.seconds import (
     collective_time,
     compute_time,
@@ -46,9 +46,15 @@ def measurement() -> dict:
 
 def test_machines_by_name_and_by_numbers():
     assert (H100.peak, H100.memory, H100.bandwidth) == (989.4e12, 80e9, 3.35e12)
-    assert H100.link == 50e9 and H100.node_link == 450e9
+    assert H100.link == 50e9 and H100.node_link == 450e9 * REACHED["node link"]
+    assert H100.attention_fraction == REACHED["attention h100"] < H100.matmul_fraction
+    capped = assumed_machine("h100-500w", "400gbit", 8, "cudnn")
+    cap, cudnn = REACHED["500 of 700 W"], REACHED["attention h100 cudnn"]
+    assert capped.matmul_fraction == pytest.approx(cap * H100.matmul_fraction)
+    assert capped.attention_fraction == pytest.approx(cap * cudnn)
     by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
-    assert (by_numbers.peak, by_numbers.node_link, by_numbers.link) == (312e12, 300e9, 12.5e9)
+    node_link = 300e9 * REACHED["node link"]
+    assert (by_numbers.peak, by_numbers.node_link, by_numbers.link) == (312e12, node_link, 12.5e9)
     assert link_speed("ndr") == link_speed("400gbit") == link_speed("50GB")
     assert link_speed("200mbit") == 25e6
     with pytest.raises(UserError, match="no GPU 'h1000': choose one of h100"):
@@ -145,12 +151,14 @@ def test_rounding_of_a_block(compile, cast):
 
 def test_collectives_of_1_gb():
     """An all-gather over the 8 GPUs of a node sends 7/8 over NVLink. Over two nodes it is limited
-    by their 8 links together. An all-reduce sends twice as much, and here over one link."""
+    by their 8 links together, if NVLink is faster. An all-reduce sends twice as much, and here over
+    one link."""
+    machine = replace(H100, node_link=450e9)
     node, two_nodes = ParallelConfig(dp="fsdp", shard=8), ParallelConfig(dp="fsdp", shard=16)
     across = ParallelConfig(dp="hsdp", replicate=2, shard=8)
 
     def seconds(collective, dim, parallel):
-        return collective_time(collective, 1e9, dim, parallel, H100)
+        return collective_time(collective, 1e9, dim, parallel, machine)
 
     assert seconds("all-gather", "shard", node) == pytest.approx(7 / 8 / 450, rel=0.02)
     assert seconds("all-gather", "shard", two_nodes) == pytest.approx(15 / 16 / 400, rel=0.05)
@@ -198,7 +206,7 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     tp = step_of(model, replace(fsdp, shard=1, tp=8), 2, 1, 8192)
     traffic = predict_traffic(tp)
     payload = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "tp")
-    on_links = 7 / 8 * payload / 450e9
+    on_links = 7 / 8 * payload / H100.node_link
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
 
 
@@ -208,7 +216,7 @@ def test_asynchronous_messages_hide_beside_products():
     model = build_on_meta(LlamaConfig(512, 4, 8, 4, 1536, vocab_size=512))
     plain = ParallelConfig(tp=4, dtype=torch.bfloat16, compile=True)
     asynchronous = replace(plain, async_tp=True)
-    machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11)
+    machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11, matmul_fraction=0.7)
     work = step_of(model, asynchronous, 8, 2, 2048)
     waits = [step_time(one, machine)["tp"] for one in (replace(work, parallel=plain), work)]
     ends = {key: cost for key, cost in predict_traffic(work).items()
