@@ -187,7 +187,7 @@ ROUNDS = {  # form -> a seed, what a student should type, and what not
     "bytes": (0, right_bytes, [8, "1 MB", 8, "2 MB", 1, 77]),
     "memory": (2, right_memory, [1, 2, 3, 4]),
     "counts": (5, right_counts, [1, 3, 4, 0]),
-    "ranking": (3, right_ranking, ["b e a d c"]),
+    "ranking": (3, right_ranking, ["c e d b a"]),
     "crossing": (3, right_crossing, ["1 Mbit/s"]),
     "bubble": (1, right_bubble, ["1 %", 99]),
     "twice": (7, right_twice, [4, "5/2", "9x"]),
