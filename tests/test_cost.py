@@ -199,8 +199,8 @@ def with_scores(q, k, v, mask):
 
 def test_parameters_at_the_root_are_counted_whatever_their_name():
     model, parallel = meta_model(CHUNKY), ParallelConfig(dp="fsdp", shard=2)
+    before = predict_memory(step_of(meta_model(CHUNKY), parallel, 2, 1, 256))["parameters"]
     work = step_of(model, parallel, 2, 1, 256)
-    before = predict_memory(work)["parameters"]
     model.positions = nn.Embedding(100, 64, device="meta")
     model.scale = nn.Parameter(torch.empty(64, device="meta"))
     assert predict_memory(work)["parameters"] == before + 101 * 64 * 4 // 2
