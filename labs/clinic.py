@@ -110,10 +110,10 @@ RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
 WAITS = "    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last\n"
 CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
-MESH = "    mesh = init_device_mesh(process.device.type, sizes, mesh_dim_names=dims)\n"
+MESH = "    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)\n"
 TRANSPOSED = """\
     ranks = torch.arange(process.size).view(sizes[0], sizes[2], sizes[1], sizes[3]).transpose(1, 2)
-    mesh = DeviceMesh(process.device.type, ranks, mesh_dim_names=dims)
+    mesh = DeviceMesh(kind, ranks, mesh_dim_names=dims)
 """
 FAULTS = {
     "a checkpoint in a checkpoint": Fault(

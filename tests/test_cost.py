@@ -177,8 +177,8 @@ def with_scores(q, k, v, mask):
 
 def test_parameters_at_the_root_are_counted_whatever_their_name():
     model, parallel = build_on_meta(CHUNKY), ParallelConfig(dp="fsdp", shard=2)
+    before = predict_memory(step_of(build_on_meta(CHUNKY), parallel, 2, 1, 256))["parameters"]
     work = step_of(model, parallel, 2, 1, 256)
-    before = predict_memory(work)["parameters"]
     model.positions = nn.Embedding(100, 64, device="meta")
     model.scale = nn.Parameter(torch.empty(64, device="meta"))
     assert predict_memory(work)["parameters"] == before + 101 * 64 * 4 // 2

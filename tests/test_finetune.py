@@ -211,7 +211,7 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     (elsewhere / PEFT_FILES[0]).write_text(settings)
     theirs, tokens = AutoPeft.from_pretrained(elsewhere), torch.arange(20)[None]
     load_adapter(ours := load_pretrained(base), checkpoint)
-    assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-4)
+    assert torch.allclose(theirs(tokens).logits.float(), ours(tokens), atol=1e-4)
 
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
@@ -273,5 +273,3 @@ def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
     again = launch("finetune_lora.py", *arguments, "--resume", "--rank=3")
     refused(again, "another adapter", "rank 8, not 3")
     refused(launch("finetune_lora.py", *flags(out, sums, tmp_path / "more")), "is an adapter:")
-    (out / "step-00000004" / PEFT_FILES[1]).write_bytes(b"damaged")
-    refused(launch("finetune_lora.py", *arguments, "--resume"), "is damaged", PEFT_FILES[1])

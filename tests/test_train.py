@@ -224,7 +224,7 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     record = json.loads((out / "config.json").read_text())
     assert record["model"]["dim"] == 32 and record["seed"] == 0 and record["flags"]["steps"] == 60
 
-    command = shlex.split(result.out.strip().splitlines()[-1].split("generate:   python ")[1])
+    command = shlex.split(re.search(r"^generate:   python (.*)", result.out, re.M)[1])
     assert succeed(*command, "--max-new-tokens", 1).out.startswith("def")
     succeed("train.py", *flags(corpus, tmp_path / "more", steps=1, init=out, lr=1e-9))
     assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]
