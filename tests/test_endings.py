@@ -404,7 +404,7 @@ def astray(tmp_path_factory) -> Path:
     fault += "        return Totals(1.0, 1, 1)\n"
     _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
     path = copy / "plumbing/processes.py"
-    short = dict(STUCK_AFTER=6, GRACE=4, COLLECTIVE_TIMEOUT="timedelta(seconds=30)")
+    short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
     for name, value in short.items():
         text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
         assert path.write_text(text) and n == 1
@@ -432,13 +432,25 @@ def names_rank_1(copy: Path, case: str, nproc: int, err: str) -> None:
     assert re.match(rf"no step for \d+ s: {expected}$", told), told
 
 
+TWO = ["sleeps", "more"]  # ways to go astray
+
+
 @pytest.mark.parametrize(
-    "nproc, more", [(3, {}), slow(4, {}), slow(4, dict(tp=2)), slow(4, dict(pp=2, microbatch=1))]
+    "nproc, cases, more",
+    [
+        (3, TWO, {}),
+        slow(3, ASTRAY.keys() - TWO, {}),
+        slow(4, ASTRAY, {}),
+        slow(4, TWO, dict(tp=2)),
+        slow(4, TWO, dict(pp=2, microbatch=1)),
+    ],
 )
-def test_a_rank_that_goes_astray_is_named_with_its_line(corpus, tmp_path, astray, nproc, more):
-    """In all ways at once, each in a run of its own; with tp and pp in two ways."""
+def test_a_rank_that_goes_astray_is_named_with_its_line(
+    corpus, tmp_path, astray, nproc, cases, more
+):
+    """In several ways at once, each in a run of its own."""
     runs = {}
-    for case in list(ASTRAY)[: 2 if more else None]:
+    for case in cases:
         arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2, **more)
         run = ["tests/workers/in_copy.py", astray, "train.py", *arguments]
         runs[case] = Forks(*run, nproc=nproc, timeout=400)

@@ -88,7 +88,9 @@ def test_tensor_parallelism_refuses_what_has_no_place():
 
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
-    world = SimpleNamespace(parallel=ParallelConfig(), device=torch.device("cpu"), mesh=SimpleNamespace())
+    world = SimpleNamespace(
+        parallel=ParallelConfig(), device=torch.device("cpu"), mesh=SimpleNamespace()
+    )
     world.mesh.get_local_rank = lambda dim: 0
     model = Llama(LlamaConfig(**GROUPED))
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))

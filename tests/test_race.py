@@ -51,7 +51,11 @@ def test_a_race(tmp_path):
     first = result.out.splitlines()[1].split()
     assert first[1] == first[2] and first[3] == "0.0000"
     assert "run 1 of 2: the entry, seed 0:" in result.err and "after 3 steps" in result.err
-    # An entry changes neither its seed nor how it is scored.
+
+
+@pytest.mark.slow
+def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(tmp_path):
+    given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
     flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
     changed = succeed("labs/race.py", flags, *given)
     assert "the entry, seed 0" in changed.err and "after 2 steps" in changed.err
