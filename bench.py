@@ -359,6 +359,7 @@ def equal(args: argparse.Namespace) -> str:
 
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
+    torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
         report = read_measurement(args.measured)
         machine, defaults = measured_machine(report), report["compute"] | {"compile": False}

@@ -50,7 +50,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     parallel, tokens, microbatches = work.parallel, work.tokens, work.microbatches
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp
-    units = functools.cache(partial(sizes_of, model, parallel))  # shards -> sizes
+    units = partial(sizes_of, model, parallel)  # shards -> sizes
     state = _state(model, parallel)
     weights, root_weights, sums, root_gradients, block_gradients = _unsharded(
         parallel, units, L, microbatches
@@ -200,6 +200,7 @@ def _trained_parts(model: Llama) -> tuple[LoRA | None, bool, int]:
     return adapter_settings(first_block(model)), not next(norms).requires_grad, tensors
 
 
+@functools.lru_cache(64)  # plans come one after another that differ in their microbatches
 def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, and of its gradients in AdamW's step."""
     g, moment = parallel.grad_bytes, parallel.moment_bytes
