@@ -60,7 +60,7 @@ def average_gradients(model: nn.Module) -> Callable[[], None]:
 
 # Why: a bucket of b bytes costs twice. The network cannot start before the first is full, so it
 # loses the time in which backward computes b bytes of gradients; and each of the P / b all-reduces
-# costs a latency. The sum is least in between, and flat there: from 7 to 50 MB it hardly matters
+# costs a latency. The sum is least in between, and flat there: from 7 to 32 MB it hardly matters
 # here, and 25 MB is DDP's default. More ranks have a higher latency and want larger buckets. DDP
 # fills them in the reverse order of model.parameters(), after the first step in the order in which
 # gradients came (pytorch PR #35137); the first has only 1 MB, so that the network starts soon
