@@ -179,7 +179,7 @@ def test_a_run_saves_although_that_takes_longer_than_torchrun_waits(
     monkeypatch.setitem(ENVIRONMENT, *seconds)
     torchrun = ["--standalone", *re.search(r"--signals-to-handle \S+", script)[0].split()]
     finishing = "            self._on_every_rank(lambda: rank == 0 and self._finish("
-    fault = f"            import time; time.sleep(45 * (rank == 0))\n{finishing}"
+    fault = f"            time.sleep(45 * (rank == 0))\n{finishing}"
     _, copy = with_fault(tmp_path / "copy", "checkpoint", finishing, fault)
     runs = {}
     for to in ["torchrun", "rank 1"] if name.startswith("SIG") else ["nobody"]:
