@@ -231,8 +231,9 @@ def _wait(processes: set[int], directory: Path) -> bool:
     """Wait until all ranks have ended, or one has failed, or they hang. Return whether they hung.
     No rank is left then.
 
-    Ranks hang if they have neither called nor computed anything for PATIENCE seconds, even where
-    many others use the machine. A loop that computes without end gets LONGEST, of computing."""
+    Ranks hang if for PATIENCE seconds they have called nothing, and computed for a twentieth of the
+    time at most: those that wait compute a little, too. A loop that computes without end gets
+    LONGEST, of computing, where many others use the machine; at most four times as long."""
     running, notes, seconds = processes, None, {}
     while running:
         running = {process for process in running if not os.waitpid(process, os.WNOHANG)[0]}
@@ -245,10 +246,10 @@ def _wait(processes: set[int], directory: Path) -> bool:
         if notes != before:
             called = computed = now
             at_call, computed_before = seconds.copy(), total
-        elif total > computed_before + 0.01 * (now - computed):
+        elif total > computed_before + 0.05 * (now - computed):
             computed, computed_before = now, total
         longest = max((s - at_call.get(name, 0) for name, s in seconds.items()), default=0)
-        hangs = now - computed > PATIENCE or longest > LONGEST
+        hangs = now - computed > PATIENCE or max(longest, (now - called) / 4) > LONGEST
         if has_failed:  # others have a moment to tell of the same error
             hangs = now - called > 0.2
         if running and hangs:
