@@ -35,6 +35,13 @@ def pytest_configure(config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget the logits of a model.py that an earlier test of this process has changed."""
+    if module := sys.modules.get("files.published"):
+        module.small_logits.cache_clear()
+
+
 def shared(name: str) -> Path:
     """A file of test data that is not part of the project; its tests are skipped without it."""
     path = SHARED / name
