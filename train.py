@@ -106,8 +106,8 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
     `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
-    the communication of forward and backward. Returns the sum of the losses, a scalar that
-    has not left the device; in a pipeline, of the last stage."""
+    the communication of forward and backward. Returns the sum of the losses, a scalar that has not
+    left the device; in a pipeline, of the last stage."""
     microbatches = batch.microbatches(microbatch)
     if isinstance(runner, Pipeline):
         return runner.accumulate(microbatches)
