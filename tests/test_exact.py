@@ -18,6 +18,7 @@ from exact import (
     ODD,
     RANK_3,
     RSLORA,
+    attentions,
     can_make,
     case,
     check_step,
@@ -67,7 +68,8 @@ OPTIONS = dict(
     rope_scaling=(1.0, 8.0),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 12, 4: 8}  # ranks: how many cases
+FAST = {1: 12, 2: 12, 4: 8}  # ranks: how many cases, which compute
+FEW = 12  # attentions a step at most
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
@@ -124,6 +126,13 @@ CASES = {
     for ranks in cases
     for drawn in cases[ranks]
 }
+
+
+def is_short(name: str) -> bool:
+    _, given = CASES[name]
+    return attentions(given, given["config"]["n_layers"] / given["parallel"]["pp"]) <= FEW
+
+
 COMPILED = [given for _, given in CASES.values() if given["parallel"]["compile"]]
 for i, given in enumerate(COMPILED):  # two thirds are traced and differentiated without kernels
     given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
@@ -131,8 +140,10 @@ EAGER = {
     ranks: [f"{ranks} ranks: {case_name(d, OPTIONS)}" for d in drawn if not d["compile"]]
     for ranks, drawn in PAIRWISE.items()
 }
-QUICK = [name for n, names in EAGER.items() for name in names[: FAST[n]]]  # with most new pairs
-SLOWER = [name for n, names in EAGER.items() for name in names[FAST[n] :]]
+QUICK = [  # those with most new pairs
+    name for ranks, names in EAGER.items() for name in list(filter(is_short, names))[: FAST[ranks]]
+]
+SLOWER = [name for names in EAGER.values() for name in names if name not in QUICK]
 
 
 def train_all(directory: Path, names: Iterable[str], within=()) -> dict:

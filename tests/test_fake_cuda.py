@@ -63,6 +63,7 @@ def test_gpus_without_bfloat16_compute_none(quick):
     assert "torch.bfloat16" in quick["fsdp muon"]["dtypes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APPLE)
 def test_an_apple_gpu_has_no_float64(name, apple):
     assert not {"torch.float64", "torch.bfloat16"} & set(apple[name]["dtypes"])

@@ -15,7 +15,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, Forks, in_copy, launch, refused
+from conftest import ENVIRONMENT, ROOT, Forks, in_copy, launch, refused, slow
 
 from labs import run
 from labs.machinery import answers
@@ -149,7 +149,7 @@ def test_wrong_commands_are_refused(arguments, says):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["labs/run.py", "labs/run.py why ring --give-up", "bench.py plan"]
+    "arguments", ["labs/run.py", slow("labs/run.py why ring --give-up"), slow("bench.py plan")]
 )
 def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
     """As in `python labs/run.py | head -1`."""
@@ -162,6 +162,7 @@ def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+@pytest.mark.slow
 def test_watch_checks_again_after_a_change(copy):
     command = [sys.executable, copy / "labs/run.py", "watch", "mean"]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -201,6 +202,7 @@ def test_students_do_not_meet(tmp_path):
     assert [run.finish().codes for run in runs] == [[0], [1]]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_checks(tmp_path):
     """Also if it is killed, and although they wait in a collective."""
     notes = tmp_path / "ranks"

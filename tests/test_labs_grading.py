@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ROOT, in_copy, launch, refused, succeed
+from conftest import ROOT, in_copy, launch, refused, slow, succeed
 from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 
 from labs.machinery import grading
@@ -54,6 +54,7 @@ def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
     return directory, out, list(csv.DictReader(files["csv"].open()))
 
 
+@pytest.mark.slow
 def test_grades(graded):
     """A point for each line of the report that holds, up to the first that does not."""
     _, out, rows = graded
@@ -68,6 +69,7 @@ def test_grades(graded):
     assert re.findall(r".*no LAB.py found", out) == ["frank: no LAB.py found"]
 
 
+@pytest.mark.slow
 def test_seeds_are_the_students_own(graded):
     """And the same whenever the class is graded with this word."""
     _, _, rows = graded
@@ -77,6 +79,7 @@ def test_seeds_are_the_students_own(graded):
     assert seed_of("key", "ada", "mean") != seed_of("other", "ada", "mean")
 
 
+@pytest.mark.slow
 def test_files_for_ci(graded):
     directory, _, rows = graded
     suites = ElementTree.parse(directory / "g.xml").getroot()
@@ -90,6 +93,7 @@ def test_files_for_ci(graded):
     assert "hint: python labs/run.py hint mean" in texts and "not written yet" in texts
 
 
+@pytest.mark.slow
 def test_the_directory_of_one_student(graded):
     directory, _, _ = graded
     file = directory / "results.json"
@@ -122,7 +126,7 @@ def guarded(name: str, directory: Path, change: dict | None = None, longest: flo
     return json.loads(succeed("tests/workers/guarded.py", name, path, longest, timeout=90).out)
 
 
-@pytest.mark.parametrize("what", NOT_ALLOWED)
+@pytest.mark.parametrize("what", [slow(what) if what == "home" else what for what in NOT_ALLOWED])
 def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
     code, says = NOT_ALLOWED[what]
     result = guarded("mean", tmp_path, {FIRST: code})

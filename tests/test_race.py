@@ -5,7 +5,7 @@ from argparse import Namespace
 from random import Random
 
 import pytest
-from conftest import CHANGES, changed_copy, launch, refused, succeed
+from conftest import CHANGES, changed_copy, launch, refused, slow, succeed
 
 from labs import race
 from labs.race import Result, verdict
@@ -44,6 +44,7 @@ def test_one_round_has_no_noise():
     assert "noise unknown" in verdict(results(1.5), results(1.4), 240)
 
 
+@pytest.mark.slow
 def test_a_race(tmp_path):
     """The seed is the same for both, so without a change that matters there is no gain."""
     given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
@@ -109,7 +110,7 @@ def text_of(tmp_path) -> str:
         (["--rounds=11"], "--rounds 11 are more than it takes: at most 10"),
         (["no.patch"], "no.patch does not exist: make a patch by `git diff HEAD > no.patch`"),
         (["README.md"], "does not fit the last commit"),
-        (["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
+        slow(["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
         (["--flags=--data=easy"], "an entry has no --data of its own: give it in --base"),
         (["--flags=--lr 1 --ini x"], "an entry has no --init of its own: give it in --base"),
     ],
