@@ -3,13 +3,11 @@
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -35,8 +33,6 @@ from test_docs import slurm_script
 from test_train import flags
 
 from plumbing import endings
-from plumbing.processes import COLLECTIVE_TIMEOUT, GRACE, STUCK_AFTER
-from plumbing.stuck import describe
 
 # ----------------------------------------------------------------------------------------- Ctrl-C
 
@@ -341,139 +337,6 @@ def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
     succeed("train.py", *flags(corpus, whole, **options), nproc=2)
     for ours, theirs in zip(metrics(out), metrics(whole), strict=True):
         assert [ours[key] for key in ("step", "loss")] == [theirs[key] for key in ("step", "loss")]
-
-
-# ------------------------------------------------------------------------- ranks that are stuck
-
-ASTRAY = {  # what rank 1 does; what the others do; what is said of rank 1; the file and its line
-    "sleeps": ("wait in all_gather", "never called it: ", "astray", "time.sleep(999)"),
-    "computes": ("wait in all_gather", "never called it: ", "astray", "torch.ones(9).sum()"),
-    "more": ("called all_gather", "called broadcast instead: ", "astray", "# more"),
-    "order": ("called all_reduce", "called broadcast instead: ", "astray", "# order"),
-    "less": ("wait in all_gather", "never called it: ", "checkpoint", "all_gather_object(results"),
-    "alike": ("wait in all_gather", "never called it: ", "parallel", "all_gather(rows"),
-    "stopped": (None, "", "astray", "# stopped"),
-}
-FILES = {name: f"{name}.py" for name in ("checkpoint", "parallel")}
-FILES["astray"] = "tests/workers/astray.py"
-
-
-def report(line: str, waits: bool, **calls) -> dict:
-    """Return what a rank reports: of groups named after their ranks, as r02, the number of calls
-    that have ended, and of those that have not."""
-    groups = {name: [int(rank) for rank in name[1:]] for name in calls}
-    listed = [[name, number, "all_reduce", [[5]], number <= ended]
-              for name, (ended, more) in calls.items() for number in range(1, ended + more + 1)
-             ]  # fmt: skip
-    return dict(line=line, waits=waits, groups=groups, calls=listed)
-
-
-@pytest.mark.parametrize(
-    "reports, expected",
-    [
-        (  # with NCCL the host is ahead, and waits where it needs a result
-            [report("train.py:9", True, r012=(20, 9)), report("data.py:4", False, r012=(20, 0)),
-             report("train.py:9", True, r012=(20, 9))],
-            "ranks 0 2 wait in all_reduce 21 (train.py:9); rank 1 never called it: data.py:4",
-        ),
-        (  # rank 3 keeps rank 1 waiting, and both keep the others: tp groups (0 1) and (2 3)
-            [report("a.py:1", True, r01=(5, 1), r02=(4, 0)),
-             report("b.py:2", True, r01=(5, 0), r13=(4, 1)),
-             report("a.py:1", True, r02=(4, 0), r23=(5, 1)),
-             report("data.py:4", False, r13=(4, 0), r23=(5, 0))],
-            "rank 1 waits in all_reduce 5 (b.py:2); rank 3 never called it: data.py:4",
-        ),
-        (  # messages of a pipeline have no number
-            [report("pipeline.py:7", True), report("data.py:4", False)],
-            "rank 0 waiting at pipeline.py:7; rank 1 computing at data.py:4",
-        ),
-    ],
-    ids=["nccl", "groups", "messages"],
-)  # fmt: skip
-def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
-    assert describe(dict(enumerate(reports))) == expected
-    patience = timedelta(seconds=STUCK_AFTER + GRACE)
-    assert patience < COLLECTIVE_TIMEOUT / 2  # before NCCL's watchdog ends all ranks
-
-
-@pytest.fixture(scope="module")
-def astray(tmp_path_factory) -> Path:
-    """A copy in which rank 1 goes astray, and a minute is some seconds."""
-    place = "    parameters = with_gradients(optimizer)\n"
-    fault = "    from tests.workers.astray import astray\n    if astray(world, step):\n"
-    fault += "        return Totals(1.0, 1, 1)\n"
-    _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
-    path = copy / "plumbing/processes.py"
-    short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
-    for name, value in short.items():
-        text, n = re.subn(rf"\n{name} = [^#\n]+", f"\n{name} = {value}  ", path.read_text())
-        assert path.write_text(text) and n == 1
-    return copy
-
-
-def names_rank_1(copy: Path, case: str, nproc: int, err: str) -> None:
-    """Assert that the lines that a run has printed name rank 1 and its line, and no victim."""
-    others, one, file, text = ASTRAY[case]
-    (line,) = (
-        f"{FILES[file]}:{i}"
-        for i, code in enumerate((copy / FILES[file]).read_text().splitlines(), 1)
-        if text in code
-    )
-    (error,) = (line for line in err.splitlines() if line.startswith("error: "))
-    assert error.endswith("; --resume continues from step-00000002"), error
-    if others is None:
-        where = rf"rank 1 on \S+ \(last at step 3, {re.escape(line)}\) has died or is frozen;"
-        assert re.match(f"error: {where}", error), error
-        return
-    waiting = f"ranks {' '.join(str(rank) for rank in range(nproc) if rank != 1)}"
-    expected = rf"{waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {one}{re.escape(line)}\b"
-    assert re.match(f"error: {expected}", error), error
-    (told,) = (line for line in err.splitlines() if line.startswith("no step for "))
-    assert re.match(rf"no step for \d+ s: {expected}$", told), told
-
-
-TWO = ["sleeps", "more"]  # ways to go astray
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "nproc, cases, more",
-    [
-        (3, ASTRAY, {}),
-        (4, ASTRAY, {}),
-        (4, TWO, dict(tp=2)),
-        (4, TWO, dict(pp=2, microbatch=1)),
-    ],
-)
-def test_a_rank_that_goes_astray_is_named_with_its_line(
-    corpus, tmp_path, astray, nproc, cases, more
-):
-    """In several ways at once, each in a run of its own."""
-    runs = {}
-    for case in cases:
-        arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2, **more)
-        run = ["tests/workers/in_copy.py", astray, "train.py", *arguments]
-        runs[case] = Forks(*run, nproc=nproc, timeout=400)
-    for case, run in runs.items():
-        if case == "stopped":
-            assert gone_in_time(run.ranks[0], 100)
-            os.kill(run.ranks[1], signal.SIGKILL)
-        names_rank_1(astray, case, nproc, run.finish().err)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ASTRAY)
-def test_a_rank_of_another_node_that_goes_astray_is_named(corpus, tmp_path, astray, case):
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("needs root and ip")
-    out = tmp_path / case
-    arguments = flags(corpus, out, steps=9, batch=12, save_every=2)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    run = [ROOT / "perf/two_nodes.sh", "none", "2", astray / "train.py", *arguments]
-    environment = ENVIRONMENT | {"PATH": path, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-    options = dict(env=environment, timeout=300, capture_output=True, text=True)
-    err = subprocess.run(list(map(str, run)), **options).stderr
-    names_rank_1(astray, case, 4, err.partition("ChildFailedError")[0])
 
 
 # -------------------------------------------------------------------- failures that a rank meets
