@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from costs.traffic import batches_of_muon, first_block, modules_of, parts_of, sizes_of
 from costs.work import Work
@@ -43,6 +42,11 @@ def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
         for rank in (ranks if pp_rank is None else [pp_rank])
     ]
     return max(of_ranks, key=lambda memory: memory["peak"])
+
+
+def state_bytes(work: Work) -> int:
+    """Return the bytes of weights, gradients and optimizer on rank 0, at most its peak."""
+    return sum(_state(parts_of(work.model, work.parallel)[0], work.parallel).values())
 
 
 def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
@@ -380,16 +384,31 @@ def prediction_caveat(model: Llama) -> str:
     shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
     if any(other != shapes[0] for other in shapes):
         return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
-    known, _ = saved_elements(model.config, ParallelConfig())
+    config = _narrow(model.config)
+    known, _ = saved_elements(config, ParallelConfig())
     for T in (1024, 8):  # with some changes, such as a bias for each pair, it depends on T
-        counted = _counted_saved_elements(model.config, T)
+        counted = _counted_saved_elements(config, T)
         if abs(counted / known - 1) > 0.01:
             return (
-                f"note: in sequences of {T:,} tokens a block of this model saves {counted:,.0f} "
-                f"elements a token for backward, one of a Llama {known:,.0f}. Predictions of "
-                f"memory and communication are those of a Llama; bench.py step counts"
+                f"note: in sequences of {T:,} tokens a block of this model, {config.dim} wide, "
+                f"saves {counted:,.0f} elements a token for backward, one of a Llama {known:,.0f}. "
+                f"Predictions of memory and communication are those of a Llama; bench.py step "
+                f"counts"
             )
     return ""
+
+
+def _narrow(config: LlamaConfig) -> LlamaConfig:
+    """Return a model of the same kind, some 512 wide, that a CPU computes at once."""
+    if config.dim <= 512:
+        return config
+    kv = config.n_kv_heads
+    heads = dict(n_heads=config.n_heads // kv, n_kv_heads=1)
+    narrower = 2 ** int(math.log2(max(1, config.dim // kv // 512)))
+    n = kv * math.gcd(config.head_dim // 2, narrower)
+    return replace(
+        config, dim=config.dim // n, ffn_dim=config.ffn_dim // n, vocab_size=256, **heads
+    )
 
 
 def _counted_saved_elements(config: LlamaConfig, T: int) -> float:
@@ -402,14 +421,11 @@ def _counted_saved_elements(config: LlamaConfig, T: int) -> float:
             storages[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
             return saved
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
-        with torch.device("meta"):
+        with torch.random.fork_rng(devices=[]):
             model = Llama(replace(config, n_layers=n_layers))
         use_fewer_passes(model)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes without memory
-        with torch.device("cpu"), fake, hooks:
-            model.to_empty(device="cpu").tie_weights()
-            tokens = torch.zeros(1, T, dtype=torch.int64)
+        tokens = torch.zeros(1, T, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
             loss = model(tokens, targets=tokens)
         for parameter in model.parameters():
             storages.pop(parameter.untyped_storage()._cdata, None)

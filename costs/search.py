@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from costs.machines import Machine
-from costs.memory import predict_memory
+from costs.memory import predict_memory, state_bytes
 from costs.seconds import find_measured_group, group_shape, step_time
 from costs.traffic import DIMS, bytes_each, parts_of, predict_traffic, sent_bytes
 from costs.work import Work
@@ -231,10 +231,16 @@ class Plan:
         """Bytes by kind, and the `peak`: see predict_memory."""
         return predict_memory(self.work)
 
-    @property
+    @functools.cached_property
+    def least(self) -> int:
+        """Bytes without which no moment of a step is: weights, gradients and optimizer."""
+        return state_bytes(self.work)
+
+    @functools.cached_property
     def fits(self) -> bool:
         """Whether the peak fits in a GPU's memory."""
-        return self.memory["peak"] <= USABLE_FRACTION * self.machine.memory
+        usable = USABLE_FRACTION * self.machine.memory
+        return self.least <= usable and self.memory["peak"] <= usable
 
     @functools.cached_property
     def sent(self) -> dict[str, int]:
@@ -272,8 +278,9 @@ class Plan:
 
 
 def order(plan: Plan) -> tuple:
-    """Sort key: plans that fit first, from the fastest; then the others, from the smallest."""
-    return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
+    """Sort key: plans that fit first, from the fastest; then the others, from those that hold least
+    between steps."""
+    return not plan.fits, plan.seconds if plan.fits else plan.least
 
 
 def every_plan(

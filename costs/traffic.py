@@ -304,6 +304,7 @@ def first_block(model: Llama) -> nn.Module:
     return next(iter(model.layers.values()))
 
 
+@functools.lru_cache(64)
 def modules_of(model: Llama) -> dict[str, nn.Module]:
     """Return what FSDP all-gathers at once: the root, and a block (the first, as all are alike)."""
     root = nn.Module()  # all but the blocks
@@ -312,6 +313,7 @@ def modules_of(model: Llama) -> dict[str, nn.Module]:
     return {"root": root, "block": first_block(model)}
 
 
+@functools.lru_cache(64)
 def _sharded_dims(unit: str, module: nn.Module) -> dict[str, int | None]:
     """Return the dimension of each parameter of a unit that tensor parallelism shards, None for a
     replicated one. Raises UserError for a parameter that it does not know."""

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -295,6 +295,8 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     try:
         return _few_steps(work, with_mesh(process, parallel))
     finally:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # and the compiler
+
         _clear_sharding_prop_cache()  # DTensor would go on with the groups of an equal mesh
         dist.destroy_process_group()
 
@@ -360,9 +362,18 @@ class Task(Work):
         return with_mesh(process, replace(self.parallel, replicate=process.size))
 
 
+class WithoutInit(TorchFunctionMode):
+    """Leaves out the functions of torch.nn.init, which on meta begin by importing the compiler."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return None
+        return function(*args, **(kwargs or {}))
+
+
 def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
     """Return a model, with adapters or without, whose parameters have shapes and no memory."""
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInit():
         model = Llama(config)
         if lora:
             add_adapters(model, lora, base_bits)

@@ -108,7 +108,8 @@ def plan_cluster(
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
-        raise UserError(explain_nothing_fits(question, plans[0]))
+        smallest = min(plans, key=lambda plan: plan.memory["peak"])
+        raise UserError(explain_nothing_fits(question, smallest))
     if json_file:  # here alone each plan is timed, whether it fits or not
         write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.

@@ -246,6 +246,7 @@ def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
     """Replace the layers_in_8_bits by Float8Linear. Raise UserError for an unknown recipe."""
     if recipe not in RECIPES:
         raise UserError(f"no recipe '{recipe}' of 8 bits: choose one of {', '.join(RECIPES)}")
+    torch.compiler.assume_constant_result(has_kernel)  # not above: it imports the compiler
     for name in layers_in_8_bits(model, recipe, tp):
         parent, _, attribute = name.rpartition(".")
         layer = Float8Linear(model.get_submodule(name), recipe)
@@ -285,7 +286,6 @@ def recipes_of(capability: tuple[int, int]) -> tuple[str, ...]:
     return ("tensorwise", "rowwise", "mxfp8")[: 3 if capability[0] == 10 else 2]
 
 
-@torch.compiler.assume_constant_result
 def has_kernel(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
     """Return whether a device multiplies in 8 bits, with results in this dtype."""
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip:

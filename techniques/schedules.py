@@ -201,12 +201,12 @@ def simulate(
             done = spans[rank]
             free = done[-1].end if done else 0.0
             for action in order[len(done) :]:
-                needed = inputs_of(action, last)
-                if not all(other in ended for other in needed):
-                    break
                 start = free
-                for other in needed:
-                    start = max(start, ended[other] + message * (other[2] % p != rank))
+                try:
+                    for other in inputs_of(action, last):
+                        start = max(start, ended[other] + message * (other[2] % p != rank))
+                except KeyError:  # it waits for that one
+                    break
                 ended[action] = free = start + seconds(action)
                 done.append(Span(action, start, free))
                 progress = True

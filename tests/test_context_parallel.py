@@ -43,7 +43,7 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
     torch.manual_seed(0)
     T = 24
     if kernel:
-        monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
         monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     for within in (False, True) if packed else (False,):
         positions = random_positions(3, T, within) if packed else None

@@ -42,7 +42,7 @@ def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, en
 
 @pytest.fixture
 def with_kernel(monkeypatch):
-    monkeypatch.setattr(batch_py, "varlen_attn", one_by_one)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
     monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
     kernels = batch_py.DOCUMENT_KERNELS
     widths = {("cpu", torch.float64): range(8, 257, 8)}
@@ -143,6 +143,8 @@ def test_a_mask_and_a_kernel_that_differ_are_refused(with_kernel, monkeypatch):
         with pytest.raises(UserError, match="change both alike"):
             check_documents(CONFIG, world_of(dtype))
 
-    monkeypatch.setattr(batch_py, "varlen_attn", lambda q, *rest, **options: q * torch.nan)
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn", lambda q, *rest, **options: q * torch.nan
+    )
     with pytest.raises(UserError, match="change both alike"):
         check_documents(CONFIG, world_of(torch.float64))

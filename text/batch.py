@@ -1,6 +1,5 @@
 """A batch of token ids, where its documents begin, and attention that stays within them."""
 
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -9,11 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
 LARGEST_R: dict[int, int] = {}  # tokens of a row -> the R of document_starts so far
-VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 does not
+VARLEN_TAKES_GQA = torch.__version__ >= "2.12"
 
 
 def kernel_widths(device: str, dtype: torch.dtype) -> Collection[int]:
@@ -34,6 +32,8 @@ class Documents(NamedTuple):
         return head_dim in kernel_widths(self.starts.device.type, dtype)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # which imports the compiler
+
         rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
         gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if VARLEN_TAKES_GQA else {}
         return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
