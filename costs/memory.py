@@ -399,12 +399,12 @@ def prediction_caveat(model: Llama) -> str:
 
 
 def _narrow(config: LlamaConfig) -> LlamaConfig:
-    """Return a model of the same kind, some 512 wide, that a CPU computes at once."""
-    if config.dim <= 512:
+    """Return a model of the same kind, some 256 wide, that a CPU computes at once."""
+    if config.dim <= 256:
         return config
     kv = config.n_kv_heads
     heads = dict(n_heads=config.n_heads // kv, n_kv_heads=1)
-    narrower = 2 ** int(math.log2(max(1, config.dim // kv // 512)))
+    narrower = 2 ** int(math.log2(max(1, config.dim // kv // 256)))
     n = kv * math.gcd(config.head_dim // 2, narrower)
     return replace(
         config, dim=config.dim // n, ffn_dim=config.ffn_dim // n, vocab_size=256, **heads
