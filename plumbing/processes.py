@@ -28,6 +28,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -46,6 +47,7 @@ from plumbing import endings, stuck
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer ends the run
 HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts as dead
 PEER_LOST_TIMEOUT = 4  # the same once a connection to some rank has been lost
+OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, waited for or not
 GRACE = 5  # seconds in which all ranks notice that they are stuck
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
@@ -352,7 +354,7 @@ def run(main: Callable[[], None]) -> None:
         if store is None or dist.get_world_size() == 1:
             endings.report(message)
             raise
-        peer_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        peer_lost = isinstance(error, dist.DistError) or re.search(OF_GLOO, str(error)) is not None
         _fail(store, 1, message, traceback.format_exc(), peer_lost)
     if dist.is_initialized():
         _store().set(f"rank {dist.get_rank()} is done", "")

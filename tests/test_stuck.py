@@ -25,6 +25,7 @@ ASTRAY = {  # what rank 1 does; what the others do; what is said of rank 1; the 
     "order": ("called all_reduce", "called broadcast instead: ", "astray", "# order"),
     "less": ("wait in all_gather", "never called it: ", "checkpoint", "all_gather_object(results"),
     "alike": ("wait in all_gather", "never called it: ", "parallel", "all_gather(rows"),
+    "ahead": ("wait in all_reduce", "never called it: ", "astray", "# ahead"),
     "stopped": (None, "", "astray", "# stopped"),
 }
 FILES = {name: f"{name}.py" for name in ("checkpoint", "parallel")}

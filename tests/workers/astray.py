@@ -30,6 +30,11 @@ def astray(world, step: int) -> bool:
         [time.sleep(3), os.kill(os.getpid(), signal.SIGSTOP)]  # stopped, after a heartbeat
     if guilty and case == "more":
         dist.broadcast(torch.ones(9), 0)  # more
+    if case == "ahead" and step == STEP:  # as with NCCL, whose calls return before they have ended
+        works = [dist.all_reduce(torch.ones(9), async_op=True) for _ in range(2 if guilty else 5)]
+        while guilty:
+            time.sleep(1)  # ahead
+        works[-1].wait()
     if guilty and case == "alike":
         world.all_gather_scalars([0.0] * 5)
     return guilty and case == "less"
