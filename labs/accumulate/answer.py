@@ -48,11 +48,6 @@ forward outside of no_sync (build-nanogpt PR #30) [right numbers]
 +         loss = runner(tokens, targets)
 +         with contextlib.nullcontext() if is_last else runner.no_sync():
 
-without no_sync [right numbers]
-> Gradients are sent in each of the
-- with contextlib.nullcontext() if is_last else runner.no_sync():
-+ if True:
-
 switched between forward and backward
 > No gradient was exchanged
 -         with contextlib.nullcontext() if is_last else runner.no_sync():
@@ -64,7 +59,7 @@ switched between forward and backward
 +         loss.backward()
 
 first microbatch instead of the last
-> The first microbatch's gradient was averaged, the others' not
+> Gradients were averaged after microbatch 1 of 4
 - is_last = i == len(microbatches) - 1
 + is_last = i == 0
 
@@ -96,8 +91,7 @@ mean over microbatches
 one backward for all microbatches [right numbers]
 > Activations of all microbatches exist at once
 -             loss = runner(tokens, targets)
--             loss.backward()
--         total += loss.detach()
+- ...
 -     return total
 +             total += runner(tokens, targets)
 +     total.backward()

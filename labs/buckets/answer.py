@@ -122,8 +122,4 @@ not copied back
 > torch.cat copies
 -                 parameter.grad = part.view_as(parameter) / dist.get_world_size()
 +                 part /= dist.get_world_size()
-
-never waits
-> were not waited for
--             work.wait()
 """

@@ -91,11 +91,6 @@ backward's all-gather under none [right numbers]
 - of_root = of_block = 1
 + of_root, of_block = 1, 2
 
-none gathers in each microbatch [right numbers]
-> Under none the weights stay until the step ends
-- of_root = of_block = 1
-+ of_block = microbatches
-
 all-gathers of one microbatch [right numbers]
 > These are the all-gathers of 1 microbatch
 - of_root, of_block = microbatches, 2 * microbatches

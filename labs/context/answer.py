@@ -119,11 +119,6 @@ gradients not summed (lightly #1528)
 - dist.reduce_scatter_tensor(part, grad.contiguous())
 + part = grad.chunk(ranks)[rank]
 
-gathered outside of autograd
-> Collectives of torch.distributed are not recorded by autograd
-- Gather.apply(own)[sorting]
-+ Gather.apply(own.detach())[sorting]
-
 gradients of other tokens
 > Gradients come back in order of position
 - [sorting].movedim(0, 3)

@@ -98,9 +98,4 @@ no gradient for x
 > The layers before this one learn from the gradient of x
 - return x_grad, rows_grad
 + return None, rows_grad
-
-average instead of sum
-> This is the average over the ranks
-- rows_grad[: len(rows)]
-+ rows_grad[: len(rows)] / size
 """

@@ -95,14 +95,4 @@ groups made by their members alone
 +     for first in range(per_node):
 +         if rank % per_node == first:
 +             across = dist.new_group(range(first, size, per_node))
-
-the weight is remembered
-> gather returns the weight as it was
--         return weight.chunk(within
-+         shard.whole = weight
-+         return weight.chunk(within
--         weight = rows.new_empty(within.size() * len(rows), rows.shape[1])
--         dist.all_gather_into_tensor(weight, rows, group=within)
--         return weight
-+         return shard.whole
 """

@@ -5,7 +5,7 @@ each wrong answer, with an empty line between two:
 
     its name and source, and [right numbers] if only bytes, memory or order tell, or [hangs]
     > the sentence that it earns
-    - lines of the solution, the first and the last of them perhaps in part
+    - lines of the solution, the first and the last of them perhaps in part, `...` for any between
     + what stands in their place; without such lines they are left out
 """
 
@@ -56,7 +56,9 @@ def patched(solution: str, patch: str) -> str:
         old, new = (re.sub(r"^[-+] ?", "", lines, flags=re.MULTILINE) for lines in (old, new))
         if new:
             old, new = old[:-1], new[:-1]
-        if solution.count(old) != 1:
-            raise ValueError(f"{solution.count(old)} times in the solution: {old}")
-        solution = solution.replace(old, new)
+        parts = re.split(r"^\.\.\.\n", old, flags=re.MULTILINE)
+        found = re.findall(".*?".join(map(re.escape, parts)), solution, re.DOTALL)
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} times in the solution: {old}")
+        solution = solution.replace(found[0], new)
     return solution

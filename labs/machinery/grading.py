@@ -275,10 +275,11 @@ CHECK = '''"""The check of NAME."""
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from labs.machinery.lab import Property, compare_tensors
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
 from labs.machinery.student import check_returned
 
 FUNCTION = "NAME"
@@ -288,26 +289,18 @@ HINTS = ("Where to look.", "What to count.", "The shape of the code.")
 
 
 def input_of(seed: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(13, generator=generator, dtype=torch.float64)
+    return drawn(1000 * seed + rank, (13,))[0]
 
 
-def on_rank(load: Callable, size: int, seed: int, rank: int) -> Tensor:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return what the student's function gives."""
-    found = load()(input_of(seed, rank))
-    check_returned(found, Tensor, "the mean, a tensor")
-    return found
+    return {"mean": check_returned(load()(input_of(seed, rank)), Tensor, "the mean, a tensor")}
 
 
-def properties(results: list[Tensor], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     """Yield what is checked, in order, with what known mistakes would give."""
     total = sum(input_of(seed, rank) for rank in range(size))
-    yield compare_tensors(
-        "output",
-        [{"mean": found} for found in results],
-        [{"mean": total / size}] * size,
-        {"This is the sum over the ranks: the mean is wanted.": [{"mean": total}] * size},
-    )
+    yield compare.tensors("output", results["mean"], total / size, {compare.SUMMED: total})
 '''
 PAGE = """# NAME: the question?
 

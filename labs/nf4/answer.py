@@ -116,12 +116,6 @@ autograd keeps the matrix (unsloth-zoo PR #838) [right numbers]
 +
 +     return quantize, dequantize, multiply
 
-the matrix is remembered [right numbers]
-> The matrix itself is still in memory
--         blocks = matrix.unflatten
-+         quantize.seen = [*getattr(quantize, "seen", []), matrix]
-+         blocks = matrix.unflatten
-
 no gradient for x
 > Nothing comes back through the frozen matrix
 - return quantize, dequantize, Multiply.apply

@@ -76,13 +76,6 @@ gradient of the input alone
 - torch.autograd.backward(out, grad)
 + (x.grad,) = torch.autograd.grad(out, x, grad)
 
-PyTorch's
-> checkpoint is what you are to write
-- return Recompute.apply
-+ from torch.utils.checkpoint import checkpoint
-+
-+     return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
-
 random state not put back [right numbers]
 > Backward leaves the generator where forward was
 -             torch.set_rng_state(now)

@@ -90,9 +90,7 @@ written in place (Lightning #688) [right numbers]
 +             "step": step,
 +             "order": order
 -             new = directory / f"step-{step:08d}"
--             part.rename(new)
--             for old in directory.glob("step-*"):
--                 if old != new:
+- ...
 -                     shutil.rmtree(old)
 +             pass
 - newest = max(directory.glob("step-*"), default=None)
@@ -113,9 +111,7 @@ each rank renames its own file (composer PR #2146) [right numbers]
 +         (part / f"new-{rank}").rename(part / f"rank-{rank}")
 -         if rank == 0:
 -             new = directory / f"step-{step:08d}"
--             part.rename(new)
--             for old in directory.glob("step-*"):
--                 if old != new:
+- ...
 -                     shutil.rmtree(old)
 +
 - newest = max(directory.glob("step-*"), default=None)
@@ -151,12 +147,6 @@ names of steps compared as strings (open-instruct #542) [right numbers]
 > Names are compared as strings
 - {step:08d}
 + {step}
-
-no moments
-> AdamW's moments were not put back
--             "optimizer": optimizer.state_dict(),
-+
--         optimizer.load_state_dict(state["optimizer"])
 
 the data start over (accelerate PR #4232)
 > The data start over

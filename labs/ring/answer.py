@@ -55,17 +55,7 @@ WRONG = """
 rank 0 adds up and sends the sum to all (ARENA; CSE 234's myAllreduce) [right numbers]
 > All of the sum goes through rank 0
 -     chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
-- 
--     for step in range(2 * (size - 1)):
--         outgoing = chunks[(rank - step) % size]
--         incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
--         arrived = torch.empty_like(incoming)
--         sending = dist.isend(outgoing, right)
--         dist.recv(arrived, left)
--         sending.wait()
--         if step < size - 1:  # the first time around, a chunk collects the sum: reduce-scatter
--             incoming += arrived
--         else:  # the second time around, the finished chunk is copied: all-gather
+- ...
 -             incoming.copy_(arrived)
 +     if rank == 0:
 +         arrived = torch.empty_like(total)
@@ -81,9 +71,7 @@ rank 0 adds up and sends the sum to all (ARENA; CSE 234's myAllreduce) [right nu
 the whole tensor goes around (PyTorch's tutorial dist_tuto; kiankyars/microddp) [right numbers]
 > Every rank sends whole tensors
 -     chunks = total.tensor_split(size)  # views of total; their sizes differ by at most 1
-- 
--     for step in range(2 * (size - 1)):
--         outgoing = chunks[(rank - step) % size]
+- ...
 -         incoming = chunks[(rank - step - 1) % size]  # the left rank's outgoing
 +     outgoing, incoming = total.clone(), total
 +
@@ -126,8 +114,4 @@ finished chunks are added again
 > has to replace what a rank has
 - incoming.copy_(arrived)
 + incoming += arrived
-
-sends are not waited for
-> Nobody waits for
--         sending.wait()
 """

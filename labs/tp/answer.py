@@ -134,18 +134,8 @@ no sum in forward
 - return SumInForward.apply(hidden @ w2.T)
 + return hidden @ w2.T
 
-summed outside of autograd
-> Collectives of torch.distributed are not recorded by autograd
-- SumInForward.apply(hidden @ w2.T)
-+ summed((hidden @ w2.T).detach())
-
 the parts are views of whole matrices [right numbers]
 > A chunk is a view
 - [rank].clone() for
 + [rank] for
-
-an all-reduce that nothing waits for
-> nothing waits for the all_reduce
--     dist.all_reduce(total)
-+     work = dist.all_reduce(total, async_op=True)
 """

@@ -109,10 +109,7 @@ whole parameters dealt out in turn (ColossalAI #3953) [right numbers]
 - second) in zip(parameters, moments):
 + second) = parameters[i], moments[i]
 -             grad = torch.empty_like(first)
--             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
--             own = padded(parameter).chunk(size)[rank]
--             adamw(own, grad / size, first, second, lr, decay, count)
--             whole = own.new_empty(len(own) * size)
+- ...
 -             dist.all_gather_into_tensor(whole, own)
 +             whole, grad = parameter.detach().flatten(), parameter.grad.flatten()
 +             dist.all_reduce(grad)
@@ -155,11 +152,6 @@ own gradients
 -             grad = torch.empty_like(first)
 -             dist.reduce_scatter_tensor(grad, padded(parameter.grad))
 +             grad = padded(parameter.grad).chunk(size)[rank] * size
-
-sum instead of average
-> This is the update by the sum over the ranks
-- grad / size
-+ grad
 
 input and output in each other's place
 > reduce_scatter_tensor takes the output first, then the input
