@@ -211,7 +211,9 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
             [attend(q[:, :, own], *first, seen) for own, seen in zip(positions, visible)],
         )
 
-    yield compare.tensors("output", results["out"], outputs, mistakes())
+    nan = "Some numbers are NaN, as softmax gives for a query that sees no key: it sees its own."
+    has_nan = any(bool(out.isnan().any()) for out in results["out"])
+    yield compare.tensors("output", results["out"], outputs, mistakes(), otherwise=nan * has_nan)
     yield check_gradients(results["gradients"], gradients, positions)
     whole = k.nbytes + v.nbytes
     for name in ("forward", "backward"):

@@ -141,7 +141,7 @@ def points_of_solution(lab: str) -> int:
     """Return the points that the solution earns. Raises UserError if it does not pass here."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name).resolve() / f"{lab}.py"
-        copy.write_text(answer_of(lab)[0])
+        copy.write_text(answer_of(lab))
         ((_, result),) = run_guarded([(lab, copy, 0)])
     if not result["passed"]:
         raise UserError(f"the solution of {lab} fails on this machine: {result['text']}")
@@ -215,7 +215,7 @@ def write_gradescope(grades: list[Grade], path: Path) -> None:
 # ------------------------------------------------------------------------ copies, and new labs
 
 
-SOLVED = re.compile("labs/[a-z0-9_]+/answer.py|tests/test_labs")
+SOLVED = re.compile("labs/[a-z0-9_]+/(answer.py|wrong.txt)|tests/test_labs")
 
 
 def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
@@ -262,15 +262,13 @@ def NAME(x: Tensor) -> Tensor:
 
 
 # Why: the idea, its price, and who got it wrong.
-
-
-WRONG = """
+'''
+WRONG = """\
 the sum instead of the mean
 > This is the sum
 - total / dist.get_world_size()
 + total
 """
-'''
 CHECK = '''"""The check of NAME."""
 
 from collections.abc import Callable, Iterator
@@ -317,7 +315,7 @@ def write_lab(name: str, labs: list[str]) -> Iterator[str]:
     """Write the files of a new lab: a small one that works."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"'{name}' cannot be a file of Python: use small letters, as in mean")
-    files = {"answer.py": ANSWER, "check.py": CHECK, "README.md": PAGE}
+    files = {"answer.py": ANSWER, "wrong.txt": WRONG, "check.py": CHECK, "README.md": PAGE}
     paths = {LABS / name / file: text for file, text in files.items()}
     if name in labs:
         raise UserError(f"there is a lab {name}: choose another name")

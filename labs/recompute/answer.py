@@ -50,33 +50,3 @@ def recompute(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # backward the same forward runs again, now recorded, from the same inputs and the same random
 # numbers. A checkpoint around a block that has one already runs attention three times
 # (llama-cookbook #740).
-
-
-WRONG = """
-everything saved [right numbers]
-> Attention runs once a layer, so nothing is recomputed
-- return Recompute.apply
-+ return forward
-
-wrapped twice (llama-cookbook #740) [right numbers]
-> there is a checkpoint within a checkpoint
-- -> Callable[..., Tensor]:
-+ -> Callable[..., Tensor]:
-+     return once(once(forward))
-+
-+
-+ def once(forward):
-
-other random numbers in backward
-> dropout drops others in backward than in forward
--             torch.set_rng_state(ctx.rng_state)
-
-gradient of the input alone
-> Here no gradient reaches the parameters
-- torch.autograd.backward(out, grad)
-+ (x.grad,) = torch.autograd.grad(out, x, grad)
-
-random state not put back [right numbers]
-> Backward leaves the generator where forward was
--             torch.set_rng_state(now)
-"""
