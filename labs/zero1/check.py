@@ -169,8 +169,9 @@ FORMULAS = {
     "The decay is a part of the gradient, as in Adam. In AdamW it shrinks the weights.": dict(
         coupled=True
     ),
-    "eps is under the root, or divided with it: it is added to the root of the corrected second "
-    "moment.": dict(root=lambda v, left: (v / left + EPS).sqrt()),
+    "eps is added under the root: it belongs beside the root of the corrected second moment.": dict(
+        root=lambda v, left: (v / left + EPS).sqrt()
+    ),
     "eps is added before the second moment is corrected: divide by 1 - beta2 ** count first.": dict(
         root=lambda v, left: (v.sqrt() + EPS) / left**0.5
     ),
