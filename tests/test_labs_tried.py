@@ -1,4 +1,4 @@
-"""Right answers in unusual styles pass; wrong ones whose numbers are right have their sentence."""
+"""Right answers in unusual styles pass, and wrong ones get a sentence of their own."""
 
 import pytest
 from test_labs import lab, student_file
