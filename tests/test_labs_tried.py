@@ -81,6 +81,8 @@ PASSES = ""
 TRIED = [
     ("ddp", {"work.wait()": "work.get_future().wait()"}, PASSES),
     ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0])"}, PASSES),
+    ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
+             "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
     ("ddp", FUNCTIONAL, PASSES),
     ("ddp", {SEND: f"        if not parameter.grad.any():\n            return\n{SEND}"},
      "does not come out"),

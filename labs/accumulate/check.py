@@ -78,8 +78,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     shares = [share_of(batch, rank, size) for rank in range(size)]
-    of_ranks = [summed_gradients(model, share) for share in shares]
-    # Of each rank and microbatch: the gradient of it and of those before; and its loss.
+    losses = [summed_gradients(model, share)[0] for share in shares]
+    # Of each rank, for each microbatch: loss, targets and gradient; and gradients as they add up.
     parts = [[summed_gradients(model, part) for part in share.microbatches(1)] for share in shares]
     so_far = [list(itertools.accumulate((g for *_, g in own), plus)) for own in parts]
     names, m = list(so_far[0][0]), len(parts[0])
@@ -98,11 +98,8 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "This is the loss of the last microbatch: the sum over all is wanted.": [
             own[-1][0] for own in parts
         ],
-        "This is the loss of all ranks: each returns that of its own microbatches.": sum(
-            loss for loss, *_ in of_ranks
-        ),
+        "This is the loss of all ranks: each returns that of its own microbatches.": sum(losses),
     }
-    losses = [loss for loss, *_ in of_ranks]
     yield compare.numbers("loss", results["loss"], losses, mistakes)
     mistakes = {
         "No gradient was exchanged: DDP decides in forward whether the next backward will "

@@ -131,49 +131,40 @@ def attend(
     return scores.softmax(-1).nan_to_num() @ v
 
 
-def known_mistakes(own: Tensor, positions: list[Tensor]) -> dict[str, tuple]:
+# Sentence -> what is changed of `attend`.
+CHANGES = {
+    "Products of queries and keys are not divided by the root of E.": dict(scale=1.0),
+    "Products of queries and keys are divided by E, and not by its root.": dict(scale=1 / E),
+    "Heads of keys and values are repeated as 0 1 0 1: neighbours share one, 0 0 1 1, as "
+    "repeat_interleave gives.": dict(tiled=True),
+}
+
+
+def known_mistakes(own: Tensor, positions: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return for a rank with the tokens `own`: sentence -> keys in the order in which a mistake
-    has them, which of them the rank's queries then see, and what else is changed of `attend`."""
-    by_rank = torch.cat(positions)
+    has them, and which of them the rank's queries then see."""
+    by_rank, at, half = torch.cat(positions), own[:, None], len(own) // 2
     every, place = torch.arange(len(by_rank)), by_rank.argsort() % len(own)  # within its rank
     row = torch.arange(len(own))[:, None]
-    ends = torch.cat([half.max().expand(len(half)) for half in own.chunk(2)])[:, None]
-    halves = row // (len(own) // 2) == row.T // (len(own) // 2)
+    ends = torch.cat([chunk.max().expand(half) for chunk in own.chunk(2)])[:, None]
+    own_chunk = row // half == row.T // half
+    by_place = place[own][:, None] >= place
     upper_left = (
         "A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i. But before query "
         "i of a"
     )
-    at, causal = own[:, None], own[:, None] >= every
     return {
         "Gathered keys stand rank after rank. Put them in order of position: otherwise the mask "
-        "hides the wrong keys.": (by_rank, causal),
-        f"{upper_left} chunk there are many tokens.": (every, row % (len(own) // 2) >= every),
+        "hides the wrong keys.": (by_rank, at >= every),
+        f"{upper_left} chunk there are many tokens.": (every, row % half >= every),
         f"{upper_left} rank there are many tokens.": (every, row >= every),
-        "The mask compares places within a rank, and not positions.": (
-            every,
-            place[own][:, None] >= place,
-        ),
+        "The mask compares places within a rank, and not positions.": (every, by_place),
         "Queries attend to the keys of their own rank alone.": (own, at >= own),
         "Queries attend to all keys of their own rank, and to no others.": (own, at >= 0 * own),
-        "Queries attend to the keys of their own chunk alone.": (own, halves & (at >= own)),
+        "Queries attend to the keys of their own chunk alone.": (own, own_chunk & (at >= own)),
         "No mask: queries see later tokens, too.": (every, row >= 0 * every),
         "No mask: queries see later tokens of their chunk, too.": (every, ends >= every),
-        "A token does not see itself: the mask has to let key i be seen by query i.": (
-            every,
-            at > every,
-        ),
-        "Products of queries and keys are not divided by the root of E.": (
-            every,
-            causal,
-            dict(scale=1.0),
-        ),
-        "Products of queries and keys are divided by E, and not by its root.": (
-            every,
-            causal,
-            dict(scale=1 / E),
-        ),
-        "Heads of keys and values are repeated as 0 1 0 1: neighbours share one, 0 0 1 1, as "
-        "repeat_interleave gives.": (every, causal, dict(tiled=True)),
+        "A token does not see itself: query i sees key i, too.": (every, at > every),
     }
 
 
@@ -201,15 +192,15 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
     def mistakes() -> Iterator[tuple[str, list[Tensor]]]:
         known = [known_mistakes(own, positions) for own in positions]
         for text in known[0]:
-            yield text, [attend(q[:, :, own], k[:, :, keys], v[:, :, keys], visible, **dict(*how))
-                         for own, (keys, visible, *how) in
-                         zip(positions, (of_rank[text] for of_rank in known))]  # fmt: skip
+            pairs = zip(positions, (of_rank[text] for of_rank in known))
+            yield text, [attend(q[:, :, own], k[:, :, keys], v[:, :, keys], visible)
+                         for own, (keys, visible) in pairs]  # fmt: skip
+        causal = [(q[:, :, own], own[:, None] >= torch.arange(T)) for own in positions]
+        for text, change in CHANGES.items():
+            yield text, [attend(own, k, v, visible, **change) for own, visible in causal]
         first = [tensor[:1].expand_as(tensor) for tensor in (k, v)]
-        visible = [own[:, None] >= torch.arange(T) for own in positions]
-        yield (
-            "All sequences attend to the keys and values of the first.",
-            [attend(q[:, :, own], *first, seen) for own, seen in zip(positions, visible)],
-        )
+        text = "All sequences attend to the keys and values of the first."
+        yield text, [attend(own, *first, visible) for own, visible in causal]
 
     nan = "Some numbers are NaN, as softmax gives for a query that sees no key: it sees its own."
     has_nan = any(bool(out.isnan().any()) for out in results["out"])

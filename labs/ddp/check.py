@@ -93,12 +93,14 @@ def noted_order(events: list[str]) -> Iterator[None]:
             def on_wait() -> None:
                 if not is_over:
                     is_over.append(events.append("waited"))
-                    events.extend(["changed"] * (tensor._version > version))
+                    is_changed = tensor._version > version and not noted.has_future
+                    events.extend(["changed"] * is_changed)
 
             if work is None:
-                on_wait()
+                events.append("waited")
                 return None
-            return NotedWork(work, on_wait)
+            noted = NotedWork(work, on_wait)
+            return noted
 
         return call
 
