@@ -87,10 +87,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         ],
         "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
         "This is the sum over all targets: the mean is wanted.": sums,
-        "Rank 0 alone divides the sum: all have to.": [
-            mean,
-            *[sums] * (size - 1),
-        ],
+        "Rank 0 alone divides the sum: all have to.": [mean, *[sums] * (size - 1)],
         mean_of_means: {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums},
         "Here each rank divides the sum by its own number of targets, and ranks have different "
         "ones.": [times(sums, 1 / n) for n in counts],
