@@ -168,7 +168,7 @@ def why(args: argparse.Namespace) -> Iterator[str]:
     check_of(args.lab)
     if args.lab not in read_state()["passed"] and not args.give_up:
         raise UserError(f"you have not passed {args.lab} yet: --give-up shows the solution anyway")
-    yield answer_of(args.lab)[0].strip()
+    yield answer_of(args.lab).strip()
     for wrong in wrong_answers(args.lab):
         lines = textwrap.indent(f"> {wrong.says}\n{wrong.patch}", "  ")
         yield f"\n\nWrong: {wrong.name}\n{lines.rstrip()}"

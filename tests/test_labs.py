@@ -22,7 +22,7 @@ from labs.machinery import answers
 
 LABS = ROOT / "labs"
 NAMES = run.NAMES
-ANSWERS = {name: answers.answer_of(name)[0] for name in NAMES}
+ANSWERS = {name: answers.answer_of(name) for name in NAMES}
 WRONG = [(name, wrong) for name in NAMES for wrong in answers.wrong_answers(name)]
 
 
@@ -63,7 +63,7 @@ def test_starters_are_the_solutions_without_the_marked_part(name):
 def test_there_are_enough_wrong_answers(name):
     of_lab = answers.wrong_answers(name)
     assert len(of_lab) >= 4
-    assert len(of_lab) == (LABS / name / "answer.py").read_text().count("\n> ")  # all are read
+    assert len(of_lab) == (LABS / name / "wrong.txt").read_text().count("\n> ")  # all are read
     assert {"right numbers"} <= {wrong.tells for wrong in of_lab} <= {"right numbers", "hangs", ""}
 
 
@@ -119,7 +119,7 @@ def test_commands(copy):
     assert "passed. The project's own is `update` in train.py" in in_copy(copy, "check", name)
     assert re.search(r"^mean .* passed$", in_copy(copy), re.MULTILINE)
     shown = in_copy(copy, "why", name)
-    assert "# Why: " in shown and "Wrong: mean of means" in shown and "WRONG" not in shown
+    assert "# Why: " in shown and "Wrong: mean of means" in shown
     assert json.loads((copy / "labs/work/.state").read_text())["hints"] == {name: 3}
     in_copy(copy, "reset", name)
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
@@ -183,7 +183,7 @@ def test_released_copies_have_no_solutions(tmp_path):
     copy = tmp_path / "class"
     assert "no solutions" in lab("release", copy)
     solved = [path for path in copy.rglob("*.py") if "dist.all_reduce(totals)" in path.read_text()]
-    assert solved == [] and not list(copy.rglob("answer.py"))
+    assert solved == [] and not [*copy.rglob("answer.py"), *copy.rglob("wrong.txt")]
     assert "ask your teacher" in in_copy(copy, "why", "mean", "--give-up", code=2)
     (copy / "labs/work").mkdir()
     student_file("mean", copy / "labs/work")

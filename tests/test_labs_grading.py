@@ -222,7 +222,7 @@ def test_a_new_lab_works(copy):
     out = in_copy(copy, "new", "median")
     assert "labs/median/answer.py" in out and "labs/median/check.py" in out
     assert "not written yet: about 5 lines" in in_copy(copy, "check", "median", code=1)
-    answer, _ = (copy / "labs/median/answer.py").read_text().split("\nWRONG = ")
+    answer = (copy / "labs/median/answer.py").read_text()
     (copy / "labs/work/median.py").write_text(answer)
     assert "passed. The project's own is" in in_copy(copy, "check", "median")
     wrong = answer.replace("total / dist.get_world_size()", "total")

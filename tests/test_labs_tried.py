@@ -1,4 +1,4 @@
-"""Right answers in unusual styles pass; wrong ones whose numbers are right have their sentence."""
+"""Right answers in unusual styles pass, and wrong ones get a sentence of their own."""
 
 import pytest
 from test_labs import lab, student_file
@@ -81,6 +81,8 @@ PASSES = ""
 TRIED = [
     ("ddp", {"work.wait()": "work.get_future().wait()"}, PASSES),
     ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0])"}, PASSES),
+    ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
+             "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
     ("ddp", FUNCTIONAL, PASSES),
     ("ddp", {SEND: f"        if not parameter.grad.any():\n            return\n{SEND}"},
      "does not come out"),
@@ -122,6 +124,30 @@ TRIED = [
                     "    total = 0.0": "    import torch\n\n    total = 0.0"}, "barrier"),
     ("accumulate", {TOTAL: f"        vars(runner).setdefault('x', []).append(loss.data)\n{TOTAL}"},
      "keeps more tensors in memory"),
+    # Wrong formulas, known by the numbers that they give.
+    ("zero1", {"square.sqrt() + EPS": "(square + EPS).sqrt()"}, "eps is added under the root"),
+    ("zero1", {"parameters, moments, count =": "shown, parameters, moments, count = {},",
+               "padded(parameter.grad))": "shown.setdefault(parameter, padded(parameter.grad)))"},
+     "Every step has the gradients of the first"),
+    ("context", {"mask, enable_gqa=True": "mask, scale=1.0, enable_gqa=True"}, "the root of E"),
+    ("context", {"chunk[:, None] >=": "chunk[:, None] >"}, "A token does not see itself"),
+    ("logits", {"- vocab_start": "- dist.get_rank() * logits.shape[1]"},
+     "look for targets from [0, 34, 66] on"),
+    ("mean", {"parameter.grad *= min(1.0, clip / norm)": "parameter.grad.clamp_(-clip, clip)"},
+     "Each element is cut off at `clip`"),
+    ("mean", {"grad /= totals[1]": "grad /= 1 if dist.get_rank() else totals[1]"},
+     "Rank 0 alone divides"),
+    ("ddp", {SEND: f"{SEND}        parameter.grad /= dist.get_world_size()\n",
+             "            parameter.grad /= dist.get_world_size()\n": ""}, "after wait()"),
+    ("accumulate", {"== len(microbatches) - 1": "== 1"}, "averaged after microbatch 2 of 4"),
+    ("fsdp", {"            weight_grad = ": "            dist.all_reduce(x_grad)\n"
+              "            weight_grad = "}, "The last matrix has its right gradient"),
+    ("nf4", {"scales = blocks.abs().amax(2)":
+             "scales = blocks.gather(2, blocks.abs().argmax(2, True))[..., 0]",
+             "scales.clamp(min=1e-30)": "scales.where(scales != 0, 1e-30)"}, "has the sign of"),
+    ("tp", {"return SumInForward.apply(hidden @ w2.T)":
+            "total = SumInForward.apply(hidden @ w2.T)\n"
+            "        return hidden @ w2.T if rank else total"}, "Rank 0 alone has what is right"),
 ]  # fmt: skip
 
 

@@ -1,23 +1,15 @@
 """The check of labs/accumulate."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import train
-from labs.machinery import student
-from labs.machinery.lab import (
-    Property,
-    batch_of,
-    compare_numbers,
-    compare_tensors,
-    exactly,
-    share_of,
-    small_model,
-    summed_gradients,
-    world_of,
-)
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
+from labs.machinery.lab import batch_of, share_of, small_model, summed_gradients, world_of
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from parallel import World
@@ -60,7 +52,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     accumulate = load()
     with Live(model.parameters()) as live, Counted(world) as counted:
         loss = accumulate(runner, microbatches)
-    check_returned(loss, torch.Tensor, "the sum of the losses, a tensor")
+    check_returned(loss, Tensor, "the sum of the losses, a tensor")
     peaks.append(live.peak)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     ran, off = len(forwards), not runner.require_backward_grad_sync
@@ -83,92 +75,96 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     shares = [share_of(batch, rank, size) for rank in range(size)]
-    of_ranks = [summed_gradients(model, share) for share in shares]
-    firsts, lasts = ([summed_gradients(model, share.microbatches(1)[i])[2] for share in shares]
-                     for i in (0, -1))  # fmt: skip
-    names, m = list(of_ranks[0][2]), len(shares[0].tokens)
-    average = {name: sum(g[name] for *_, g in of_ranks) / size for name in names}
-    first, last = ({name: sum(g[name] for g in own) / size for name in names}
-                   for own in (firsts, lasts))  # fmt: skip
-    losses = [loss for loss, *_ in of_ranks]
-    last_losses = [summed_gradients(model, share.microbatches(1)[-1])[0] for share in shares]
+    losses = [summed_gradients(model, share)[0] for share in shares]
+    # Of each rank, for each microbatch: loss, targets and gradient; and gradients as they add up.
+    parts = [[summed_gradients(model, part) for part in share.microbatches(1)] for share in shares]
+    so_far = [list(itertools.accumulate((g for *_, g in own), plus)) for own in parts]
+    names, m = list(so_far[0][0]), len(parts[0])
+
+    def averaged(own: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: sum(g[name] for g in own) / size for name in names}
+
+    def averaged_after(i: int) -> list[dict[str, Tensor]]:
+        """Return what there is if microbatch `i` averages what has added up, and no other does."""
+        average = averaged([own[i] for own in so_far])
+        return [plus(average, plus(own[-1], own[i], -1)) for own in so_far]
+
+    last = averaged([own[-1][2] for own in parts])
+    average = averaged([own[-1] for own in so_far])
     mistakes = {
-        "This is the loss of the last microbatch: the sum over all is wanted.": last_losses,
+        "This is the loss of the last microbatch: the sum over all is wanted.": [
+            own[-1][0] for own in parts
+        ],
         "This is the loss of all ranks: each returns that of its own microbatches.": sum(losses),
     }
-    yield compare_numbers("loss", [r["loss"] for r in results], losses, mistakes)
-    yield compare_tensors(
-        "gradients",
-        [r["gradients"] for r in results],
-        average,
-        {
-            "No gradient was exchanged: DDP decides in forward whether the next backward will "
-            "communicate, and in the last forward it was still told not to.": [
-                g for *_, g in of_ranks
-            ],
-            "The first microbatch's gradient was averaged, the others' not: what adds up "
-            "afterwards stays on its rank.": [
-                {name: first[name] + g[name] - own[name] for name in names}
-                for (*_, g), own in zip(of_ranks, firsts)
-            ],
-            "The last microbatch's gradient was averaged, the others' not: a hook on the incoming "
-            "gradient sees that of one microbatch, not the sum in parameter.grad.": [
-                {name: last[name] + g[name] - own[name] for name in names}
-                for (*_, g), own in zip(of_ranks, lasts)
-            ],
-            "This is the gradient of the last microbatch alone: gradients add up over all.": last,
-            f"The gradient is divided by the number of microbatches, {m}: these are sums, which "
-            f"are divided once, by the number of targets.": {
-                name: g / m for name, g in average.items()
-            },
+    yield compare.numbers("loss", results["loss"], losses, mistakes)
+    mistakes = {
+        "No gradient was exchanged: DDP decides in forward whether the next backward will "
+        "communicate, and in the last forward it was still told not to.": [
+            own[-1] for own in so_far
+        ],
+        **{
+            f"Gradients were averaged after microbatch {i + 1} of {m}: what adds up afterwards "
+            f"stays on its rank.": averaged_after(i)
+            for i in range(m - 1)
         },
-    )
+        "The last microbatch's gradient was averaged, the others' not: a hook on the incoming "
+        "gradient sees that of one microbatch, not the sum in parameter.grad.": [
+            plus(last, plus(own[-1], of_last[-1][2], -1)) for own, of_last in zip(so_far, parts)
+        ],
+        "This is the gradient of the last microbatch alone: gradients add up over all.": last,
+        f"The gradient is divided by the number of microbatches, {m}: these are sums, which are "
+        f"divided once, by the number of targets.": compare.times(average, 1 / m),
+    }
+    yield compare.tensors("gradients", results["gradients"], average, mistakes)
     if student.AGAIN:
-        yield compare_tensors("one microbatch", [r["one"] for r in results], first)
+        first = averaged([own[0] for own in so_far])
+        yield compare.tensors("one microbatch", results["one"], first)
     expected = sum(p.nbytes for p in model.parameters())
-    yield exactly(
+    yield compare.exactly(
         "bytes a step",
-        [r["sent"].get(GRADIENTS, (0, 0))[1] for r in results],
+        [sent.get(GRADIENTS, (0, 0))[1] for sent in results["sent"]],
         expected,
         "{:,}; gradients have {:,}",
-        {
-            m * expected: f"Gradients are sent in each of the {m} microbatches: numbers are right, "
-            "and slow."
-        },
+        {m * expected: f"Gradients are sent in each of the {m} microbatches: right, and slow."},
     )
-    others = {name for r in results for key in r["sent"] if key != GRADIENTS for name in key[1:]}
+    others = {name for sent in results["sent"] for _, name in sent.keys() - {GRADIENTS}}
     yield Property("nothing else", ", ".join(sorted(others)) or "is sent", not others)
-    yield exactly(
+    yield compare.exactly(
         "forwards",
-        [r["forwards"] for r in results],
+        results["forwards"],
         m,
         "{}; {} are wanted, one of each microbatch",
         "Each microbatch runs forward once: what runs again costs a third of a step.",
     )
-    off = any(r["off"] for r in results)
+    off = any(results["off"])
     yield Property(
         "afterwards",
         f"DDP {'does not send' if off else 'sends'} in the next backward",
         not off,
         "DDP is still told not to send when your function returns: leave the context of no_sync.",
     )
-    one, most = max((r["peaks"] for r in results), key=lambda peaks: peaks[1] / peaks[0])
+    one, most = max(results["peaks"], key=lambda peaks: peaks[1] / peaks[0])
     yield Property(
         "live memory",
         f"{most:,} bytes at most, with one microbatch {one:,}",
         most < 1.5 * one,
         "Activations of all microbatches exist at once: backward of each frees them.",
     )
-    has_graph = any(r["has a graph"] for r in results)
+    has_graph = any(results["has a graph"])
     yield Property(
         "returned loss",
         "with its graph" if has_graph else "without a graph",
         not has_graph,
         "Who keeps this loss keeps what its graph holds: detach it.",
     )
+
+
+def plus(a: dict[str, Tensor], b: dict[str, Tensor], times: int = 1) -> dict[str, Tensor]:
+    return {name: a[name] + times * b[name] for name in a}
 
 
 RUN = Run()

@@ -9,17 +9,10 @@ import torch
 from costs.machines import assumed_machine
 from costs.seconds import collective_time
 from labs.ddp import check as ddp
+from labs.machinery import compare
 from labs.machinery.clock import Clock, Span
-from labs.machinery.lab import (
-    CONFIG,
-    Property,
-    batch_of,
-    nbytes_of,
-    sentence,
-    share_of,
-    unexpected,
-    world_of,
-)
+from labs.machinery.compare import Property
+from labs.machinery.lab import CONFIG, batch_of, share_of, world_of
 from labs.machinery.student import check_returned
 from model import Llama
 from parallel import ParallelConfig
@@ -76,8 +69,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     world, model, batch = world_of(rank, size), deep_model(seed), rows_of(seed, rank)
     gradients = []
     with new_clock() as clock:
-        finish = load()(model)
-        check_returned(finish, Callable, "a function")
+        finish = check_returned(load()(model), Callable, "a function")
         for _ in range(STEPS):
             model.zero_grad(set_to_none=False)  # who forgets a parameter finds zeros, and no error
             clock.restart()
@@ -97,21 +89,19 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    model, spans = deep_model(seed), results[0]["spans"]
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    model, spans = deep_model(seed), results["spans"][0]
     sent = sum(span.lane == "network" for span in spans)
-    pending = max(r["pending"] for r in results)
-    yield Property(
-        "waited for",
-        f"{sent - pending} of {sent} all-reduces",
-        sent > 0 and not pending,
-        "Some all-reduces were not waited for: call wait() of what each returned."
-        if sent
-        else "Nothing is sent.",
-    )
+    pending = max(results["pending"])
+    mistakes = {
+        "Nothing is sent.": not sent,
+        "Some all-reduces were not waited for: call wait() of what each returned.": pending,
+    }
+    text = f"{sent - pending} of {sent} all-reduces"
+    yield Property("waited for", text, sent > 0 and not pending, mistakes)
     last = "tok_embeddings.weight"  # whose gradient is ready last
     yield ddp.compare_steps(
-        [r["gradients"] for r in results],
+        results["gradients"],
         deep_model(seed),
         [rows_of(seed, rank) for rank in range(size)],
         lambda own, total: {
@@ -119,15 +109,15 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "in what was sent, and have to be copied back.": own,
             "The gradient that is ready last was not exchanged. The last bucket is hardly ever "
             "full: send it when backward is over.": [{last: g[last]} for g in own],
-            "This is the sum over the ranks: the average is wanted.": total,
+            compare.SUMMED: total,
         },
     )
     expected = sum(p.nbytes for p in model.parameters())
-    nbytes = unexpected([nbytes_of(r["sent"]) for r in results], expected)
+    nbytes = compare.unexpected(map(compare.nbytes_of, results["sent"]), expected)
     tied = nbytes == expected + model.output.weight.nbytes
     text = f"{nbytes:,}; gradients have {expected:,}"
     yield Property("bytes a step", text, nbytes == expected, ddp.TIED if tied else TWICE)
-    seconds = max(r["seconds"] for r in results)
+    seconds = max(results["seconds"])
     best, number = best_of_equal_buckets(seed)
     yield Property(
         "step time",
@@ -162,39 +152,37 @@ def best_of_equal_buckets(seed: int) -> tuple[float, int]:
     return min(map(step, range(1000, 200_000, 1000)))
 
 
-def why_slow(spans: list[Span], gradients: int, best: int) -> str:
-    """Return what is wrong with the order of a slow step, where `best` buckets are best."""
+def why_slow(spans: list[Span], gradients: int, best: int) -> dict[str, bool]:
+    """Return what may be wrong with the order of a step, where `best` buckets are best."""
     products = [span for span in spans if span.lane == "compute"]
     sent = [span for span in spans if span.lane == "network"]
-    return sentence(
-        {
-            "Backward stands still while a bucket travels. Wait for all of them after backward, in "
-            "the function that you return.": any(a.end < b.start for a, b in pairwise(products)),
-            "All gradients are in one bucket, which leaves when the last of them is ready: nothing "
-            "travels while backward computes.": len(sent) == 1,
-            "Nothing travels while backward computes, as what leaves first waits for the gradient "
-            "that is ready last. Backward begins with the last layer: begin with its "
-            "gradients.": sent[0].start >= products[-1].end,
-            "Every gradient travels alone, and every all-reduce takes some time to start, however "
-            "little it sends: join several.": len(sent) >= gradients,
-            "These buckets are too small: starting so many all-reduces takes too long.": (
-                len(sent) > best
-            ),
-            "These buckets are too large: the network waits for the first to be full, or has much "
-            "left to do when backward is over.": True,
-        }
-    )
+    return {
+        "Backward stands still while a bucket travels. Wait for all of them after backward, in the "
+        "function that you return.": any(a.end < b.start for a, b in pairwise(products)),
+        "All gradients are in one bucket, which leaves when the last of them is ready: nothing "
+        "travels while backward computes.": len(sent) == 1,
+        "Nothing travels while backward computes, as what leaves first waits for the gradient that "
+        "is ready last. Backward begins with the last layer: begin with its "
+        "gradients.": sent[0].start >= products[-1].end,
+        "Every gradient travels alone, and every all-reduce takes some time to start, however "
+        "little it sends: join several.": len(sent) >= gradients,
+        "These buckets are too small: starting so many all-reduces takes too long.": (
+            len(sent) > best
+        ),
+        "These buckets are too large: the network waits for the first to be full, or has much left "
+        "to do when backward is over.": True,
+    }
 
 
-def picture(results: list[dict], size: int, seed: int) -> str:
+def picture(results: dict[str, list], size: int, seed: int) -> str:
     """Return the time line of rank 0."""
     legend = "F is forward, B backward, 1 2 3 ... are all-reduces, + is several, . is idle."
-    return f"{results[0]['picture']}\n{legend}"
+    return f"{results['picture'][0]}\n{legend}"
 
 
-def drawing(results: list[dict], size: int, seed: int) -> str:
+def drawing(results: dict[str, list], size: int, seed: int) -> str:
     """Draw the same as an SVG."""
-    return results[0]["drawing"]
+    return results["drawing"][0]
 
 
 # In training, a function of the same kind takes the same place as in ddp.

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from costs.traffic import Traffic
-from labs.machinery.lab import Property, first_rank
+from labs.machinery.compare import Property
+from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
 from model import LlamaConfig
 from parallel import ParallelConfig

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import techniques.context_parallel as context_parallel
-from labs.machinery.lab import Property, by_kind, compare_tensors, drawn, nbytes_of, sentence
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Counted
@@ -74,9 +76,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     and how much was computed."""
     whole, grad = inputs(seed, size)
     T = grad.shape[2]
-    given = load()(T)
-    check_returned(given, (Tensor, Callable), "a tensor of positions and a function")
-    positions, attention = given
+    what = "a tensor of positions and a function"
+    positions, attention = check_returned(load()(T), (Tensor, Callable), what)
     if positions.dim() != 1 or positions.dtype != torch.int64:
         raise TypeError(
             f"positions have shape {list(positions.shape)} and dtype {positions.dtype}, and "
@@ -88,8 +89,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         return {"positions": of_ranks[rank]}
     own = [tensor[:, :, positions].requires_grad_() for tensor in whole]
     with Counted(None) as forward, Pairs() as computed:
-        out = attention(*own)
-    check_returned(out, Tensor, "the output of attention, a tensor")
+        out = check_returned(attention(*own), Tensor, "the output of attention, a tensor")
     if out.shape != own[0].shape:
         raise TypeError(
             f"the output of attention has shape {list(out.shape)}, and q "
@@ -120,36 +120,51 @@ def problem(positions: list, T: int) -> str:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, tiled: bool = False) -> Tensor:
-    """Return attention of queries to the keys that are visible [queries, keys] to them. By mistake
-    heads are `tiled`: 0 1 0 1 in place of 0 0 1 1."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, tiled: bool = False, scale: float = E**-0.5
+) -> Tensor:
+    """Return attention of queries to the keys that are visible [queries, keys] to them, 0 where
+    none is. By mistake heads are `tiled`: 0 1 0 1 in place of 0 0 1 1."""
     heads = torch.arange(KV).repeat(H // KV)
     k, v = (tensor[:, heads if tiled else heads.sort().values] for tensor in (k, v))
-    scores = (q @ k.mT / E**0.5).masked_fill(~visible, -torch.inf)
-    return scores.softmax(-1) @ v
+    scores = (scale * (q @ k.mT)).masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+# Sentence -> what is changed of `attend`.
+CHANGES = {
+    "Products of queries and keys are not divided by the root of E.": dict(scale=1.0),
+    "Products of queries and keys are divided by E, and not by its root.": dict(scale=1 / E),
+    "Heads of keys and values are repeated as 0 1 0 1: neighbours share one, 0 0 1 1, as "
+    "repeat_interleave gives.": dict(tiled=True),
+}
 
 
 def known_mistakes(own: Tensor, positions: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return for a rank with the tokens `own`: sentence -> keys in the order in which a mistake
     has them, and which of them the rank's queries then see."""
-    by_rank = torch.cat(positions)
+    by_rank, at, half = torch.cat(positions), own[:, None], len(own) // 2
     every, place = torch.arange(len(by_rank)), by_rank.argsort() % len(own)  # within its rank
     row = torch.arange(len(own))[:, None]
-    ends = torch.cat([half.max().expand(len(half)) for half in own.chunk(2)])[:, None]
+    ends = torch.cat([chunk.max().expand(half) for chunk in own.chunk(2)])[:, None]
+    own_chunk = row // half == row.T // half
+    by_place = place[own][:, None] >= place
     upper_left = (
         "A mask, or is_causal, that starts at key 0 lets query i see keys 0 to i. But before query "
         "i of a"
     )
-    by_place = place[own][:, None] >= place
     return {
         "Gathered keys stand rank after rank. Put them in order of position: otherwise the mask "
-        "hides the wrong keys.": (by_rank, own[:, None] >= every),
-        f"{upper_left} chunk there are many tokens.": (every, row % (len(own) // 2) >= every),
+        "hides the wrong keys.": (by_rank, at >= every),
+        f"{upper_left} chunk there are many tokens.": (every, row % half >= every),
         f"{upper_left} rank there are many tokens.": (every, row >= every),
         "The mask compares places within a rank, and not positions.": (every, by_place),
-        "Queries attend to the keys of their own rank alone.": (own, own[:, None] >= own),
+        "Queries attend to the keys of their own rank alone.": (own, at >= own),
+        "Queries attend to all keys of their own rank, and to no others.": (own, at >= 0 * own),
+        "Queries attend to the keys of their own chunk alone.": (own, own_chunk & (at >= own)),
         "No mask: queries see later tokens, too.": (every, row >= 0 * every),
         "No mask: queries see later tokens of their chunk, too.": (every, ends >= every),
+        "A token does not see itself: query i sees key i, too.": (every, at > every),
     }
 
 
@@ -165,77 +180,66 @@ def reference(seed: int, size: int, positions: list[Tensor]) -> tuple[list, list
     return outputs, gradients
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     (q, k, v), _ = inputs(seed, size)
-    T, ranks = q.shape[2], range(size)
-    wrong = problem([r["positions"] for r in results], T)
+    T = q.shape[2]
+    wrong = problem(results["positions"], T)
     text = wrong or f"each of {T} tokens is on one rank, {T // size} on each"
     yield Property("positions", text, not wrong, "Each token belongs to one rank.")
-    positions = [torch.tensor(r["positions"]) for r in results]
+    positions = list(map(torch.tensor, results["positions"]))
     outputs, gradients = reference(seed, size, positions)
-    known = [known_mistakes(own, positions) for own in positions]
 
-    def mistaken(rank: int, keys: Tensor, visible: Tensor) -> Tensor:
-        return attend(q[:, :, positions[rank]], k[:, :, keys], v[:, :, keys], visible)
+    def mistakes() -> Iterator[tuple[str, list[Tensor]]]:
+        known = [known_mistakes(own, positions) for own in positions]
+        for text in known[0]:
+            pairs = zip(positions, (of_rank[text] for of_rank in known))
+            yield text, [attend(q[:, :, own], k[:, :, keys], v[:, :, keys], visible)
+                         for own, (keys, visible) in pairs]  # fmt: skip
+        causal = [(q[:, :, own], own[:, None] >= torch.arange(T)) for own in positions]
+        for text, change in CHANGES.items():
+            yield text, [attend(own, k, v, visible, **change) for own, visible in causal]
+        first = [tensor[:1].expand_as(tensor) for tensor in (k, v)]
+        text = "All sequences attend to the keys and values of the first."
+        yield text, [attend(own, *first, visible) for own, visible in causal]
 
-    yield compare_tensors(
-        "output",
-        [r["out"] for r in results],
-        outputs,
-        {name: [mistaken(rank, *known[rank][name]) for rank in ranks] for name in known[0]}
-        | {
-            "Heads of keys and values are repeated as 0 1 0 1: neighbours share one, 0 0 1 1, as "
-            "repeat_interleave gives.": [
-                attend(q[:, :, own], k, v, own[:, None] >= torch.arange(T), tiled=True)
-                for own in positions
-            ]
-        },
-    )
-    yield check_gradients([r["gradients"] for r in results], gradients, positions)
+    nan = "Some numbers are NaN, as softmax gives for a query that sees no key: it sees its own."
+    has_nan = any(bool(out.isnan().any()) for out in results["out"])
+    yield compare.tensors("output", results["out"], outputs, mistakes(), otherwise=nan * has_nan)
+    yield check_gradients(results["gradients"], gradients, positions)
     whole = k.nbytes + v.nbytes
     for name in ("forward", "backward"):
-        yield check_bytes(name, [r[name] for r in results], whole, q.nbytes)
-    yield check_pairs([r["pairs"] for r in results], T, positions)
+        yield check_bytes(name, results[name], whole, q.nbytes)
+    yield check_pairs(results["pairs"], T, positions)
 
 
 def check_gradients(
     found: list[dict], of_ranks: list[tuple[Tensor, ...]], positions: list[Tensor]
 ) -> Property:
     """Return whether each rank has its rows of the sums of what all ranks' outputs cause."""
-    unrecorded = (
-        "Collectives of torch.distributed are not recorded by autograd: k and v get their "
-        "gradients from the backward that you write."
-    ) * any(of_rank["k"] is None for of_rank in found)
 
     def rows(values: tuple[Tensor, ...], own: Tensor) -> dict[str, Tensor]:
         return {name: value[:, :, own] for name, value in zip("qkv", values)}
 
     size = len(found)
-    q, k, v = (sum(of_tensor) for of_tensor in zip(*of_ranks))
-    expected = [rows((q, k, v), own) for own in positions]
-    in_a_row = [rows((q, k, v), part) | {"q": of_rank["q"]} for part, of_rank in
-                zip(torch.arange(q.shape[2]).chunk(size), expected)]  # fmt: skip
-    return compare_tensors(
-        "gradients",
-        found,
-        expected,
-        {
-            "Other ranks' queries use these keys and values, too: their part of the gradients is "
-            "not added.": [rows(own, part) for own, part in zip(of_ranks, positions)],
-            "This is the average over the ranks: the sum is wanted.": [
-                rows((q, k / size, v / size), own) for own in positions
-            ],
-            "Gradients come back in order of position, and a rank got those of tokens that it does "
-            "not have.": in_a_row,
-        },
-        otherwise=unrecorded,
-    )
+    q, k, v = sums = [sum(of_tensor) for of_tensor in zip(*of_ranks)]
+    in_a_row = torch.arange(q.shape[2]).chunk(size)
+    mistakes = {
+        "Other ranks' queries use these keys and values, too: their part of the gradients is not "
+        "added.": list(map(rows, of_ranks, positions)),
+        compare.AVERAGED: [rows((q, k / size, v / size), own) for own in positions],
+        "Gradients come back in order of position, and a rank got those of tokens that it does not "
+        "have.": [rows(sums, part) | {"q": q[:, :, own]} for part, own in zip(in_a_row, positions)],
+    }
+    expected, unrecorded = [rows(sums, own) for own in positions], ""
+    if any(of_rank["k"] is None for of_rank in found):
+        unrecorded = f"{compare.NOT_RECORDED}k and v get their gradients by your backward."
+    return compare.tensors("gradients", found, expected, mistakes, otherwise=unrecorded)
 
 
 def check_bytes(name: str, sent: list[dict], whole: int, queries: int) -> Property:
     """Return whether keys and values, or their gradients, are sent once. Where a rank sends to one
     other at a time, it may be less."""
-    kinds = by_kind(max(sent, key=nbytes_of))
+    kinds = compare.by_kind(max(sent, key=compare.nbytes_of))
     total = sum(nbytes for _, nbytes in kinds.values())
     mistakes = {
         "An all-reduce sends twice as much as an all-gather of all ranks' parts, or as a "
@@ -253,7 +257,7 @@ def check_bytes(name: str, sent: list[dict], whole: int, queries: int) -> Proper
     shown = ", ".join(f"{kind} of {kinds[kind][1]:,} bytes" for kind in sorted(kinds))
     text = f"{shown or 'nothing'}; keys and values have {whole:,}"
     is_right = total <= whole and "all-reduce" not in kinds
-    return Property(name, text, is_right, sentence(mistakes))
+    return Property(name, text, is_right, mistakes)
 
 
 def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
@@ -280,7 +284,7 @@ def check_pairs(pairs: list[int], T: int, positions: list[Tensor]) -> Property:
     }
     text = f"{pairs} of query and key; at most {limit} on each rank"
     is_right = sum(pairs) >= needed and max(pairs) <= limit
-    return Property("pairs", text, is_right, sentence(mistakes))
+    return Property("pairs", text, is_right, mistakes)
 
 
 RUN = Run(flags="--cp 2")

@@ -9,21 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labs.machinery import student
-from labs.machinery.lab import (
-    Property,
-    at_most,
-    batch_of,
-    by_kind,
-    compare_tensors,
-    exactly,
-    nbytes_of,
-    plural,
-    share_of,
-    small_model,
-    summed_gradients,
-    world_of,
-)
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
+from labs.machinery.lab import batch_of, plural, share_of, small_model, summed_gradients, world_of
 from labs.machinery.ranks import NotedWork
 from labs.machinery.student import check_returned, tensors_alive
 from labs.machinery.training import Run, after_backward, replace_ddp
@@ -39,9 +27,8 @@ POINT = "order: what may travel while backward computes"
 LEADS_TO = "parallel.py", "ddp"
 SIZES = 2, 3, 4
 BARRED = (
+    *student.SHARDING,
     "torch.nn.parallel.DistributedDataParallel",
-    "torch.distributed.fsdp.fully_shard",
-    "parallel.parallelize",
     "parallel.ddp",
     "techniques.zero1.ZeRO1",
 )
@@ -67,8 +54,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: events.append("ready"))
     with noted_order(events):
-        finish = load()(model)
-        check_returned(finish, Callable, "a function")
+        finish = check_returned(load()(model), Callable, "a function")
         for _ in range(STEPS):
             model.zero_grad()
             with Counted(world) as counted:
@@ -101,15 +87,20 @@ def noted_order(events: list[str]) -> Iterator[None]:
         def call(*args, **kwargs):
             events.append("sent")
             work, is_over = original(*args, **kwargs), []
+            tensor = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            version = tensor._version
 
             def on_wait() -> None:
                 if not is_over:
                     is_over.append(events.append("waited"))
+                    is_changed = tensor._version > version and not noted.has_future
+                    events.extend(["changed"] * is_changed)
 
             if work is None:
-                on_wait()
+                events.append("waited")
                 return None
-            return NotedWork(work, on_wait)
+            noted = NotedWork(work, on_wait)
+            return noted
 
         return call
 
@@ -131,9 +122,11 @@ class Functional(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    counts = [[r["events"].count(event) for event in ("sent", "waited")] for r in results]
-    sent, waited = max(counts, key=lambda n: n[0] - n[1])
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    events = results["events"]
+    counts = [[of_rank.count(event) for event in ("sent", "waited", "changed")]
+              for of_rank in events]  # fmt: skip
+    sent, waited, _ = max(counts, key=lambda n: n[0] - n[1])
     yield Property(
         "waited for",
         f"{waited} of {sent} sums",
@@ -142,42 +135,42 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         f"are still under way.",
     )
     text = "{} tensors or handles more after a step than before"
-    yield at_most("kept", [r["kept"] for r in results], 0, text, KEPT)
+    yield compare.at_most("kept", results["kept"], 0, text, KEPT)
     model = small_model(seed)
     expected = sum(p.nbytes for p in model.parameters())
-    yield exactly(
-        "bytes a step",
-        [bytes_of(r["sent"], expected) for r in results],
-        expected,
-        "{:,}; gradients have {:,}",
-        {
-            expected + model.output.weight.nbytes: TIED,
-            2 * expected: "Twice as much as one all-reduce of each gradient sends.",
-            expected // 2: "Half of the bytes: gradients are in float64, and are sent so.",
-            0: "Nothing is sent.",
-        },
-    )
+    sent = [bytes_of(of_rank, expected) for of_rank in results["sent"]]
+    fewer = "Fewer than the gradients have: each is sent, whole, however small it is."
+    mistakes = {n: fewer for n in sent if n < expected} | {
+        expected + model.output.weight.nbytes: TIED,
+        2 * expected: "Twice as much as one all-reduce of each gradient sends.",
+        expected // 2: "Half of the bytes: gradients are in float64, and are sent so.",
+        0: "Nothing is sent.",
+    }
+    text = "{:,}; gradients have {:,}"
+    yield compare.exactly("bytes a step", sent, expected, text, mistakes)
+    changed = max(n for _, _, n in counts)
+    text = f"{plural(changed, 'gradient')} changed while under way"
+    yield Property("untouched", text, not changed, "Divide when the sum is there, after wait().")
     yield compare_steps(
-        [r["gradients"] for r in results],
+        results["gradients"],
         model,
         [share(seed, rank, size) for rank in range(size)],
         lambda own, total: {
             "No gradient was exchanged, though bytes were sent. A hook is given the parameter: its "
             "gradient is parameter.grad.": own,
-            "This is the sum over the ranks: the average is wanted.": total,
+            "The sum is divided by the number of ranks twice.": compare.times(total, 1 / size**2),
+            compare.SUMMED: total,
         },
     )
-    early, sent = min((left_early(r["events"]) for r in results), key=lambda n: n[0] / max(n[1], 1))
-    yield Property(
-        "leave early",
-        f"{early} of {sent} left before the last gradient was ready",
-        early >= max(sent, 1) / 2,
+    early, sent = min(map(left_early, events), key=lambda n: n[0] / max(n[1], 1))
+    mistakes = {
+        "No sum of torch.distributed is seen here: send by all_reduce.": not sent,
         "A rank sends when backward is over, so gradients wait for all others. A gradient may "
-        "leave as soon as it is there."
-        if sent
-        else "No sum of torch.distributed is seen here: send by all_reduce.",
-    )
-    most = min(most_under_way(r["events"]) for r in results)
+        "leave as soon as it is there.": True,
+    }
+    text = f"{early} of {sent} left before the last gradient was ready"
+    yield Property("leave early", text, early >= max(sent, 1) / 2, mistakes)
+    most = min(map(most_under_way, events))
     yield Property(
         "under way",
         f"at most {most} at once",
@@ -195,9 +188,11 @@ def compare_steps(found: list, model: Llama, shares: list[Batch], mistakes: Call
         total = {name: sum(g[name] for g in own) for name in own[0]}
         average = {name: g / len(shares) for name, g in total.items()}
         reference = f"the average, in {len(found[0])} steps"
-        compared = compare_tensors(
-            "gradients", list(of_step), average, mistakes(own, total), reference
-        )
+        known = mistakes(own, total)
+        if skipped := [n for n in average if not compare.same(of_step[0][n], average[n])]:
+            text = f"Some gradients were not exchanged, such as that of {skipped[0]}."
+            known[text] = [{name: g[name] for name in skipped} for g in own]
+        compared = compare.tensors("gradients", list(of_step), average, known, reference)
         if not compared.ok:
             break
         for name, parameter in model.named_parameters():
@@ -208,11 +203,11 @@ def compare_steps(found: list, model: Llama, shares: list[Batch], mistakes: Call
 def bytes_of(sent: dict, expected: int) -> int:
     """Return a rank's bytes. A reduce-scatter and an all-gather, a little padded, are what an
     all-reduce is."""
-    halves = by_kind(sent)
+    halves = compare.by_kind(sent)
     if halves.keys() == {"reduce-scatter", "all-gather"}:
         if all(expected <= nbytes < 1.02 * expected for _, nbytes in halves.values()):
             return expected
-    return nbytes_of(sent)
+    return compare.nbytes_of(sent)
 
 
 def left_early(events: list[str]) -> tuple[int, int]:
@@ -222,7 +217,7 @@ def left_early(events: list[str]) -> tuple[int, int]:
 
 
 def most_under_way(events: list[str]) -> int:
-    under_way = itertools.accumulate({"sent": 1, "waited": -1, "ready": 0}[e] for e in events)
+    under_way = itertools.accumulate({"sent": 1, "waited": -1}.get(e, 0) for e in events)
     return max(under_way)
 
 

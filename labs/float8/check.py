@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import techniques.float8 as float8
-from labs.machinery.lab import Property, Values, at_most, compare_tensors, nbytes_of
+from labs.machinery import compare
+from labs.machinery.compare import Property, Values
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Counted, Live
@@ -80,8 +81,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         with Live([source, weight, grad]) as live, Counted(None) as counted:
             before = live.now
             x = source * 1  # a tensor that nobody else keeps
-            y = float8_linear(x, weight)
-            check_returned(y, Tensor, "x @ weight.T, a tensor")
+            y = check_returned(float8_linear(x, weight), Tensor, "x @ weight.T, a tensor")
             del x
             found["kept"] = max(found["kept"], live.now - before - y.nbytes)
             found["recorded"] |= "ToCopyBackward0" in recorded(y.grad_fn)
@@ -241,32 +241,23 @@ def ratio(found: Tensor, expected: Tensor) -> float | None:
     return value.item() if is_multiple else None
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     outputs, gradients = layer(seed, size, Roundings())
     exact, _ = layer(seed, size, Roundings(None, None, None))
     off = (outputs[0]["near 1"] - exact[0]["near 1"]).norm() / exact[0]["near 1"].norm()
-    found = [r["output"] for r in results]
+    found = results["output"]
     mistakes = ((text, layer(seed, size, how)[0]) for text, how in OF_OUTPUT.items())
-    yield compare_tensors(
-        "output",
-        found,
-        outputs,
-        {},
-        f"that of rounded numbers, {100 * off:.1f} % off the exact one",
-        sentence_for(found, outputs, mistakes),
-    )
-    found = [r["gradients"] for r in results]
+    reference = f"that of rounded numbers, {100 * off:.1f} % off the exact one"
+    sentence = sentence_for(found, outputs, mistakes)
+    yield compare.tensors("output", found, outputs, {}, reference, sentence)
+    found = results["gradients"]
     if missing := [name for of_rank in found for name, g in of_rank.items() if g is None]:
-        yield Property(
-            "gradients",
-            f"{missing[0]} has none",
-            False,
-            "Backward returns two gradients, that of x and that of weight.",
-        )
+        mistake = "Backward returns two gradients, that of x and that of weight."
+        yield Property("gradients", f"{missing[0]} has none", False, mistake)
         return
     mistakes = ((text, layer(seed, size, how)[1]) for text, how in OF_GRADIENTS.items())
     sentence = sentence_for(found, gradients, mistakes)
-    if any(r["recorded"] for r in results):
+    if any(results["recorded"]):
         sentence = (
             "Autograd has recorded your casts: backward of a cast casts the gradient to 8 bits, "
             "and that without a scale."
@@ -274,30 +265,27 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     zeros = sum(int((of_rank["far apart, x"] == 0).sum()) for of_rank in found)
     text = f"{zeros} of {TOKENS * IN} numbers of x's gradient"
     yield Property("died", text, not zeros, f"The gradient dies: {text} are 0. {sentence}")
-    yield compare_tensors("gradients", found, gradients, {}, "those of rounded numbers", sentence)
+    yield compare.tensors("gradients", found, gradients, {}, "those of rounded numbers", sentence)
 
     weights = [tensors(seed, "near 1")[1].chunk(size, dim=1)[rank] for rank in range(size)]
-    yield compare_tensors(
-        "untouched",
-        [r["weights"]["near 1"] for r in results],
-        weights,
-        {},
-        "as they were",
+    mistake = (
         "You have rounded the weight in place. An update is much smaller than the distance of two "
-        "codes, so a weight that is kept in 8 bits would not learn.",
+        "codes, so a weight that is kept in 8 bits would not learn."
     )
+    found = [of_rank["near 1"] for of_rank in results["weights"]]
+    yield compare.tensors("untouched", found, weights, {}, "as they were", mistake)
     columns = max(weight.shape[1] for weight in weights)
-    yield at_most(
+    yield compare.at_most(
         "live memory",
-        [r["kept"] for r in results],
+        results["kept"],
         columns * (TOKENS + OUT) + 64,
         "{:,} bytes between forward and backward, and may be {:,}",
         "A number of x takes 8 bytes, and its code 1: keep the codes, and not x.",
     )
     of_gradient = "All ranks have the whole gradient, and find its largest number by themselves."
     own = "A rank finds the largest number of its own columns, and sends only that."
-    sent = [nbytes_of(r["sent"]) for r in results]
-    yield at_most(
+    sent = list(map(compare.nbytes_of, results["sent"]))
+    yield compare.at_most(
         "bytes sent", sent, 16, "{}; two numbers have {}", of_gradient if max(sent) == 24 else own
     )
 

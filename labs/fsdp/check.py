@@ -8,16 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labs.machinery.lab import (
-    Property,
-    at_most,
-    by_kind,
-    compare_tensors,
-    drawn,
-    sentence,
-    unexpected,
-)
-from labs.machinery.student import check_returned
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
+from labs.machinery.student import SHARDING, check_returned
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -29,14 +23,7 @@ NEEDS = "`autograd.Function`, padding"
 POINT = "memory is paid for in bytes"
 LEADS_TO = "parallel.py", "fsdp"
 SIZES = 2, 3, 4
-BARRED = (
-    "torch.distributed.fsdp.fully_shard",
-    "torch.distributed.fsdp.FullyShardedDataParallel",
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor.distribute_tensor",
-    "parallel.parallelize",
-    "parallel.fsdp",
-)
+BARRED = *SHARDING, "parallel.fsdp"
 HINTS = (
     "Look at the two pictures in the docstring of `fsdp`: what does a rank hold, and what does it "
     "gather when?",
@@ -54,11 +41,16 @@ TOKENS = 5  # of a rank
 LIMIT = sum(TOKENS * width * 8 for width in [*WIDTHS[1:], 97])
 WHOLE = sum(out * width * 8 for out, width in zip(WIDTHS[1:], WIDTHS))
 UNEVEN = "The last ranks have fewer rows, and collectives take as much of each rank: pad them."
-UNRECORDED = (
-    "Collectives of torch.distributed are not recorded by autograd: rows gets its gradient from "
-    "the backward that you write."
+ERRORS = {
+    "invalid tensor size": UNEVEN,
+    "outputShape": UNEVEN,
+    "returned an invalid gradient": "A gradient has the shape of what it is the gradient of: of "
+    "what was padded, give back what was there before.",
+}
+OF_X = (
+    "The last matrix has its right gradient, which does not depend on what backward gives x, and "
+    "those before have not. x is a rank's own: its gradient is grad @ weight, not a sum."
 )
-ERRORS = {"invalid tensor size": UNEVEN, "outputShape": UNEVEN}
 
 
 def matrices(seed: int) -> list[Tensor]:
@@ -84,15 +76,14 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         held = live.now
         out = x
         for rows, width in zip(slices, WIDTHS[1:]):
-            out = sharded_linear(out, rows, width)
-            check_returned(out, Tensor, "x @ weight.T, a tensor")
+            out = check_returned(sharded_linear(out, rows, width), Tensor, "x @ weight.T, a tensor")
             out = torch.tanh(out)
         for _ in range(100):  # a collective may free its buffers a little later
             if (kept := live.now - held) > LIMIT:
                 time.sleep(0.01)
         (out**2).sum().backward()
     gradients = [t.grad for t in (x, *slices)]
-    sent = by_kind(counted.sent)
+    sent = compare.by_kind(counted.sent)
     return {"out": out.detach(), "gradients": gradients, "sent": sent, "kept": kept}
 
 
@@ -110,54 +101,52 @@ def reference(seed: int, size: int) -> tuple[list[Tensor], list[list[Tensor]]]:
     return outputs, gradients
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     outputs, of_ranks = reference(seed, size)
-    names = [f"matrix {i}" for i in range(len(WIDTHS) - 1)]
-    yield compare_tensors("output", [r["out"] for r in results], outputs)
-    missing = {name for r in results for name, g in zip(["x", *names], r["gradients"]) if g is None}
-    if missing:
-        of_x = "The layers before this one learn from the gradient of x."
-        mistake = UNRECORDED if names[-1] in missing else of_x
-        yield Property("gradients", f"{min(missing)} has none", False, mistake)
+    names = ["x", *(f"matrix {i}" for i in range(len(WIDTHS) - 1))]
+    yield compare.tensors("output", results["out"], outputs)
+    found = [dict(zip(names, gradients)) for gradients in results["gradients"]]
+    if missing := sorted({name for own in found for name in names if own[name] is None}):
+        mistake = "The layers before this one learn from the gradient of x."
+        if names[-1] in missing:
+            mistake = compare.NOT_RECORDED + "the gradient of rows is for your backward."
+        yield Property("gradients", f"{missing[0]} has none", False, mistake)
         return
-
-    def sliced(of_matrices: list[Tensor], rank: int) -> dict[str, Tensor]:
-        return {name: rows_of(g, rank, size) for name, g in zip(names, of_matrices)}
-
     sums = [sum(of_matrix) for of_matrix in zip(*(g[1:] for g in of_ranks))]
-    xs = [{"x": g[0]} for g in of_ranks]
-    yield compare_tensors(
+
+    def gradients(of_matrices: list[Tensor], rank: int) -> dict[str, Tensor]:
+        rows = (rows_of(g, rank, size) for g in of_matrices)
+        return dict(zip(names, (of_ranks[rank][0], *rows)))
+
+    last = [{names[-1]: rows_of(sums[-1], rank, size)} for rank in range(size)]
+    yield compare.tensors(
         "gradients",
-        [dict(zip(["x", *names], r["gradients"])) for r in results],
-        [xs[rank] | sliced(sums, rank) for rank in range(size)],
+        found,
+        [gradients(sums, rank) for rank in range(size)],
         {
             "No gradient was exchanged: a rank's rows need what all ranks' sequences say.": [
-                xs[rank] | sliced(of_ranks[rank][1:], rank) for rank in range(size)
+                gradients(of_ranks[rank][1:], rank) for rank in range(size)
             ],
-            "This is the average over the ranks: the sum is wanted.": [
-                xs[rank] | sliced([s / size for s in sums], rank) for rank in range(size)
-            ],
+            compare.AVERAGED: [gradients([s / size for s in sums], rank) for rank in range(size)],
+            OF_X: last,
         },
     )
-    kept = [r["kept"] for r in results]
+    kept = results["kept"]
     mistakes = {
         "The whole matrix is kept from forward to backward, in every layer: that is what "
         "--reshard none does. Drop it, and gather it again.": max(kept) > WHOLE / 2,
         "Backward needs x and rows, which are there: what else you save is kept for nothing.": True,
     }
     text = "{:,} bytes between forward and backward, and may be {:,}"
-    yield at_most("live memory", kept, LIMIT, text, sentence(mistakes))
+    yield compare.at_most("live memory", kept, LIMIT, text, mistakes)
     padded = sum(-(-out // size) * size * width * 8 for out, width in zip(WIDTHS[1:], WIDTHS))
-    wanted = {
-        "all-gather": (2 * len(names), 2 * padded),
-        "reduce-scatter": (len(names), padded),
-    }
-    sent = unexpected([r["sent"] for r in results], wanted)
+    n = len(names) - 1
+    wanted = {"all-gather": (2 * n, 2 * padded), "reduce-scatter": (n, padded)}
+    sent = compare.unexpected(results["sent"], wanted)
     others = ", ".join(sorted(sent.keys() - wanted.keys()))
     gathers, needed = (of.get("all-gather", (0, 0))[0] for of in (sent, wanted))
     mistakes = {
-        "An all-reduce gives every rank all of the sum, at twice the price of the slice that it "
-        "needs: reduce-scatter.": others == "all-reduce",
+        compare.ALL_REDUCED: others == "all-reduce",
         f"Instead there is {others}.": others,
         "Forward needs the matrix once, and backward once: more gathers give the same.": (
             gathers > needed
@@ -169,7 +158,7 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     for name, (calls, nbytes) in wanted.items():
         found = sent.get(name, (0, 0))
         text = f"{found[0]} with {found[1]:,} bytes; {calls} with {nbytes:,} are wanted"
-        yield Property(name, text, found == (calls, nbytes), sentence(mistakes))
+        yield Property(name, text, found == (calls, nbytes), mistakes)
     yield Property("nothing else", others or "is sent", not others)
 
 

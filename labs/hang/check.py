@@ -13,7 +13,7 @@ from itertools import zip_longest
 from random import Random
 from typing import NamedTuple
 
-from labs.machinery.lab import Property
+from labs.machinery.compare import Property
 from labs.machinery.student import check_returned
 
 FUNCTION = "culprit"

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
-from labs.machinery.lab import Property, at_most, compare_tensors, exactly
-from labs.machinery.student import check_returned
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.student import SHARDING, check_returned
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
@@ -21,13 +22,7 @@ POINT = "the same numbers, over the wrong link"
 LEADS_TO = "parallel.py", "with_mesh"
 SIZES = 4, 6, 8
 NODES = {4: 2, 6: 2, 8: 4}  # of so many ranks
-BARRED = (
-    "torch.distributed.fsdp.fully_shard",
-    "torch.distributed.fsdp.FullyShardedDataParallel",
-    "parallel.with_mesh",
-    "parallel.parallelize",
-    "parallel.fsdp",
-)
+BARRED = *SHARDING, "parallel.with_mesh", "parallel.fsdp"
 HINTS = (
     "Look at the mesh at the head of parallel.py: which ranks are neighbours?",
     "Count the bytes of each exchange whose ranks are in different nodes. Which one has to cross, "
@@ -60,12 +55,10 @@ def tensors(seed: int, rank: int) -> tuple[Tensor, Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Shard, gather and reduce with the student's functions. Return what came out and was sent."""
     weight, gradient = tensors(seed, rank)
-    three = load()(size // NODES[size])
-    check_returned(three, (Callable,) * 3, "three functions: shard, gather and reduce")
-    shard, gather, reduce = three
+    what = "three functions: shard, gather and reduce"
+    shard, gather, reduce = check_returned(load()(size // NODES[size]), (Callable,) * 3, what)
     with Live([weight]) as live:
-        rows = shard(weight)
-    check_returned(rows, Tensor, "the rows of a rank from shard, a tensor")
+        rows = check_returned(shard(weight), Tensor, "the rows of a rank from shard, a tensor")
     del weight  # from here on it lives only if the student keeps it
     kept = live.now
     with Counted(None) as gathered:
@@ -84,17 +77,17 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     }
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     per_node = size // NODES[size]
     weight, _ = tensors(seed, 0)
     gradients = [tensors(seed, rank)[1] for rank in range(size)]
     total = sum(gradients)
-    rows = [r["rows"] for r in results]
+    rows = results["rows"]
     counts = [len(own) for own in rows]
     yield Property("rows kept", f"{counts} of {ROWS}", len(set(counts)) == 1)
-    yield compare_tensors(
+    yield compare.tensors(
         "gathered",
-        [r["whole"] for r in results],
+        results["whole"],
         weight + 1,
         {"gather returns the weight as it was when it was sharded.": weight},
         "the whole weight, of rows that have changed",
@@ -103,70 +96,56 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     node_of = [range(first, first + per_node) for first in range(0, size, per_node)]
     of_nodes = [sum(gradients[rank] for rank in node) for node in node_of]
     own_node = [of_nodes[rank // per_node] for rank in range(size)]
-    twice = [sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
-             for rank in range(size)]  # fmt: skip
-    yield compare_tensors(
-        "gradients",
-        [r["sum"] for r in results],
-        [total[own] for own in rows],
-        {
-            "Each node has the sum over its own ranks: nodes drift apart.": [
-                of_node[own] for of_node, own in zip(own_node, rows)
-            ],
-            "This is the average over the ranks: the sum is wanted.": [
-                total[own] / size for own in rows
-            ],
-            "Sums are divided by the number of nodes: the sum over all ranks is wanted.": [
-                total[own] / NODES[size] for own in rows
-            ],
-            "The sum was taken twice within the node, and never across: the second is for the "
-            "ranks of other nodes that keep the same rows.": twice,
-        },
-        "the sum over all ranks",
-    )
+    wanted = [total[own] for own in rows]
+    mistakes = {
+        "Each node has the sum over its own ranks: nodes drift apart.": [
+            of_node[own] for of_node, own in zip(own_node, rows)
+        ],
+        compare.AVERAGED: compare.times(wanted, 1 / size),
+        "Sums are divided by the number of nodes: the sum over all ranks is wanted.": compare.times(
+            wanted, 1 / NODES[size]
+        ),
+        "The sum was taken twice within the node, and never across: the second is for the ranks of "
+        "other nodes that keep the same rows.": [
+            sum(own_node[rank][rows[other]] for other in node_of[rank // per_node])
+            for rank in range(size)
+        ],
+    }
+    yield compare.tensors("gradients", results["sum"], wanted, mistakes, "the sum over all ranks")
 
     def exchanges(what: str, across: bool) -> list[list[tuple]]:
         """Return each rank's collectives that cross between nodes, or do not."""
-        return [[(name, nbytes, len(ranks)) for (ranks, name), (_, nbytes) in r[what].items()
+        return [[(name, nbytes, len(ranks)) for (ranks, name), (_, nbytes) in sent.items()
                  if (len({rank // per_node for rank in ranks}) > 1) == across]
-                for r in results]  # fmt: skip
+                for sent in results[what]]  # fmt: skip
 
-    def shown(found: list[list[tuple]]) -> list[str]:
+    def shown(what: str, across: bool) -> list[str]:
         texts = ([f"{name} of {nbytes:,} bytes over {n} ranks" for name, nbytes, n in of_rank]
-                 for of_rank in found)  # fmt: skip
+                 for of_rank in exchanges(what, across))  # fmt: skip
         return ["; ".join(of_rank) or "nothing" for of_rank in texts]
 
     mistake = FSDP if counts[0] * size == ROWS else TRANSPOSED
-    crossing = shown(exchanges("gather", across=True))
-    yield exactly("gather crosses", crossing, "nothing", "{}; {} has to", mistake)
+    crossing = shown("gather", across=True)
+    yield compare.exactly("gather crosses", crossing, "nothing", "{}; {} has to", mistake)
     in_node = f" of {weight.nbytes:,} bytes over {per_node} ranks"
-    yield exactly(
-        "gather in node",
-        shown(exchanges("gather", across=False)),
-        f"all-gather{in_node}",
-        "{}",
-        "One all-gather is enough.",
-    )
+    found, mistake = shown("gather", across=False), "One all-gather is enough."
+    yield compare.exactly("gather in node", found, f"all-gather{in_node}", "{}", mistake)
     whole = (
         f"The whole gradient crosses, {per_node} times as much as is needed: reduce-scatter within "
         f"the node first."
     )
-    yield exactly(
+    yield compare.exactly(
         "reduce crosses",
         [sum(nbytes for _, nbytes, _ in found) for found in exchanges("reduce", across=True)],
         weight.nbytes // per_node,
         "{:,} bytes; {:,} have to",
         {weight.nbytes: whole},
     )
-    yield exactly(
-        "reduce in node",
-        shown(exchanges("reduce", across=False)),
-        f"reduce-scatter{in_node}",
-        "{}",
-        "Within the node each rank needs its slice of the sum: one reduce-scatter.",
-    )
+    mistake = "Within the node each rank needs its slice of the sum: one reduce-scatter."
+    found = shown("reduce", across=False)
+    yield compare.exactly("reduce in node", found, f"reduce-scatter{in_node}", "{}", mistake)
     limit, text = max(counts) * WIDTH * 8, "{:,} bytes on a rank, and may be {:,}"
-    yield at_most("kept", [r["kept"] for r in results], limit, text, VIEW)
+    yield compare.at_most("kept", results["kept"], limit, text, VIEW)
 
 
 # Two nodes of two ranks. The lab says nothing about the norm of sharded gradients: no clipping.

@@ -9,16 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import parallel
-from labs.machinery import student
-from labs.machinery.lab import (
-    Property,
-    at_most,
-    by_kind,
-    compare_numbers,
-    compare_tensors,
-    same,
-    sentence,
-)
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
@@ -32,9 +24,8 @@ POINT = "three numbers a token instead of the vocabulary"
 LEADS_TO = "parallel.py", "ShardedVocabulary"
 SIZES = 2, 3, 4
 BARRED = (
+    *student.SHARDING,
     "torch.distributed.tensor.parallel.loss_parallel",
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor.distribute_tensor",
     "parallel.ShardedVocabulary",
     "techniques.chunked_loss.chunked_loss",
     "techniques.passes.cross_entropy_in_few_passes",
@@ -79,7 +70,7 @@ def tensors(seed: int) -> tuple[list[Tensor], Tensor]:
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Compute loss and gradient of both. Return them, with the largest tensor and what was sent."""
     both, targets = tensors(seed)
-    starts = [0, *(part.shape[1] for part in both[0].chunk(size, 1))]
+    starts = [int(part[0]) for part in torch.arange(VOCABULARY).chunk(size)]
     losses, gradients, kept = [], [], []
     cross_entropy = load()
     for whole in both:
@@ -87,7 +78,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         with LargestTensor() as largest, Counted(None) as counted:
             with Live([logits, targets]) as live:
                 before = live.now
-                loss = cross_entropy(logits, targets, sum(starts[: rank + 1]))
+                loss = cross_entropy(logits, targets, starts[rank])
                 check_returned(loss, Tensor, "the loss, a tensor")
                 kept.append((live.now - before) / logits.nbytes)
             scaled = loss * SCALE
@@ -100,7 +91,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "losses": losses,
         "gradients": gradients,
         "largest": largest.shape,
-        "sent": by_kind(counted.sent),
+        "sent": compare.by_kind(counted.sent),
         "kept": max(kept),
     }
 
@@ -120,15 +111,22 @@ class LargestTensor(TorchDispatchMode):
 def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[str, list[Tensor]]]:
     """Yield sentences, each with the loss that its mistake gives on every rank."""
     counts, parts = targets != IGNORE, logits.chunk(size, 1)
-    is_here = [torch.isin(targets, part) for part in torch.arange(VOCABULARY).chunk(size)]
-    target = logits.gather(1, torch.where(counts, targets, 0)[:, None])[:, 0] * counts
-    of_target = [target * here for here in is_here]
-    lse, own = logits.logsumexp(1), [part.logsumexp(1) for part in parts]
-    largest = [part.amax(1) for part in parts]
+    starts = [int(part[0]) for part in torch.arange(VOCABULARY).chunk(size)]
+
+    def logit(part: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return a rank's logits of targets, 0 where it has none, if its part begins at `start`;
+        and where it has one."""
+        column = targets - start
+        here = counts & (0 <= column) & (column < part.shape[1])
+        return part.gather(1, torch.where(here, column, 0)[:, None])[:, 0] * here, here
 
     def total(of_tokens: Tensor) -> Tensor:
         return of_tokens[counts].sum()
 
+    of_target, is_here = zip(*map(logit, parts, starts))
+    target = sum(of_target)
+    lse, own = logits.logsumexp(1), [part.logsumexp(1) for part in parts]
+    largest = [part.amax(1) for part in parts]
     own_part = (
         "Each rank normalizes over its own part of the vocabulary: the sum of exponentials has to "
         "be that over all of it."
@@ -141,6 +139,19 @@ def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[s
         "The logit of the target is missing on ranks that do not have it: add it up as well.",
         [total(lse - t) for t in of_target],
     )
+    yield (
+        "Only targets of rank 0's part have their logit in the loss. The others' parts begin at "
+        "vocab_start.",
+        [total(lse - of_target[0])] * size,
+    )
+    widths = [[part.shape[1] for part in parts], [VOCABULARY // size] * size]
+    for wrong in ([rank * width for rank, width in enumerate(of)] for of in widths):
+        at_wrong = sum(t for t, _ in map(logit, parts, wrong))
+        yield (
+            f"The ranks look for targets from {wrong} on, and their parts begin at {starts}: that "
+            f"is vocab_start.",
+            [total(lse - at_wrong)] * size,
+        )
     first = sum(torch.where(here, target, part[:, 0]) for here, part in zip(is_here, parts))
     yield (
         "A rank that does not have the target adds the logit of another entry: it has to add 0.",
@@ -157,65 +168,58 @@ def known_losses(logits: Tensor, targets: Tensor, size: int) -> Iterator[tuple[s
     )
 
 
-def known_gradients(logits: Tensor, targets: Tensor, size: int) -> dict[str, list[Tensor]]:
-    """Return the gradient on each rank, as "", and what known mistakes give, by their sentences."""
+def known_gradients(logits: Tensor, targets: Tensor, size: int) -> dict[str, Tensor]:
+    """Return the gradient of all logits, "", and those of mistakes, by sentence."""
     counts, entries = (targets != IGNORE)[:, None], torch.arange(VOCABULARY)
-    is_here = [torch.isin(targets, part)[:, None] for part in entries.chunk(size)]
+    rank_of = torch.cat([torch.full_like(p, rank) for rank, p in enumerate(entries.chunk(size))])
+    is_first = torch.cat([p == p[0] for p in entries.chunk(size)])  # of its rank's entries
+    has_target = counts & (rank_of[targets.clamp(0)][:, None] == rank_of)
     onehot = (targets[:, None] == entries).double()
     softmax = SCALE * logits.softmax(1)
     whole = (softmax - SCALE * onehot) * counts
-    right = whole.chunk(size, 1)
     own = torch.cat([part.softmax(1) for part in logits.chunk(size, 1)], 1)
     return {
-        "": right,
-        "This is the softmax alone: where the target is, 1 has to be subtracted.": (
-            (softmax * counts).chunk(size, 1)
+        "": whole,
+        "This is the softmax alone: where the target is, 1 has to be subtracted.": softmax * counts,
+        "Tokens whose target is IGNORE have a gradient.": softmax - SCALE * onehot,
+        "Every rank subtracts 1 from one of its entries: only the rank that has the target does.": (
+            whole - SCALE * (counts & ~has_target & is_first).double()
         ),
-        "Tokens whose target is IGNORE have a gradient.": (
-            (softmax - SCALE * onehot).chunk(size, 1)
-        ),
-        "Every rank subtracts 1 from one of its entries: only the rank that has the target does.": [
-            part - SCALE * (~here & counts).double() * (torch.arange(part.shape[1]) == 0)
-            for part, here in zip(right, is_here)
-        ],
         "A rank has a gradient only for targets in its own part: but its logits lower the "
-        "probability of every target.": [part * here for part, here in zip(right, is_here)],
+        "probability of every target.": whole * has_target,
         "Each rank normalizes over its own part of the vocabulary.": (
-            (SCALE * (own - onehot) * counts).chunk(size, 1)
+            SCALE * (own - onehot) * counts
         ),
         "Backward is given the gradient of the loss, which is not 1: multiply by it.": (
-            (whole / SCALE).chunk(size, 1)
+            whole / SCALE
         ),
         "The gradient is counted once for each rank, and all have the same loss: once is enough.": (
-            (whole * size).chunk(size, 1)
+            whole * size
         ),
     }
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     both, targets = tensors(seed)
     for i, (whole, kind) in enumerate(zip(both, ("", "large "))):
-        found = [r["losses"][i] for r in results]
+        found, gradients = ([of[i] for of in results[key]] for key in ("losses", "gradients"))
         right = F.cross_entropy(whole, targets, ignore_index=IGNORE, reduction="sum")
-        known = [pair for shift in (0, whole.amax(1, keepdim=True))
-                 for pair in known_losses(whole - shift, targets, size)]  # fmt: skip
-        mistakes = {sentence: of_ranks for sentence, of_ranks in known
-                    if all(map(same, found, of_ranks))}  # fmt: skip
         if not torch.stack(found).isfinite().all():
-            yield Property(
-                f"{kind}loss",
-                f"{found[0]:.10g} on rank 0, and {right:.10g} in one process",
-                False,
+            mistake = (
                 "exp of a large logit is infinite, and of a very negative one 0: subtract the "
-                "largest logit of the token first, that over all ranks.",
+                "largest logit of the token first, that over all ranks."
             )
+            text = f"{found[0]:.10g} on rank 0, and {right:.10g} in one process"
+            yield Property(f"{kind}loss", text, False, mistake)
             return
-        yield compare_numbers(f"{kind}loss", found, right, mistakes)
-        known = {text: list(g) for text, g in known_gradients(whole, targets, size).items()}
-        of_ranks = [r["gradients"][i] for r in results]
-        yield compare_tensors(f"{kind}gradients", of_ranks, known.pop(""), known)
+        known = (pair for shift in (0, whole.amax(1, keepdim=True))
+                 for pair in known_losses(whole - shift, targets, size))  # fmt: skip
+        yield compare.numbers(f"{kind}loss", found, right, known)
+        known = {text: list(g.chunk(size, 1))
+                 for text, g in known_gradients(whole, targets, size).items()}  # fmt: skip
+        yield compare.tensors(f"{kind}gradients", gradients, known.pop(""), known)
     width = -(-VOCABULARY // size)
-    shape = max((r["largest"] for r in results), key=torch.Size.numel)
+    shape = max(results["largest"], key=torch.Size.numel)
     yield Property(
         "largest tensor",
         f"{list(shape)}; logits of a rank have up to [{TOKENS}, {width}]",
@@ -225,32 +229,27 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     limit = NUMBERS * TOKENS * 8  # of what a rank puts in; an all-gather puts out that of all
     sent = max(sum(nbytes // (size if kind == "all-gather" else 1)
-                   for kind, (_, nbytes) in r["sent"].items()) for r in results)  # fmt: skip
-    yield Property(
-        "bytes",
-        f"{sent:,}; {NUMBERS} numbers a token are {limit:,}",
-        0 < sent <= limit,
-        sentence(
-            {
-                "Here the numbers of whole parts of the vocabulary are sent. What others need of a "
-                "part is its largest logit, its sum of exponentials, and the target's logit.": (
-                    sent >= TOKENS * width * 8
-                ),
-                "Each rank needs of a token the largest logit, the sum of exponentials, and the "
-                "target's logit, each once.": sent > 0,
-            }
+                   for kind, (_, nbytes) in own.items()) for own in results["sent"])  # fmt: skip
+    mistakes = {
+        "Here the numbers of whole parts of the vocabulary are sent. What others need of a part is "
+        "its largest logit, its sum of exponentials, and the target's logit.": (
+            sent >= TOKENS * width * 8
         ),
-    )
-    yield at_most(
+        "Each rank needs of a token the largest logit, the sum of exponentials, and the target's "
+        "logit, each once.": sent > 0,
+    }
+    text = f"{sent:,}; {NUMBERS} numbers a token are {limit:,}"
+    yield Property("bytes", text, 0 < sent <= limit, mistakes)
+    yield compare.at_most(
         "collectives",
-        [sum(calls for calls, _ in r["sent"].values()) for r in results],
+        [sum(calls for calls, _ in of_rank.values()) for of_rank in results["sent"]],
         2 * NUMBERS,
         "{}, and at most {}",
         "Each collective takes time to start: send the numbers of all tokens at once.",
     )
-    yield at_most(
+    yield compare.at_most(
         "kept",
-        [r["kept"] for r in results],
+        results["kept"],
         2.5,
         "{:.1f} times the bytes of a rank's logits between forward and backward",
         "What backward needs is of the size of the logits once, softmax minus onehot: more is kept "

@@ -6,19 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from labs.machinery.lab import (
-    Property,
-    batch_of,
-    compare_tensors,
-    exactly,
-    nbytes_of,
-    sentence,
-    share_of,
-    small_model,
-    summed_gradients,
-    unexpected,
-    world_of,
-)
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import batch_of, share_of, small_model, summed_gradients, world_of
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from lora import LoRA, adapters, add_adapters, init_adapters
@@ -93,50 +83,31 @@ def train_in_one_process(seed: int, shares: list) -> dict[str, Tensor]:
     return {name: factor.detach() for name, factor in factors.items()}
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     model = model_with_adapters(seed)
     init_adapters(model, seed + 1)
     factors = adapters(model)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in factors}
     start = {name: p.detach() for name, p in factors.items()}
-    yield compare_tensors(
-        "start",
-        [r["start"] for r in results],
-        start,
-        {},
-        "those of init_adapters",
-        "The factors do not start with the values that init_adapters(model, seed) gives them.",
-    )
-    yield compare_tensors(
-        "base",
-        [r["base"] for r in results],
-        base,
-        {},
-        f"as it was, after {STEPS} steps",
-        "The base has changed: only the factors are to be trained.",
-    )
+    mistake = "The factors do not start with the values that init_adapters(model, seed) gives them."
+    yield compare.tensors("start", results["start"], start, {}, "those of init_adapters", mistake)
+    mistake = "The base has changed: only the factors are to be trained."
+    text = f"as it was, after {STEPS} steps"
+    yield compare.tensors("base", results["base"], base, {}, text, mistake)
     shares = [share_of(batch_of(seed), rank, size) for rank in range(size)]
-    yield compare_tensors(
-        "adapters",
-        [r["end"] for r in results],
-        train_in_one_process(seed, shares),
-        {
-            "The adapters have not changed: the optimizer has parameters from before fully_shard, "
-            "which puts new ones in their place.": start,
-            "No gradient was exchanged: each rank trains adapters of its own.": [
-                train_in_one_process(seed, [share]) for share in shares
-            ],
-        },
-        f"those of one process after {STEPS} steps",
-    )
-    yield exactly(
-        "sharded",
-        [r["sharded"] for r in results],
-        len(factors),
-        "{} of {} factors",
-        "fully_shard turns what it shards into DTensors: here some factors are none.",
-    )
-    with_gradients = max((r["with gradients"] for r in results), key=len)
+    mistakes = {
+        "The adapters have not changed: the optimizer has parameters from before fully_shard, "
+        "which puts new ones in their place.": start,
+        "No gradient was exchanged: each rank trains adapters of its own.": [
+            train_in_one_process(seed, [share]) for share in shares
+        ],
+    }
+    right, text = train_in_one_process(seed, shares), f"those of one process after {STEPS} steps"
+    yield compare.tensors("adapters", results["end"], right, mistakes, text)
+    mistake = "fully_shard turns what it shards into DTensors: here some factors are none."
+    n = len(factors)
+    yield compare.exactly("sharded", results["sharded"], n, "{} of {} factors", mistake)
+    with_gradients = max(results["with gradients"], key=len)
     yield Property(
         "frozen base",
         f"{len(with_gradients)} of its {len(base)} parameters have a gradient",
@@ -145,14 +116,14 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     # In forward, in backward, and reduce-scattered; rounded up to equal slices.
     wanted = 3 * sum(-(-len(p) // size) * size * p[0].nbytes for p in factors.values())
-    sent = unexpected([nbytes_of(r["sent"]) for r in results], wanted)
+    sent = compare.unexpected(map(compare.nbytes_of, results["sent"]), wanted)
     mistakes = {
         f"{100 * (1 - wanted / max(sent, 1)):.0f} % of what you send never learns: FSDP gathers "
         f"the frozen base.": sent > wanted,
         "Each block gathers its factors twice and reduce-scatters them once, as by default.": True,
     }
     text = f"{sent:,}; three times the factors, padded, are {wanted:,}"
-    yield Property("bytes a step", text, sent == wanted, sentence(mistakes))
+    yield Property("bytes a step", text, sent == wanted, mistakes)
 
 
 RUN = Run(flags="--microbatch 6", script="finetune_lora.py")

@@ -1,11 +1,11 @@
 """The solution of each lab, its starter, and wrong answers.
 
-In labs/LAB/answer.py the solution lies between marks, and a text WRONG ends the file. It has, of
-each wrong answer, with an empty line between two:
+In labs/LAB/answer.py the solution lies between marks. wrong.txt has, of each wrong answer, with an
+empty line between two:
 
     its name and source, and [right numbers] if only bytes, memory or order tell, or [hangs]
     > the sentence that it earns
-    - lines of the solution, the first and the last of them perhaps in part
+    - lines of the solution, the first and the last of them perhaps in part, `...` for any between
     + what stands in their place; without such lines they are left out
 """
 
@@ -27,12 +27,12 @@ class Wrong(NamedTuple):
     patch: str  # of the solution
 
 
-def answer_of(lab: str) -> list[str]:
-    """Return the solution and the wrong answers. Raises UserError where they were left out."""
-    path = LABS / lab / "answer.py"
+def answer_of(lab: str, file: str = "answer.py") -> str:
+    """Return the solution, or another file. Raises UserError where they were left out."""
+    path = LABS / lab / file
     if not path.exists():
         raise UserError("this copy of the labs has no solutions: ask your teacher")
-    return path.read_text().split('\nWRONG = """\n')
+    return path.read_text()
 
 
 def starter_of(lab: str) -> str:
@@ -40,14 +40,13 @@ def starter_of(lab: str) -> str:
     kept = LABS / lab / "starter.py"  # in a copy without solutions
     if kept.exists():
         return kept.read_text()
-    before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", answer_of(lab)[0], flags=re.MULTILINE)
+    before, gap, _ = re.split(r"^ +# >>>\n|^ +# <<<\n", answer_of(lab), flags=re.MULTILINE)
     return f'{before}    raise NotImplementedError("about {len(gap.splitlines())} lines")\n'
 
 
 def wrong_answers(lab: str) -> list[Wrong]:
     pattern = r"(.+?)(?: \[(.+)\])?\n> (.+)\n((?:[-+].*\n)+)"
-    return [Wrong(*(part or "" for part in parts))
-            for parts in re.findall(pattern, answer_of(lab)[1])]  # fmt: skip
+    return [Wrong(*parts) for parts in re.findall(pattern, answer_of(lab, "wrong.txt"))]
 
 
 def patched(solution: str, patch: str) -> str:
@@ -56,7 +55,9 @@ def patched(solution: str, patch: str) -> str:
         old, new = (re.sub(r"^[-+] ?", "", lines, flags=re.MULTILINE) for lines in (old, new))
         if new:
             old, new = old[:-1], new[:-1]
-        if solution.count(old) != 1:
-            raise ValueError(f"{solution.count(old)} times in the solution: {old}")
-        solution = solution.replace(old, new)
+        parts = re.split(r"^\.\.\.\n", old, flags=re.MULTILINE)
+        found = re.findall(".*?".join(map(re.escape, parts)), solution, re.DOTALL)
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} times in the solution: {old}")
+        solution = solution.replace(found[0], new)
     return solution

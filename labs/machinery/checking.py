@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from labs.machinery import student
-from labs.machinery.lab import Property, plural
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
+from labs.machinery.lab import plural
 from labs.machinery.ranks import Call, Ended, run_ranks
 from labs.machinery.training import check_module
 
@@ -62,7 +63,8 @@ def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
     elif ended.error:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
-        found = module.properties(ended.results, size, seed)
+        results = compare.by_name(ended.results)
+        found = module.properties(results, size, seed)
         barriers = [call for calls in ended.calls for call in calls
                     if call.name == "barrier" and call.line]  # fmt: skip
         if barriers and not hasattr(module, "NEEDS_BARRIERS"):
@@ -73,7 +75,7 @@ def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
             properties.append(Property("waited for", text, False))
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
-        picture, drawing = (getattr(module, name, lambda *_: "")(ended.results, size, seed)
+        picture, drawing = (getattr(module, name, lambda *_: "")(results, size, seed)
                             for name in ("picture", "drawing"))  # fmt: skip
         shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:

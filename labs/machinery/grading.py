@@ -141,7 +141,7 @@ def points_of_solution(lab: str) -> int:
     """Return the points that the solution earns. Raises UserError if it does not pass here."""
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name).resolve() / f"{lab}.py"
-        copy.write_text(answer_of(lab)[0])
+        copy.write_text(answer_of(lab))
         ((_, result),) = run_guarded([(lab, copy, 0)])
     if not result["passed"]:
         raise UserError(f"the solution of {lab} fails on this machine: {result['text']}")
@@ -215,7 +215,7 @@ def write_gradescope(grades: list[Grade], path: Path) -> None:
 # ------------------------------------------------------------------------ copies, and new labs
 
 
-SOLVED = re.compile("labs/[a-z0-9_]+/answer.py|tests/test_labs")
+SOLVED = re.compile("labs/[a-z0-9_]+/(answer.py|wrong.txt)|tests/test_labs")
 
 
 def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
@@ -262,23 +262,22 @@ def NAME(x: Tensor) -> Tensor:
 
 
 # Why: the idea, its price, and who got it wrong.
-
-
-WRONG = """
+'''
+WRONG = """\
 the sum instead of the mean
 > This is the sum
 - total / dist.get_world_size()
 + total
 """
-'''
 CHECK = '''"""The check of NAME."""
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from labs.machinery.lab import Property, compare_tensors
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
 from labs.machinery.student import check_returned
 
 FUNCTION = "NAME"
@@ -288,26 +287,18 @@ HINTS = ("Where to look.", "What to count.", "The shape of the code.")
 
 
 def input_of(seed: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(13, generator=generator, dtype=torch.float64)
+    return drawn(1000 * seed + rank, (13,))[0]
 
 
-def on_rank(load: Callable, size: int, seed: int, rank: int) -> Tensor:
+def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return what the student's function gives."""
-    found = load()(input_of(seed, rank))
-    check_returned(found, Tensor, "the mean, a tensor")
-    return found
+    return {"mean": check_returned(load()(input_of(seed, rank)), Tensor, "the mean, a tensor")}
 
 
-def properties(results: list[Tensor], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     """Yield what is checked, in order, with what known mistakes would give."""
     total = sum(input_of(seed, rank) for rank in range(size))
-    yield compare_tensors(
-        "output",
-        [{"mean": found} for found in results],
-        [{"mean": total / size}] * size,
-        {"This is the sum over the ranks: the mean is wanted.": [{"mean": total}] * size},
-    )
+    yield compare.tensors("output", results["mean"], total / size, {compare.SUMMED: total})
 '''
 PAGE = """# NAME: the question?
 
@@ -324,7 +315,7 @@ def write_lab(name: str, labs: list[str]) -> Iterator[str]:
     """Write the files of a new lab: a small one that works."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"'{name}' cannot be a file of Python: use small letters, as in mean")
-    files = {"answer.py": ANSWER, "check.py": CHECK, "README.md": PAGE}
+    files = {"answer.py": ANSWER, "wrong.txt": WRONG, "check.py": CHECK, "README.md": PAGE}
     paths = {LABS / name / file: text for file, text in files.items()}
     if name in labs:
         raise UserError(f"there is a lab {name}: choose another name")

@@ -1,7 +1,7 @@
 """What the checks of all labs share.
 
 A lab is a folder with a page, README.md, its picture, and answer.py: the solution between marks,
-from which the starter is made, and patches of it that are wrong (answers.py). Its check.py has:
+from which the starter is made. wrong.txt has patches of it (answers.py). Its check.py has:
 
     FUNCTION    name of the student's function
     SIZES       numbers of ranks to check it on
@@ -13,7 +13,8 @@ from which the starter is made, and patches of it that are wrong (answers.py). I
     NEEDS_BARRIERS    (may be left out) True where a barrier is no mistake
     on_rank     (load, size, seed, rank) -> what the student's function gave, sent and held there;
                 load() returns the function
-    properties  (results of all ranks, size, seed) -> yields a Property for each line of the report
+    properties  (results, size, seed) -> yields a Property for each line of the report. Where ranks
+                return dicts, `results` has for each name a list of what the ranks have
     picture     (may be left out) the same -> a text that is shown below these lines
     drawing     (may be left out) the same -> an SVG for --plot, or ""
     RUN, install    (may be left out) how train.py runs with the function: see training.py
@@ -24,7 +25,6 @@ run.py lists the labs in ORDER.
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,21 +41,6 @@ from text.batch import Batch
 
 CONFIG = LlamaConfig(16, 2, 4, 2, 24, vocab_size=101, tie_embeddings=True)
 ROWS, SEQ = 12, 13  # of a step's batch; 2, 3 and 4 ranks divide the rows
-TOLERANCE = 1e-12
-NEAR = 1e-5  # of a number: what float32 somewhere makes of one in float64
-ROUNDED = (
-    "Nearly right: something was rounded to float32 on the way. All is float64 here, but "
-    "torch.full, zeros, ones and tensor make float32 if no dtype is given."
-)
-
-
-class Property(NamedTuple):
-    """A line of a check's report: what was checked, what was found, and if that is wrong, why."""
-
-    name: str
-    text: str
-    ok: bool
-    mistake: str = ""  # the sentence for it, shown if it is not ok
 
 
 def world_of(rank: int, size: int) -> World:
@@ -124,129 +109,7 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}{ending}"
 
 
-def same(found: object, expected: Tensor | float) -> bool:
-    """Return whether a tensor or number is the expected one, up to rounding in float64."""
-    if not isinstance(found, Tensor | float | int):
-        return False
-    found, expected = (torch.as_tensor(v, dtype=torch.float64) for v in (found, expected))
-    if found.shape != expected.shape:
-        return False
-    return bool((found - expected).norm() <= TOLERANCE * max(expected.norm(), 1e-300))
-
-
-def exactly(
-    name: str, found: list, expected: object, text: str, mistakes: dict | str = ""
-) -> Property:
-    """Return whether each rank has what is expected. `text` is a format of what was found and what
-    was expected; `mistakes` is the sentence for it, or maps what was found to one."""
-    value = unexpected(found, expected)
-    mistake = mistakes if isinstance(mistakes, str) else mistakes.get(value, "")
-    return Property(name, text.format(value, expected), value == expected, mistake)
-
-
-def at_most(name: str, found: list, limit: float, text: str, mistake: str = "") -> Property:
-    """Return whether no rank has more than a limit. `text` is a format of the most and of that."""
-    most = max(found)
-    return Property(name, text.format(most, limit), most <= limit, mistake)
-
-
-def unexpected(values: list, expected: object) -> object:
-    """Return the first of the ranks' values that is not the expected one, or else that one."""
-    return next((value for value in values if value != expected), expected)
-
-
-def sentence(cases: dict[str, object]) -> str:
-    """Return the first sentence whose condition holds, "" if none does."""
-    return next((text for text, holds in cases.items() if holds), "")
-
-
-def by_kind(sent: dict[tuple, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Return what was sent, (group, collective) -> (calls, bytes), by collective alone."""
-    return {kind: total for (_, kind), total in sent.items()}
-
-
-def nbytes_of(sent: dict[tuple, tuple[int, int]]) -> int:
-    """Return the bytes of all that was sent."""
-    return sum(nbytes for _, nbytes in sent.values())
-
-
 def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Return tensors of these shapes with normal numbers in float64."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-Values = list[dict[str, Tensor]]  # of each rank: name -> tensor
-# Of each rank a tensor, or several by name; or, where all ranks have the same, that alone.
-Given = list[Tensor | dict[str, Tensor]] | Tensor | dict[str, Tensor]
-
-
-def of_ranks(given: Given, name: str, size: int) -> Values:
-    given = given if isinstance(given, list) else [given] * size
-    return [one if isinstance(one, dict) else {name: one} for one in given]
-
-
-def compare_tensors(
-    name: str,
-    found: list,
-    expected: Given,
-    mistakes: dict[str, Given] | None = None,
-    reference: str = "those of one process",
-    otherwise: str = "",
-) -> Property:
-    """Return whether each rank has the tensors that are expected there, those of `reference`.
-
-    `mistakes` maps a sentence to what the mistake gives on each rank; `otherwise` is the sentence
-    for values that none of them gives."""
-    found, expected = (of_ranks(given, name, len(found)) for given in (found, expected))
-    wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
-             if not same(found[rank][key], of_rank[key])
-             or found[rank][key].dtype != of_rank[key].dtype]  # fmt: skip
-    if not wrong:
-        return Property(name, f"{reference}, on all ranks", True)
-    rank, key = wrong[0]
-    keys, ranks = len({key for _, key in wrong}), len({rank for rank, _ in wrong})
-    differ = "differs" if keys == 1 else "differ"
-    text = f"{keys} of {len(expected[0])} {differ}, on {ranks} of {len(expected)} ranks"
-    for mistake, given in (mistakes or {}).items():
-        pairs = zip(found, of_ranks(given, name, len(found)))
-        if all(same(ours[k], theirs[k]) for ours, theirs in pairs for k in theirs):
-            return Property(name, text, False, mistake)
-    one, other = found[rank][key], expected[rank][key]
-    where = f"{key} on rank {rank}"
-    if not isinstance(one, Tensor):
-        return Property(name, f"{where} is {one}", False, otherwise)
-    if one.dtype != other.dtype:
-        return Property(name, f"{where} is in {one.dtype}, not in {other.dtype}", False, otherwise)
-    if one.shape != other.shape:
-        text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
-        return Property(name, text, False, otherwise)
-    apart = float((one - other).norm() / other.norm())
-    if apart < NEAR:
-        return Property(name, f"{text}; {where} is off by {apart:.0e} of it", False, ROUNDED)
-    ratio = float((one * other).sum() / other.norm() ** 2)
-    if same(one, ratio * other):
-        text += f"; {where} is {ratio:.10g} times as large"
-    else:
-        text += f"; {where} is no multiple of the right one"
-    return Property(name, text, False, otherwise)
-
-
-def compare_numbers(
-    name: str,
-    found: list[float],
-    expected: list[float] | float,
-    mistakes: dict[str, list[float] | float],
-) -> Property:
-    """Return whether each rank has the number that is expected there. `mistakes` maps a sentence to
-    what the mistake gives on each rank, or on all."""
-    expected, *known = (given if isinstance(given, list) else [given] * len(found)
-                        for given in (expected, *mistakes.values()))  # fmt: skip
-    if all(map(same, found, expected)):
-        return Property(name, f"that of one process, {expected[0]:.6g} on rank 0", True)
-    rank = next(r for r, value in enumerate(found) if not same(value, expected[r]))
-    text = f"{found[rank]:.10g} on rank {rank}, and {expected[rank]:.10g} in one process"
-    recognized = (mistake for mistake, numbers in zip(mistakes, known)
-                  if all(map(same, found, numbers)))  # fmt: skip
-    near = all(abs(one - other) < NEAR * abs(other) for one, other in zip(found, expected))
-    return Property(name, text, False, next(recognized, ROUNDED * near))

@@ -80,6 +80,8 @@ class NotedWork:
 
     It is not a dist.Work: who tests for that has to be given what the call returned."""
 
+    has_future = False  # which may have a callback, that comes before anybody waits
+
     def __init__(self, work: dist.Work | Future, on_wait: Callable[[], object]):
         self.work, self.on_wait = work, on_wait
 
@@ -88,6 +90,7 @@ class NotedWork:
             self.on_wait()
         found = getattr(self.work, name)
         if name in FUTURES:
+            self.has_future = True
             return lambda *args: NotedWork(found(*args), self.on_wait)
         return found
 

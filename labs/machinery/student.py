@@ -31,6 +31,13 @@ ONCE = (
     "nothing outside of what you return, or of ctx."
 )
 TORCH = str(Path(torch.__file__).parent)
+SHARDING = (  # what PyTorch and the project have for it
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor.distribute_tensor",
+    "parallel.parallelize",
+)
 HIDDEN = "distributed_c10d", "torch.ops", "_getframe", "get_objects"
 MOVED = (
     "{} takes numbers out of tensors, and memory is counted in tensors: keep what you need as one."
@@ -236,10 +243,12 @@ def tensors_alive(at_most: int) -> int:
     return number
 
 
-def check_returned(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise TypeError if a student's function did not return this kind of value, named `what`."""
+def check_returned(value: object, kind: type | tuple[type, ...], what: str) -> object:
+    """Return what a student's function returned. Raises TypeError if it is not `what`, values of
+    this kind."""
     values = value if isinstance(kind, tuple) and isinstance(value, tuple) else (value,)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
         got = ", ".join(type(v).__name__ for v in values) if value is not None else "None"
         raise TypeError(f"your function returned {got}, and should return {what}")
+    return value

@@ -6,18 +6,9 @@ import torch
 from torch import Tensor
 
 import train
-from labs.machinery.lab import (
-    Property,
-    batch_of,
-    compare_numbers,
-    compare_tensors,
-    nbytes_of,
-    norm_of,
-    share_of,
-    small_model,
-    summed_gradients,
-    world_of,
-)
+from labs.machinery import compare
+from labs.machinery.compare import Property, times
+from labs.machinery.lab import batch_of, norm_of, share_of, small_model, summed_gradients, world_of
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from model import IGNORE
@@ -39,17 +30,13 @@ HINTS = (
 )
 CLIPS = 1e9, 0.01  # above the norms here, and below
 NONE = "A rank may have no targets, and 0 / 0 is NaN: divide by the number of targets of all ranks."
-ADDED = (
-    "Norms are added up: the norm of all gradients together is the root of the sum of their "
-    "squared norms."
-)
+ONCE = "These are divided by the number of targets of the first call: count them in each."
 CASES = (CLIPS[0], False), (CLIPS[0], True), (CLIPS[1], False)  # True: rank 0 has no targets
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Return what the function gave and sent, without and with clipping."""
-    world, gradients, reported = world_of(rank, size), [], []
-    average = load()
+    world, average, found = world_of(rank, size), load(), {"loss": [], "norm": [], "gradients": []}
     for clip, is_empty in CASES:
         model, batch = small_model(seed), share(seed, rank, size, is_empty)
         targets = int((batch.targets != IGNORE).sum())
@@ -57,11 +44,11 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         loss.backward()
         with Counted(world) as counted:
             result = average(list(model.parameters()), loss, targets, clip)
-        number = Tensor | float
-        check_returned(result, (number, number), "the mean loss and the norm, two numbers")
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-        reported.append([v.item() if isinstance(v, torch.Tensor) else v for v in result])
-    return {"reported": reported, "gradients": gradients, "sent": counted.sent}
+        what = "the mean loss and the norm, two numbers"
+        for name, value in zip(found, check_returned(result, (Tensor | float,) * 2, what)):
+            found[name].append(float(value))
+        found["gradients"].append({name: p.grad for name, p in model.named_parameters()})
+    return found | {"sent": counted.sent}
 
 
 def share(seed: int, rank: int, size: int, is_empty: bool) -> Batch:
@@ -73,7 +60,7 @@ def share(seed: int, rank: int, size: int, is_empty: bool) -> Batch:
     return batch
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     model, batch = small_model(seed), batch_of(seed)
     total, count, sums = summed_gradients(model, batch)
     of_ranks = [summed_gradients(model, share_of(batch, rank, size)) for rank in range(size)]
@@ -82,95 +69,90 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         f"This is the mean of the ranks' means. The ranks here have {counts} targets: one with few "
         f"counts as much as one with many."
     )
-    yield compare_numbers(
-        "loss",
-        [r["reported"][0][0] for r in results],
-        total / count,
-        {
-            "The loss is the mean over this rank's own targets: ranks report different losses.": [
-                loss / n for loss, n, _ in of_ranks
-            ],
-            mean_of_means: sum(loss / n for loss, n, _ in of_ranks) / size,
-        },
+    losses, norms, gradients = (
+        [list(case) for case in zip(*results[key])] for key in ("loss", "norm", "gradients")
     )
-    means = {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums}
-    mean = scaled(sums, 1 / count)
-    plain, empty, clipped = ([r["gradients"][i] for r in results] for i in range(3))
-    yield compare_tensors(
-        "gradients",
-        plain,
-        mean,
-        {
-            "No gradient was exchanged.": [scaled(g, 1 / count) for *_, g in of_ranks],
-            "No gradient was exchanged: each rank has the mean over its own targets.": [
-                scaled(g, 1 / n) for _, n, g in of_ranks
-            ],
-            "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
-            "This is the sum over all targets: the mean is wanted.": sums,
-            mean_of_means: means,
-            "Here each rank divides the sum by its own number of targets, and ranks have different "
-            "ones.": [scaled(sums, 1 / n) for n in counts],
-            "The sum is divided by the number of ranks: right for means of equal batches, and "
-            "these are sums.": scaled(sums, 1 / size),
-            "Gradients are scaled to the norm `clip` although theirs is smaller.": scaled(
-                mean, CLIPS[0] / norm_of(mean)
-            ),
-        },
-    )
+    mistakes = {
+        "The loss is the mean over this rank's own targets: ranks report different losses.": [
+            loss / n for loss, n, _ in of_ranks
+        ],
+        mean_of_means: sum(loss / n for loss, n, _ in of_ranks) / size,
+    }
+    yield compare.numbers("loss", losses[0], total / count, mistakes)
+    mean = times(sums, 1 / count)
+    mistakes = {
+        "No gradient was exchanged.": [times(g, 1 / count) for *_, g in of_ranks],
+        "No gradient was exchanged: each rank has the mean over its own targets.": [
+            times(g, 1 / n) for _, n, g in of_ranks
+        ],
+        "No gradient was exchanged, nor divided.": [g for *_, g in of_ranks],
+        "This is the sum over all targets: the mean is wanted.": sums,
+        "Rank 0 alone divides the sum: all have to.": [mean, *[sums] * (size - 1)],
+        mean_of_means: {name: sum(g[name] / n for _, n, g in of_ranks) / size for name in sums},
+        "Here each rank divides the sum by its own number of targets, and ranks have different "
+        "ones.": [times(sums, 1 / n) for n in counts],
+        "The sum is divided by the number of ranks: right for means of equal batches, and these "
+        "are sums.": times(sums, 1 / size),
+        "Gradients are scaled to the norm `clip` although theirs is smaller.": times(
+            mean, CLIPS[0] / norm_of(mean)
+        ),
+    }
+    yield compare.tensors("gradients", gradients[0], mean, mistakes)
+
     norm, clip = norm_of(mean), CLIPS[1]
-    added = float(sum(g.norm() for g in mean.values()))
-    right = scaled(mean, clip / norm)
-    as_torch = scaled(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
-    near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in clipped)
-    yield compare_tensors(
-        "clipped",
-        clipped,
-        as_torch if near else right,
-        {
-            "Here each rank clips by the norm of its own gradients: the norm of a sum is not known "
-            "before the sum.": [
-                scaled(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
-            ],
-            "The gradient is not clipped.": mean,
-            "Each gradient is clipped by its own norm, which changes the direction of the step: "
-            "one norm is that of all together.": {
-                name: g * min(1.0, clip / float(g.norm())) for name, g in mean.items()
-            },
-            ADDED: scaled(mean, clip / added),
+    others = {  # what may be taken for the norm of all
+        "Norms are added up: the norm of all gradients together is the root of the sum of their "
+        "squared norms.": sum(float(g.norm()) for g in mean.values()),
+        "This is the largest norm of one gradient: that of all together is wanted.": max(
+            float(g.norm()) for g in mean.values()
+        ),
+        "This is the largest element, in place of the root of the sum of all squares.": max(
+            float(g.abs().max()) for g in mean.values()
+        ),
+    }
+    mistakes = {
+        "Here each rank clips by the norm of its own gradients: the norm of a sum is not known "
+        "before the sum.": [
+            times(mean, min(1.0, clip / (norm_of(g) / count))) for *_, g in of_ranks
+        ],
+        "The gradient is not clipped.": mean,
+        "Each gradient is clipped by its own norm, which changes the direction of the step: one "
+        "norm is that of all together.": {
+            name: g * min(1.0, clip / float(g.norm())) for name, g in mean.items()
         },
-    )
-    yield compare_numbers(
-        "norm",
-        [r["reported"][2][1] for r in results],
-        norm,
-        {
-            ADDED: added,
-            "This is the norm after clipping: the one before is wanted.": clip,
-            "This is the norm of the sum over all targets, and not of the mean.": norm * count,
-        },
-    )
+        "Each element is cut off at `clip`, which changes the direction of the step: `clip` is for "
+        "the norm.": {name: g.clamp(-clip, clip) for name, g in mean.items()},
+    } | {text: times(mean, min(1.0, clip / other)) for text, other in others.items()}
+    as_torch = times(mean, clip / (norm + 1e-6))  # what clip_grad_norm_ computes is right, too
+    near = all(abs(norm_of(g) / norm_of(as_torch) - 1) < 1e-9 for g in gradients[2])
+    right = as_torch if near else times(mean, clip / norm)
+    yield compare.tensors("clipped", gradients[2], right, mistakes)
+    mistakes = others | {
+        "This is the norm after clipping: the one before is wanted.": clip,
+        "This is the norm of the sum over all targets, and not of the mean.": norm * count,
+    }
+    yield compare.numbers("norm", norms[2], norm, mistakes)
+
     with_none = [summed_gradients(model, share(seed, rank, size, True)) for rank in range(size)]
-    count = sum(n for _, n, _ in with_none)
-    expected = {name: sum(g[name] for *_, g in with_none) / count for name in sums}
-    expected["loss"] = torch.tensor(sum(loss for loss, *_ in with_none) / count)
-    for r, of_rank in zip(results, empty):
-        of_rank["loss"] = torch.tensor(r["reported"][1][0])
-    is_nan = any(bool(g.isnan().any()) for of_rank in empty for g in of_rank.values())
-    name = "the mean where rank 0 has no targets"
-    yield compare_tensors("one empty", empty, expected, {}, name, NONE * is_nan)
-    expected = sum(p.nbytes for p in model.parameters())
-    most = max(nbytes_of(r["sent"]) for r in results)
-    yield Property(
-        "bytes a step",
-        f"{most:,}; gradients have {expected:,}",
-        expected <= most <= expected + 64,
-        "Here every rank receives the gradients of all others, to add them up itself. An "
-        "all-reduce puts out one sum." * (most >= size * expected),
+    sums = {name: sum(g[name] for *_, g in with_none) for name in sums}
+    sums["loss"] = sum(torch.tensor(loss, dtype=torch.float64) for loss, *_ in with_none)
+    found = [of_rank | {"loss": torch.tensor(loss, dtype=torch.float64)}
+             for of_rank, loss in zip(gradients[1], losses[1])]  # fmt: skip
+    is_nan = any(bool(g.isnan().any()) for of_rank in found for g in of_rank.values())
+    yield compare.tensors(
+        "one empty",
+        found,
+        times(sums, 1 / sum(n for _, n, _ in with_none)),
+        {ONCE: times(sums, 1 / count)},
+        "the mean where rank 0 has no targets",
+        NONE * is_nan,
     )
-
-
-def scaled(gradients: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    return {name: g * factor for name, g in gradients.items()}
+    expected = sum(p.nbytes for p in model.parameters())
+    most = max(map(compare.nbytes_of, results["sent"]))
+    text, mistake = f"{most:,}; gradients have {expected:,}", ""
+    if most >= size * expected:
+        mistake = f"{compare.ALL_GATHERED} An all-reduce puts out one sum."
+    yield Property("bytes a step", text, expected <= most <= expected + 64, mistake)
 
 
 RUN = Run()

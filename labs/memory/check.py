@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from labs.machinery.lab import Property, first_rank
+from labs.machinery.compare import Property
+from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
 from model import LlamaConfig
 from parallel import ParallelConfig

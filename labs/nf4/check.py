@@ -8,7 +8,9 @@ from torch import Tensor
 
 import lora
 import techniques.nf4 as nf4
-from labs.machinery.lab import Property, at_most, compare_tensors, drawn, sentence
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from perf.instruments import Live
@@ -87,8 +89,7 @@ def stack(seed: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
 def run(x: Tensor, factors: list[Tensor], products: list[Callable]) -> Tensor:
     """Return what comes out of the stack, where products[i] multiplies by frozen matrix i."""
     for product, A, B in zip(products, factors[::2], factors[1::2]):
-        y = product(x)
-        check_returned(y, Tensor, "x @ matrix.T from multiply, a tensor")
+        y = check_returned(product(x), Tensor, "x @ matrix.T from multiply, a tensor")
         x = torch.tanh(y + x @ A.T @ B.T)
     return x
 
@@ -98,15 +99,14 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     what came out, and what was held."""
     found = {"matrices": {}}
     frozen, factors, x = stack(seed)
-    three = load()()
-    check_returned(three, (Callable,) * 3, "three functions: quantize, dequantize and multiply")
-    quantize, dequantize, multiply = three
+    what = "three functions: quantize, dequantize and multiply"
+    quantize, dequantize, multiply = check_returned(load()(), (Callable,) * 3, what)
     for name, matrix in matrices(seed).items():
-        packed = quantize(matrix)
-        check_returned(packed, (Tensor, Tensor), "codes and scales from quantize, two tensors")
+        what = "codes and scales from quantize, two tensors"
+        packed = check_returned(quantize(matrix), (Tensor, Tensor), what)
         dtype = torch.float64 if name == "with zeros" else torch.float32
-        matrix = dequantize(*packed, dtype)
-        check_returned(matrix, Tensor, "the matrix from dequantize, a tensor")
+        what = "the matrix from dequantize, a tensor"
+        matrix = check_returned(dequantize(*packed, dtype), Tensor, what)
         if matrix.dtype != dtype:
             raise TypeError(f"dequantize gives {matrix.dtype} where it is asked for {dtype}")
         found["matrices"][name] = matrix
@@ -147,17 +147,9 @@ def of_matrix(blocks: Tensor) -> Tensor:
     return blocks.abs().max().expand(*blocks.shape[:2], 1)
 
 
-def signed(blocks: Tensor) -> Tensor:
-    return blocks.amax(2, keepdim=True)
-
-
-def none(blocks: Tensor) -> Tensor:
-    return torch.ones_like(blocks[..., :1])
-
-
-def times_scales(numbers: Tensor, matrix: Tensor) -> Tensor:
-    scales = of_block(matrix.unflatten(1, (-1, BLOCK)))
-    return (numbers.unflatten(1, (-1, BLOCK)) * scales).flatten(1)
+def with_sign(blocks: Tensor) -> Tensor:
+    """Return of each block the weight that is farthest from 0."""
+    return blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
 
 
 def rounded(
@@ -175,41 +167,51 @@ def rounded(
     return (numbers[places] * scales).flatten(1), places.flatten(1)
 
 
+def unscaled(matrix: Tensor) -> Tensor:
+    """Return what weights are if they are compared with NF4 as they are, and then scaled."""
+    numbers, _ = rounded(matrix, lambda blocks: torch.ones_like(blocks[..., :1]))
+    blocks = numbers.unflatten(1, (-1, BLOCK))
+    return (blocks * of_block(matrix.unflatten(1, (-1, BLOCK)))).flatten(1)
+
+
+def by_column(matrix: Tensor) -> Tensor:
+    """Return what weights are if blocks are neighbours in a column."""
+    down = matrix.T.reshape(ROWS, COLUMNS)
+    return rounded(down)[0].view(COLUMNS, ROWS).T
+
+
 EVEN = (
     "These numbers are evenly spaced. Most weights are small beside their scale, and there the "
     "numbers of NF4 are closer together."
 )
+NEAREST = "and not the nearest: borders lie in the middle between two numbers."
+OUTLIER = "so an outlier spoils all of it. Each block has its own."
 # A sentence, and the matrix that such a mistake gives.
 MISTAKES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
     (EVEN, lambda m: rounded(m, numbers=torch.linspace(-1, 1, 16).double())[0]),
     (EVEN, lambda m: rounded(m, numbers=torch.arange(-7, 8).double() / 7)[0]),
-    (
-        "A row has one scale, so an outlier spoils all of it. Each block has its own.",
-        lambda m: rounded(m, of_row)[0],
-    ),
-    (
-        "The matrix has one scale, so an outlier spoils all of it. Each block has its own.",
-        lambda m: rounded(m, of_matrix)[0],
-    ),
+    (f"A row has one scale, {OUTLIER}", lambda m: rounded(m, of_row)[0]),
+    (f"The matrix has one scale, {OUTLIER}", lambda m: rounded(m, of_matrix)[0]),
+    ("A block has neighbours of a row, and these are of a column.", by_column),
     (
         "The scale of a block is its largest absolute value, and not its largest weight: what lies "
         "below its negative is cut off.",
-        lambda m: rounded(m, signed)[0],
+        lambda m: rounded(m, lambda blocks: blocks.amax(2, keepdim=True))[0],
     ),
     (
-        "Weights become the next number below, and not the nearest: borders lie in the middle "
-        "between two numbers.",
+        "The scale of a block has the sign of the weight that is farthest from 0. NF4 has other "
+        "numbers below 0 than above, which change places so.",
+        lambda m: rounded(m, with_sign)[0],
+    ),
+    (
+        f"Weights become the next number below, {NEAREST}",
         lambda m: rounded(m, allowed=lambda apart: apart >= 0)[0],
     ),
     (
-        "Weights become the next number above, and not the nearest: borders lie in the middle "
-        "between two numbers.",
+        f"Weights become the next number above, {NEAREST}",
         lambda m: rounded(m, allowed=lambda apart: apart <= 0)[0],
     ),
-    (
-        "Weights are compared with NF4 as they are: divide them by their scales first.",
-        lambda m: times_scales(rounded(m, none)[0], m),
-    ),
+    ("Weights are compared with NF4 as they are: divide them by their scales first.", unscaled),
     ("These are numbers of NF4, without their scales.", lambda m: NF4[rounded(m)[1]]),
     (
         "Neighbours have changed places: quantize and dequantize take the codes of a byte in "
@@ -225,26 +227,25 @@ def about(found: Tensor, expected: Tensor) -> bool:
     return same_shape and bool((found - expected).norm() <= 1e-6 * expected.norm())
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    (result,), given = results, matrices(seed)
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    result, given = {name: value for name, (value,) in results.items()}, matrices(seed)
     found = {name: matrix.double() for name, matrix in result["matrices"].items()}
     expected = {name: rounded(matrix)[0] for name, matrix in given.items()}
     error = (expected["normal"] - given["normal"]).norm() / given["normal"].norm()
     names = "normal", "with outliers"
-    recognized = [text for text, mistake in MISTAKES
-                  if all(about(found[name], mistake(given[name])) for name in names)]  # fmt: skip
+    recognized = (text for text, mistake in MISTAKES
+                  if all(about(found[name], mistake(given[name])) for name in names))  # fmt: skip
     reference = f"the nearest number to each weight, {100 * error:.1f} % off"
-    yield compare_tensors("matrix", [found], expected, {}, reference, "".join(recognized[:1]))
+    mistake = next(recognized, "")
+    yield compare.tensors("matrix", [found], expected, {}, reference, mistake)
 
     scales = inexact(seed).unflatten(1, (-1, BLOCK)).abs().amax(2)
-    yield compare_tensors(
-        "scales",
+    found, reference = (
         [result["scales"].view_as(scales)],
-        scales,
-        {},
         "the largest absolute value of each block",
-        "A scale is the largest absolute value of its block, in float32, and is not rounded.",
     )
+    mistake = "A scale is the largest absolute value of its block, in float32, and is not rounded."
+    yield compare.tensors("scales", found, scales, {}, reference, mistake)
     frozen, factors, x = stack(seed)
     inputs = [x, *factors]
     names = ["x", *(f"{name} {i}" for i in range(len(frozen)) for name in "AB")]
@@ -259,17 +260,13 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     out, gradients = run_in_full()
     _, without_x = run_in_full(detached=True)
     reference = "those of the dequantized matrix"
-    yield compare_tensors("output", [result["output"]], out, {}, reference)
-    yield compare_tensors(
-        "gradients",
-        [dict(zip(names, result["gradients"]))],
-        [gradients],
-        {
-            "Nothing comes back through the frozen matrix. The layers before this one learn from "
-            "the gradient of x.": [without_x]
-        },
-        reference,
-    )
+    yield compare.tensors("output", [result["output"]], out, {}, reference)
+    mistakes = {
+        "Nothing comes back through the frozen matrix. The layers before this one learn from the "
+        "gradient of x.": without_x
+    }
+    found = [dict(zip(names, result["gradients"]))]
+    yield compare.tensors("gradients", found, gradients, mistakes, reference)
     codes, places = result["codes"], rounded(given["normal"])[1].int()
     dtype = str(codes.dtype).removeprefix("torch.")
     bits, wanted = (8 * nbytes / WEIGHTS for nbytes in (result["stored"], STORED))
@@ -285,21 +282,19 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "stored",
         f"{bits:.2f} bits a weight; {wanted:.2f} are wanted",
         abs(result["stored"] - STORED) < 1024,
-        sentence(mistakes),
+        mistakes,
     )
     halves = codes.int() >> 4, codes.int() & 15
     first, second = (all(map(torch.equal, halves, (places[:, i::2], places[:, 1 - i :: 2])))
                      for i in (0, 1))  # fmt: skip
-    yield Property(
-        "codes",
-        f"{dtype} {list(codes.shape)}, the first in the high half",
-        first and codes.dtype == torch.uint8,
+    mistakes = {
         "The first of two codes is in the low half. Who reads your files expects it in the high "
-        "half."
-        if second
-        else f"They are uint8 {[ROWS, COLUMNS // 2]}, in the order of the weights.",
-    )
-    yield at_most(
+        "half.": second,
+        f"They are uint8 {[ROWS, COLUMNS // 2]}, in the order of the weights.": True,
+    }
+    text = f"{dtype} {list(codes.shape)}, the first in the high half"
+    yield Property("codes", text, first and codes.dtype == torch.uint8, mistakes)
+    yield compare.at_most(
         "live memory",
         [result["kept"]],
         LIMIT,

@@ -11,15 +11,9 @@ from torch import Tensor
 from costs.machines import assumed_machine
 from costs.seconds import step_time
 from costs.work import Work
-from labs.machinery.lab import (
-    CONFIG,
-    Property,
-    batch_of,
-    compare_tensors,
-    plural,
-    sentence,
-    summed_gradients,
-)
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import CONFIG, batch_of, plural, summed_gradients
 from labs.machinery.student import Misuse, Refused, check_returned
 from labs.machinery.training import Run
 from model import PRESETS, Llama
@@ -126,18 +120,18 @@ def timed(lines: list[str], m: int) -> tuple[Schedule, Timeline]:
     return schedule, timeline.check_schedule(schedule, m, len(lines))
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     """Yield what is checked, in order: first of whole backwards, then of those in two parts."""
     model = Llama(CONFIG).double()
     model.init_weights(seed)
     _, _, expected = summed_gradients(model, batch_of(seed))
     cases = [*CASES, larger(seed)]
     for split in (False, True):
-        suffix, texts = " W" * split, {m: results[0]["texts"][m, split] for m in cases}
+        suffix, texts = " W" * split, {m: results["texts"][0][m, split] for m in cases}
         yield first_wrong(check_order("order" + suffix, *case, split) for case in texts.items())
-        found = [r["gradients"][split] for r in results]
+        found = [of_rank[split] for of_rank in results["gradients"]]
         wanted = [{name: expected[name] for name in of_rank} for of_rank in found]
-        yield compare_tensors("gradients" + suffix, found, wanted)
+        yield compare.tensors("gradients" + suffix, found, wanted)
         yield first_wrong(check_held("held" + suffix, *case, split) for case in texts.items())
         yield first_wrong(check_waiting("waiting" + suffix, *case, split) for case in texts.items())
 
@@ -173,7 +167,7 @@ def check_held(name: str, m: int, lines: list[str], split: bool) -> Property:
         "A rank runs more forwards before its first backward than keep it busy.": True,
     }
     text = f"{held} of {m} microbatches; at most {limits}"
-    return Property(name, text, all(map(int.__le__, held, limits)), sentence(mistakes))
+    return Property(name, text, all(map(int.__le__, held, limits)), mistakes)
 
 
 def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
@@ -193,15 +187,15 @@ def check_waiting(name: str, m: int, lines: list[str], split: bool) -> Property:
         "there are ranks after it.": True,
     }
     text = f"{waits} of {end} ticks with {m} microbatches; {limit} cannot be avoided"
-    return Property(name, text, waits <= limit or (split and m < ranks), sentence(mistakes))
+    return Property(name, text, waits <= limit or (split and m < ranks), mistakes)
 
 
-def picture(results: list[dict], size: int, seed: int) -> str:
+def picture(results: dict[str, list], size: int, seed: int) -> str:
     """Draw what can be carried out, for the first number of microbatches that is wrong if there is
     one, and say how long a step would take on GPUs."""
     drawn = []
     for split in (False, True):
-        texts = {m: results[0]["texts"][m, split] for m in [*CASES, larger(seed)]}
+        texts = {m: results["texts"][0][m, split] for m in [*CASES, larger(seed)]}
         if any(problem(lines, m, split) for m, lines in texts.items()):
             break
         checks = check_held, check_waiting
@@ -219,9 +213,9 @@ def picture(results: list[dict], size: int, seed: int) -> str:
     return "\n".join(drawn).strip()
 
 
-def drawing(results: list[dict], size: int, seed: int) -> str:
+def drawing(results: dict[str, list], size: int, seed: int) -> str:
     """Draw the schedule with W as an SVG, if it can be carried out."""
-    lines = results[0]["texts"][MICROBATCHES, True]
+    lines = results["texts"][0][MICROBATCHES, True]
     if problem(lines, MICROBATCHES, split=True):
         return ""
     _, spans = timed(lines, MICROBATCHES)

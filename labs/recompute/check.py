@@ -9,15 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from labs.machinery.lab import (
-    CONFIG,
-    Property,
-    batch_of,
-    compare_tensors,
-    exactly,
-    same,
-    share_of,
-)
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import CONFIG, batch_of, share_of
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import Llama
@@ -46,6 +40,8 @@ HINTS = (
     "A Function whose forward saves x alone. In backward: x without its graph, the random state of "
     "then, the same forward with gradients enabled, and torch.autograd.backward of its result.",
 )
+# The steps that are trained, the last two only if something is wrong.
+ORDER = "yours", "plain", "torch", "yours without dropout", "plain without dropout"
 
 
 def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
@@ -83,11 +79,12 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         }
 
     found = {"plain": step(unchanged, 0.2)}
-    found["torch"] = step(lambda forward: partial(checkpoint_of, forward), 0.2)
+    found["torch"] = step(lambda forward: partial(checkpoint, forward, use_reentrant=False), 0.2)
     recompute = load()
     found["yours"] = step(recompute, 0.2)
     theirs, ours = found["plain"]["gradients"], found["yours"]["gradients"]
-    differs = torch.tensor(float(not all(same(ours[name], theirs[name]) for name in theirs)))
+    equal = all(compare.same(ours[name], theirs[name]) for name in theirs)
+    differs = torch.tensor(float(not equal))
     dist.all_reduce(differs)
     if differs:  # does it without dropout, too?
         found["yours without dropout"] = step(recompute, 0.0)
@@ -99,52 +96,44 @@ def unchanged(forward: Callable) -> Callable:
     return forward
 
 
-def checkpoint_of(forward: Callable, *inputs) -> Tensor:
-    return checkpoint(forward, *inputs, use_reentrant=False)
-
-
 def with_dropout(forward: Callable, dropout: float, *inputs) -> Tensor:
     return F.dropout(forward(*inputs), dropout)
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    yours, plain = ([r[name] for r in results] for name in ("yours", "plain"))
-    missing = [name for name, g in yours[0]["gradients"].items() if g is None]
-    if missing:
-        yield Property(
-            "gradients",
-            f"{missing[0]} has none",
-            False,
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    yours, plain, of_torch, *without = map(compare.by_name, (results[name] for name in ORDER
+                                                             if name in results))  # fmt: skip
+    if missing := [name for name, g in yours["gradients"][0].items() if g is None]:
+        mistake = (
             "Here no gradient reaches the parameters: torch.autograd.grad returns those of what it "
-            "is asked for, torch.autograd.backward adds to all.",
+            "is asked for, torch.autograd.backward adds to all."
         )
+        yield Property("gradients", f"{missing[0]} has none", False, mistake)
         return
-    states = [torch.equal(y["after forward"], p["after forward"]) for y, p in zip(yours, plain)]
+
+    def same_state(name: str) -> bool:
+        """Return whether the generator's state is that of a step without recomputation."""
+        return all(map(torch.equal, yours[name], plain[name]))
+
     yield Property(
         "drawn",
         "in forward, what is drawn without recomputation",
-        all(states),
+        same_state("after forward"),
         "Your forward changes the generator of random numbers: only the block may draw from it.",
     )
     mistakes = {}
-    if "yours without dropout" in results[0]:
-        without = [r["yours without dropout"]["gradients"] for r in results]
-        expected = [r["plain without dropout"]["gradients"] for r in results]
-        if all(same(f[name], e[name]) for f, e in zip(without, expected) for name in e):
-            mistakes = {
-                "Without dropout they are equal. So dropout drops others in backward than in "
-                "forward: begin both with the same random state.": [r["gradients"] for r in yours]
-            }
-    yield compare_tensors(
-        "gradients",
-        [r["gradients"] for r in yours],
-        [r["gradients"] for r in plain],
-        mistakes,
-        "those without recomputation",
-    )
-    yield exactly(
+    if without and compare.tensors("", *(of["gradients"] for of in without)).ok:
+        text = (
+            "Without dropout they are equal. So dropout drops others in backward than in forward: "
+            "begin both with the same random state."
+        )
+        mistakes = {text: yours["gradients"]}
+    reference = "those without recomputation"
+    found, expected = yours["gradients"], plain["gradients"]
+    yield compare.tensors("gradients", found, expected, mistakes, reference)
+    yield compare.exactly(
         "attention runs",
-        [y["attentions"] // CONFIG.n_layers for y in yours],
+        [runs // CONFIG.n_layers for runs in yours["attentions"]],
         2,
         "{} a layer; {} are wanted",
         {
@@ -152,26 +141,24 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             3: "Attention runs three times a layer: there is a checkpoint within a checkpoint.",
         },
     )
-    yield exactly(
+    yield compare.exactly(
         "all-gathers",
-        [y["gathers"] for y in yours],
-        plain[0]["gathers"],
+        yours["gathers"],
+        plain["gathers"][0],
         "{}; FSDP has {} without recomputation",
         "Backward gathers a block's weights anyway: recompute within the block, not around FSDP.",
     )
-    states = [torch.equal(y["random state"], p["random state"]) for y, p in zip(yours, plain)]
     yield Property(
         "random state",
         "after backward that of a step without recomputation",
-        all(states),
+        same_state("random state"),
         "Backward leaves the generator where forward was: what is drawn next is drawn twice.",
     )
-    peaks = [(r["yours"]["peak"], round(1.05 * r["torch"]["peak"])) for r in results]
-    peak, bound = max(peaks, key=lambda pair: pair[0] / pair[1])
-    text = f"{peak:,} bytes at most; {plain[0]['peak']:,} without recomputation"
-    yield Property(
-        "live memory", text, peak <= bound, f"Saving x alone takes {bound:,} bytes at most."
-    )
+    bounds = [round(1.05 * peak) for peak in of_torch["peak"]]
+    peak, bound = max(zip(yours["peak"], bounds), key=lambda pair: pair[0] / pair[1])
+    text = f"{peak:,} bytes at most; {plain['peak'][0]:,} without recomputation"
+    mistake = f"Saving x alone takes {bound:,} bytes at most."
+    yield Property("live memory", text, peak <= bound, mistake)
 
 
 RUN = Run(flags="--checkpointing full")

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from labs.machinery import compare
+from labs.machinery.compare import Property
 from labs.machinery.crashes import WRITES, Watched, write
-from labs.machinery.lab import Property, unexpected
 from labs.machinery.ranks import Ended, run_ranks
 from labs.machinery.student import barred, check_returned, load_function
 
@@ -184,8 +185,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
 
 
 def step_of(resume: Callable) -> int:
-    step = resume()
-    check_returned(step, int, "a step from resume, an int")
+    step = check_returned(resume(), int, "a step from resume, an int")
     return step
 
 
@@ -245,26 +245,25 @@ def live(
 # --------------------------------------------------------------------------------- what is checked
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    first = results[0]
-    changes, losses, path = first["changes"], first["losses"], first["path"]
-    histories = [r["history"] for r in results]
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    losses, path = results["losses"][0], results["path"][0]
+    changes, histories = results["changes"][0], results["history"]
     if twice := written_twice(changes):
         sentence = "Several ranks write one file, and the last one wins: each needs its own."
         yield Property("names", f"several ranks write {twice[0]}", False, sentence)
         return
-    nothing = unexpected([r["nothing"] for r in results], 0)
+    nothing = compare.unexpected(results["nothing"], 0)
     sentence = "Where nothing was saved, resume returns 0."
     yield Property("first start", f"resume returns {nothing}", nothing == 0, sentence)
-    done = unexpected([r["done"] for r in results], FIRST)
+    done = compare.unexpected(results["done"], FIRST)
     mistake = f"resume returned {done} after save({FIRST})."
     if done == FIRST:
-        mistake = not_put_back([r["digests"] for r in results], FIRST, histories)
-    after, expected = first["after"], losses[FIRST:]
+        mistake = not_put_back(results["digests"], FIRST, histories)
+    after, expected = results["after"][0], losses[FIRST:]
     equal = sum(loss == other for loss, other in zip(after, expected))
     text = f"{equal} of {len(after)} after a resume equal those of a run that went through"
     yield Property("loss", text, after == expected and not mistake, mistake)
-    one, *_, all_saves = first["disk"]
+    one, *_, all_saves = results["disk"][0]
     yield Property(
         "on disk",
         f"{all_saves:,} bytes after save({FIRST}), {one:,} after save({EVERY})",

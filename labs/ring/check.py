@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labs.machinery import student
-from labs.machinery.lab import Property, by_kind, compare_tensors, drawn, plural, same, sentence
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn, plural
 from labs.machinery.student import Misuse, check_returned
 from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
@@ -72,7 +73,7 @@ def try_odd_inputs(ring_all_reduce: Callable, size: int, rank: int) -> None:
         expected = sum(of_ranks)  # before one of them may be overwritten
         given = of_ranks[rank].clone() if what == "float32" else of_ranks[rank]
         found = ring_all_reduce(given)
-        if found.dtype != dtype or not same(found, expected):
+        if found.dtype != dtype or not compare.same(found, expected):
             raise Misuse(f"The sum of {what} is wrong: shape, order and dtype are the caller's.")
 
 
@@ -149,10 +150,9 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         ring_all_reduce = load(overwrites=True)
         for tensor in inputs(seed, rank).values():
             with Counted(None) as counted:
-                total = ring_all_reduce(tensor)
-            check_returned(total, Tensor, "the sum, a tensor")
+                total = check_returned(ring_all_reduce(tensor), Tensor, "the sum, a tensor")
             sums.append(total.clone())
-            sent.append(by_kind(counted.sent))
+            sent.append(compare.by_kind(counted.sent))
         if student.AGAIN:
             try_odd_inputs(ring_all_reduce, size, rank)
     return {
@@ -182,7 +182,7 @@ def recognized(found: list[Tensor], expected: Tensor) -> str:
     if any(tensor.isnan().any() for tensor in found):
         return "A tensor was used before it had arrived: wait for irecv first."
     even = count // size * size
-    if all(same(tensor.flatten()[:even], expected.flatten()[:even]) for tensor in found):
+    if all(compare.same(tensor.flatten()[:even], expected.flatten()[:even]) for tensor in found):
         return LEFT_OVER * (even < count)
     if all(tensor.shape == expected.shape for tensor in found):
         right = sum((tensor - expected).abs() < 1e-9 for tensor in found)
@@ -194,10 +194,9 @@ def recognized(found: list[Tensor], expected: Tensor) -> str:
     return "Follow one chunk around the ring, on paper: which rank has it after which step?"
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    messages, waited, changed = (
-        sum(r[key] for r in results) for key in ("messages", "waited for", "changed")
-    )
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    keys = "messages", "waited for", "changed"
+    messages, waited, changed = (sum(results[key]) for key in keys)
     yield Property(
         "waited for",
         f"{waited} of {messages} asynchronous sends and receives",
@@ -214,28 +213,25 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     )
     of_ranks = [inputs(seed, rank) for rank in range(size)]
     total = {name: sum(tensors[name] for tensors in of_ranks) for name in of_ranks[0]}
-    found = [dict(zip(total, r["sums"])) for r in results]
-    wrong = next((name for name in total
-                  if not all(same(f[name], total[name]) for f in found)), DIVIDED)  # fmt: skip
-    yield compare_tensors(
+    found = [dict(zip(total, sums)) for sums in results["sums"]]
+    wrong = next((name for name, right in total.items()
+                  if not all(compare.same(of[name], right) for of in found)), DIVIDED)  # fmt: skip
+    divided = [tensors[DIVIDED] for tensors in of_ranks]
+    mistakes = {
+        "No rank has anything of the others.": of_ranks,
+        compare.AVERAGED: compare.times(total, 1 / size),
+        "In the second round, a finished chunk has to replace what a rank has: it is the sum "
+        "already.": [{DIVIDED: tensor} for tensor in added_twice(divided)],
+    }
+    yield compare.tensors(
         "output",
         found,
         total,
-        {
-            "No rank has anything of the others.": of_ranks,
-            "This is the average over the ranks: the sum is wanted.": {
-                name: tensor / size for name, tensor in total.items()
-            },
-            "In the second round, a finished chunk has to replace what a rank has: it is the sum "
-            "already.": [
-                {DIVIDED: tensor}
-                for tensor in added_twice([tensors[DIVIDED] for tensors in of_ranks])
-            ],
-        },
+        mistakes,
         "the sums of tensors of 1 to 1,001 elements",
-        recognized([f[wrong] for f in found], total[wrong]),
+        recognized([sums[wrong] for sums in found], total[wrong]),
     )
-    for tensor, of_shape in zip(total.values(), zip(*(r["sent"] for r in results))):
+    for tensor, of_shape in zip(total.values(), zip(*results["sent"])):
         count, nbytes = tensor.numel(), tensor.nbytes
         limit = 2 * (size - 1) * -(-count // size) * tensor.element_size()
         sent = [of_rank.get("send", (0, 0))[1] for of_rank in of_shape]
@@ -259,13 +255,13 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "bytes sent",
             f"{max(sent):,} by a rank; {limit:,} are enough for {count:,} elements",
             max(sent) <= limit and sum(sent) >= 2 * (size - 1) * nbytes,
-            sentence(mistakes),
+            mistakes,
         )
         if not line.ok:
             break
     yield line
-    others = sorted({name for r in results for sent in r["sent"] for name in sent} - {"send"})
-    yield Property("nothing else", ", ".join(others) or "is sent", not others)
+    others = {name for of_rank in results["sent"] for sent in of_rank for name in sent} - {"send"}
+    yield Property("nothing else", ", ".join(sorted(others)) or "is sent", not others)
 
 
 RUN = Run(3, "--microbatch 4")

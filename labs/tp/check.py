@@ -7,17 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import runs.setup
-from labs.machinery.lab import (
-    Property,
-    at_most,
-    by_kind,
-    compare_tensors,
-    drawn,
-    plural,
-    sentence,
-    unexpected,
-)
-from labs.machinery.student import check_returned
+from labs.machinery import compare
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn, plural
+from labs.machinery.student import SHARDING, check_returned
 from labs.machinery.training import Run
 from model import Llama
 from parallel import World
@@ -31,13 +24,11 @@ POINT = "one collective forward, one backward, none between"
 LEADS_TO = "parallel.py", "tensor_parallel"
 SIZES = 2, 3, 4
 BARRED = (
+    *SHARDING,
     "torch.distributed.tensor.parallel.parallelize_module",
     "torch.distributed.tensor.parallel.ColwiseParallel",
     "torch.distributed.tensor.parallel.RowwiseParallel",
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor.distribute_tensor",
     "parallel.tensor_parallel",
-    "parallel.parallelize",
 )
 HINTS = (
     "Look at the picture in `tensor_parallel` of parallel.py. Its gathers and scatters are there "
@@ -73,13 +64,11 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     """Run forward and backward of x + the block. Return output, gradients, what was kept and sent.
     Gradients of kept parts lie in tensors of the whole shape, with zeros elsewhere."""
     x, *weights = tensors(seed).values()
-    two = load()()
-    check_returned(two, (Callable,) * 2, "two functions: shard and forward")
-    shard, forward = two
+    what = "two functions: shard and forward"
+    shard, forward = check_returned(load()(), (Callable,) * 2, what)
     live = Live(weights)
     with live:
-        parts = shard(*weights)
-    check_returned(parts, list | tuple, "a list of tensors from shard")
+        parts = check_returned(shard(*weights), list | tuple, "a list of tensors from shard")
     del weights  # from here on they live only if the student keeps them
     kept_in_all = live.now
     kept = [part.detach().requires_grad_() for part in parts]
@@ -110,8 +99,8 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
         "owned": split(owned),
         "bytes": nbytes,
         "beside": kept_in_all - nbytes if kept_in_all - nbytes > INDICES else 0,
-        "forward": by_kind(in_forward.sent),
-        "backward": by_kind(in_backward.sent),
+        "forward": compare.by_kind(in_forward.sent),
+        "backward": compare.by_kind(in_backward.sent),
     }
 
 
@@ -133,8 +122,6 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
         if missing:
             absent = f"No rank has {plural(missing, 'element')} of {name}"
             return f"{absent}: F is no multiple of {len(owned)}."
-        if (ranks > 1).all():
-            return f"{name} is on several ranks: each element belongs on exactly one."
         if several:
             many = f"Several ranks have {plural(several, 'element')} of {name}"
             return f"{many}: each belongs on exactly one."
@@ -155,10 +142,10 @@ def problem_with_cut(owned: list[dict[str, Tensor]]) -> str:
     return ""
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
     x, *weights = (tensor.requires_grad_() for tensor in tensors(seed).values())
     w1, w2, w3 = weights
-    owned = [r["owned"] for r in results]
+    owned = results["owned"]
     features = [own["w2"].any(0) for own in owned]
     shares = [block(x, w1[f], w2[:, f], w3[f]) for f in features]  # of ranks, in the output
     right = block(x, *weights)
@@ -166,70 +153,54 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
     columns = torch.arange(WIDTH).chunk(size)
     too_late = sum(F.silu(x[:, c] @ w1[:, c].T) * (x[:, c] @ w3[:, c].T) for c in columns) @ w2.T
     problem = problem_with_cut(owned)
-    yield compare_tensors(
-        "output",
-        [r["out"] for r in results],
-        out,
-        {
-            "Each rank has the part of the output that comes from its own features: add them up.": [
-                x + share for share in shares
-            ],
-            "This is the average over the ranks: the sum is wanted.": x + right / size,
-            "The sum is taken after the nonlinearity, and silu(a + b) is not silu(a) + silu(b).": (
-                x + too_late
-            ),
-        },
-        otherwise=problem,
-    )
-    if without := max(r["without"] for r in results):
-        mistake = (
-            "Collectives of torch.distributed are not recorded by autograd: the sum needs a "
-            "Function, whose backward you write."
-        )
+    mistakes = {
+        "Each rank has the part of the output that comes from its own features: add them up.": [
+            x + share for share in shares
+        ],
+        compare.AVERAGED: x + right / size,
+        "The sum is taken after the nonlinearity, and silu(a + b) is not silu(a) + silu(b).": (
+            x + too_late
+        ),
+    }
+    yield compare.tensors("output", results["out"], out, mistakes, otherwise=problem)
+    if without := max(results["without"]):
+        mistake = compare.NOT_RECORDED + "the sum needs a Function, whose backward you write."
         yield Property("gradients", f"none for {plural(without, 'kept tensor')}", False, mistake)
         return
     through = [torch.autograd.grad(share, x, out, retain_graph=True)[0] for share in shares]
     of_weights = dict(zip(SHAPES, torch.autograd.grad(right, weights, out, retain_graph=True)))
     (through_all,) = torch.autograd.grad(right, x, out)
-
-    def on_ranks(scale: int) -> list[dict[str, Tensor]]:
-        return [{name: scale * g * own[name] for name, g in of_weights.items()} for own in owned]
-
-    yield compare_tensors(
+    wanted = [{name: g * own[name] for name, g in of_weights.items()} for own in owned]
+    mistakes = {
+        "Each rank has the gradient of x through its own features: backward has to add them up. "
+        "The layers before would learn something else on each rank.": [
+            {"x": out + one} for one in through
+        ],
+        compare.AVERAGED: {"x": out + through_all / size},
+        f"The gradient of the output was summed over the ranks, which all had it already: "
+        f"gradients are {size} times as large.": compare.times(wanted, size),
+        "This sums also what reached x past the block, by the residual connection, which every "
+        "rank had already: sum what comes from the block alone.": {"x": size * out + through_all},
+    }
+    yield compare.tensors(
         "gradients",
-        [r["gradients"] for r in results],
-        [{"x": out + through_all} | of_rank for of_rank in on_ranks(1)],
-        {}
-        if problem
-        else {
-            "Each rank has the gradient of x through its own features: backward has to add them "
-            "up. The layers before would learn something else on each rank.": [
-                {"x": out + one} for one in through
-            ],
-            "This is the average over the ranks of the gradient of x: the sum is wanted.": (
-                {"x": out + through_all / size}
-            ),
-            f"The gradient of the output was summed over the ranks, which all had it already: "
-            f"gradients are {size} times as large.": on_ranks(size),
-            "This sums also what reached x past the block, by the residual connection, which every "
-            "rank had already: sum what comes from the block alone.": {
-                "x": size * out + through_all
-            },
-        },
+        results["gradients"],
+        [{"x": out + through_all} | of_rank for of_rank in wanted],
+        {} if problem else mistakes,
         otherwise=problem,
     )
     limit = 3 * WIDTH * -(-FEATURES // size) * 8
     elements = max(sum(int(m.sum()) for m in own.values()) for own in owned)
     mistakes = {
         "A rank keeps tensors beside those that shard returns, in a variable that outlives the "
-        "call: it may keep its parts alone.": any(r["beside"] for r in results),
+        "call: it may keep its parts alone.": any(results["beside"]),
         "A chunk is a view: as long as it lives, so does the whole matrix. Keep a copy of the "
         "part.": elements * 8 <= limit,
         "Every rank keeps whole matrices: what ranks share are the matrices.": True,
     }
-    kept = [r["bytes"] + r["beside"] for r in results]
+    kept = list(map(sum, zip(results["bytes"], results["beside"])))
     text = "{:,} bytes on a rank, and may be {:,}"
-    yield at_most("kept", kept, limit, text, sentence(mistakes))
+    yield compare.at_most("kept", kept, limit, text, mistakes)
     one, by_input = ONE_SUM["all-reduce"][1], owned[0]["w1"].any(1).all()
     mistakes = {
         "forward": {
@@ -237,18 +208,17 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
             "to be added up before the nonlinearity. Cut by output features, they need no "
             "sum.": by_input,
             "Nothing has to be gathered: w2 multiplies some features on each rank, and the outputs "
-            "are added up.": sum(n for _, n in results[0]["forward"].values()) >= 2 * one,
+            "are added up.": sum(n for _, n in results["forward"][0].values()) >= 2 * one,
         },
         "backward": {
             "Gate and up read the same x: add up their gradients on the rank first, and then over "
             "the ranks, once. The gradient of the output, which all ranks have, needs no "
-            "sum.": results[0]["backward"] == {"all-reduce": (2, 2 * one)},
+            "sum.": results["backward"][0] == {"all-reduce": (2, 2 * one)},
             "Only the gradient of x has to be added up.": True,
         },
     }
-    for direction, cases in mistakes.items():
-        mistake = sentence(cases)
-        sent = unexpected([r[direction] for r in results], ONE_SUM)
+    for direction, mistake in mistakes.items():
+        sent = compare.unexpected(results[direction], ONE_SUM)
         text = ", ".join(f"{plural(n, name)} of {b:,} bytes"
                          for name, (n, b) in sent.items())  # fmt: skip
         if set(sent) in AS_ONE:

@@ -1,24 +1,16 @@
 """The check of labs/zero1."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed.optim  # imports more than torch does: here once, and not on each rank
 from torch import Tensor, nn
 
 import train
-from labs.machinery import student
-from labs.machinery.lab import (
-    Property,
-    at_most,
-    by_kind,
-    compare_tensors,
-    drawn,
-    plural,
-    sentence,
-    unexpected,
-)
+from labs.machinery import compare, student
+from labs.machinery.compare import Property
+from labs.machinery.lab import drawn, plural
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from perf.instruments import Counted, Live
@@ -30,12 +22,8 @@ POINT = "what is computed alike need not be kept by all"
 LEADS_TO = "techniques/zero1.py", "ZeRO1"
 SIZES = 2, 3, 4
 BARRED = (
+    *student.SHARDING,
     "torch.distributed.optim.ZeroRedundancyOptimizer",
-    "torch.distributed.fsdp.fully_shard",
-    "torch.distributed.fsdp.FullyShardedDataParallel",
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor.distribute_tensor",
-    "parallel.parallelize",
     "techniques.zero1.ZeRO1",
     "techniques.zero1.all_gather_updates",
 )
@@ -57,18 +45,17 @@ ERRORS = {
     "parameter.data, or under torch.no_grad().",
 }
 INSTEAD = {
-    "all-reduce": "An all-reduce gives every rank all of the sum, at twice the price of the slice "
-    "that it needs: reduce-scatter.",
+    "all-reduce": compare.ALL_REDUCED,
     "broadcast": "A broadcast has one sender, and the others wait for it: in an all-gather all "
     "ranks send at once.",
 }
-GATHERED = "Here every rank receives the gradients of all others, to add them up itself."
 # Neither 3 nor 4 ranks divide all of them, and more than half of the numbers are the embedding's.
 MATRICES = {"embedding": (101, 16), "wq": (16, 16), "w1": (24, 16), "w2": (16, 24)}
 VECTORS = {"norm": (16,), "bias": (13,), "scales": (2,)}
 SHAPES = MATRICES | VECTORS
 P = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 DECAYS = 0.1, 0.0  # of matrices and vectors
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
 LRS = 0.01, 0.02, 0.03, 0.02, 0.01
 NOT_GATHERED = "Each rank has updated its own share, and the others never get it: all-gather."
 NOT_UPDATED = "Some numbers are never updated: ranks do not divide all shapes, so pad them."
@@ -103,8 +90,7 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
     others = parameters_of(seed + 1)
     sharded_adamw = load()
     with live:
-        step = sharded_adamw(groups)
-    check_returned(step, Callable, "a function: step")
+        step = check_returned(sharded_adamw(groups), Callable, "a function: step")
     step_others = sharded_adamw(others[1]) if student.AGAIN else lambda lr: None
     for number, lr in enumerate(LRS):
         gradients = gradients_of(seed, number, rank)
@@ -125,35 +111,82 @@ def on_rank(load: Callable, size: int, seed: int, rank: int) -> dict:
             break
         time.sleep(0.01)
     weights = {name: parameter.detach() for name, parameter in named.items()}
-    return {"weights": weights, "kept": kept, "sent": by_kind(counted.sent)}
+    return {"weights": weights, "kept": kept, "sent": compare.by_kind(counted.sent)}
 
 
-def reference(
-    seed: int,
-    ranks: range,
-    factor: float = 1.0,
-    decays: tuple[float, float] = DECAYS,
-    count: Callable[[int, int], int] = lambda step, index: step,
-) -> dict[str, Tensor]:
-    """Return the weights after all steps of PyTorch's AdamW, by the average gradient of `ranks`
-    times `factor`. Parameter `index` takes `step` = 1, 2, ... as its step count(step, index)."""
+def reference(seed: int, size: int) -> dict[str, Tensor]:
+    """Return the weights after all steps of PyTorch's AdamW, by the average gradient."""
     named, groups = parameters_of(seed)
-    for group, decay in zip(groups, decays):
-        group["weight_decay"] = decay
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    for parameter in named.values():
-        zeros = (torch.zeros_like(parameter) for _ in range(2))
-        optimizer.state[parameter] = dict(zip(("exp_avg", "exp_avg_sq"), zeros))
-    for number, lr in enumerate(LRS):
-        of_ranks = [gradients_of(seed, number, rank) for rank in ranks]
-        for index, (name, parameter) in enumerate(named.items()):
-            parameter.grad = factor * sum(g[name] for g in of_ranks) / len(ranks)
-            before = torch.tensor(count(number + 1, index) - 1.0)
-            optimizer.state[parameter]["step"] = before
+    optimizer = torch.optim.AdamW(groups, betas=(BETA1, BETA2))
+    for step, lr in enumerate(LRS):
+        of_ranks = [gradients_of(seed, step, rank) for rank in range(size)]
+        for name, parameter in named.items():
+            parameter.grad = sum(g[name] for g in of_ranks) / size
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
     return {name: parameter.detach() for name, parameter in named.items()}
+
+
+def by_hand(
+    seed: int,
+    ranks: Iterable[int],
+    factor: float = 1.0,
+    decays: tuple[float, float] = DECAYS,
+    count: Callable[[int, int], int] = lambda step, index: step,
+    lr: Callable[[int], float] = lambda step: LRS[step - 1],
+    batch: Callable[[int], int] = lambda step: step,
+    root: Callable[[Tensor, float], Tensor] = lambda v, left: (v / left).sqrt() + EPS,
+    coupled: bool = False,
+) -> dict[str, Tensor]:
+    """Return the weights after all steps of AdamW by its formula, or by one that is changed. It
+    takes `ranks`' average gradient times `factor`, and the decays of matrices and of vectors.
+
+    In `step` = 1, 2, ... it takes the step number count(step, index of the parameter), lr(step) and
+    the gradient of step batch(step). It divides by root(second moment, 1 - beta2 ** count); and
+    `coupled`, the decay is a part of the gradient, as in Adam."""
+    weights = {name: parameter.detach() for name, parameter in parameters_of(seed)[0].items()}
+    for index, (name, weight) in enumerate(weights.items()):
+        first, second, decay = 0.0, 0.0, decays[name in VECTORS]
+        for step in range(1, len(LRS) + 1):
+            of_ranks = [gradients_of(seed, batch(step) - 1, rank)[name] for rank in ranks]
+            grad = factor * sum(of_ranks) / len(of_ranks) + coupled * decay * weight
+            first = BETA1 * first + (1 - BETA1) * grad
+            second = BETA2 * second + (1 - BETA2) * grad**2
+            n = count(step, index)
+            update = first / (1 - BETA1**n) / root(second, 1 - BETA2**n)
+            weight = (1 - lr(step) * decay * (not coupled)) * weight - lr(step) * update
+        weights[name] = weight
+    return weights
+
+
+# Sentence -> what by_hand changes, where all ranks make this mistake.
+FORMULAS = {
+    "Weight decay is applied to all parameters alike: each group has its own.": dict(
+        decays=(DECAYS[0], DECAYS[0])
+    ),
+    "Here no weight decays: each group has its own weight decay.": dict(decays=(0.0, 0.0)),
+    "The decay is a part of the gradient, as in Adam. In AdamW it shrinks the weights.": dict(
+        coupled=True
+    ),
+    "eps is added under the root: it belongs beside the root of the corrected second moment.": dict(
+        root=lambda v, left: (v / left + EPS).sqrt()
+    ),
+    "eps is added before the second moment is corrected: divide by 1 - beta2 ** count first.": dict(
+        root=lambda v, left: (v.sqrt() + EPS) / left**0.5
+    ),
+    "Every step is taken for the first: AdamW divides by 1 - beta ** count, with the number of "
+    "the step.": dict(count=lambda step, index: 1),
+    "`count` is AdamW's number of the step, the same for all parameters: here it grows with each "
+    "parameter.": dict(count=lambda step, index: (step - 1) * len(SHAPES) + index + 1),
+    "`count` is AdamW's number of the step: here it grows with each group.": dict(
+        count=lambda step, index: 2 * (step - 1) + 1 + (index >= len(MATRICES))
+    ),
+    "Every step has the lr of the first: it is given anew in each.": dict(lr=lambda step: LRS[0]),
+    "Every step has the gradients of the first: read parameter.grad in each.": dict(
+        batch=lambda step: 1
+    ),
+}
 
 
 def pieced(found: dict[str, Tensor], sources: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -168,49 +201,35 @@ def pieced(found: dict[str, Tensor], sources: list[dict[str, Tensor]]) -> dict[s
     return pieces
 
 
-def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
-    found, everyone = [r["weights"] for r in results], range(size)
-    right = reference(seed, everyone)
+def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Property]:
+    found, ranks = results["weights"], range(size)
+    right = reference(seed, size)
     start = {name: parameter.detach() for name, parameter in parameters_of(seed)[0].items()}
-    own = [reference(seed, range(rank, rank + 1)) for rank in everyone]
-    n = len(right)
-    of_everyone = {
-        "The parameters are as they were before the first step: copy the updated weights into "
-        "them, when the update is done.": start,
-        "This is the update by the sum over the ranks: take the average.": reference(
-            seed, everyone, factor=size
-        ),
-        "Weight decay is applied to all parameters alike: each group has its own.": reference(
-            seed, everyone, decays=(DECAYS[0], DECAYS[0])
-        ),
-        "Here no weight decays: each group has its own weight decay.": reference(
-            seed, everyone, decays=(0.0, 0.0)
-        ),
-        "Every step is taken for the first: AdamW divides by 1 - beta ** count, with the number of "
-        "the step.": reference(seed, everyone, count=lambda step, index: 1),
-        "`count` is AdamW's number of the step, the same for all parameters: here it grows with "
-        "each parameter.": reference(
-            seed, everyone, count=lambda step, index: (step - 1) * n + index + 1
-        ),
-        "Each share is updated by the gradient of the rank that keeps it: all ranks' average is "
-        "wanted.": pieced(found[0], own),
-    }
     alike = all(torch.equal(found[0][name], weights[name]) for weights in found for name in right)
-    mistakes = of_everyone | {
-        "Nothing was exchanged: each rank has trained by itself.": own,
-        NOT_UPDATED if alike else NOT_GATHERED: [
-            pieced(weights, [start, right]) for weights in found
-        ],
-        "`count` is AdamW's number of the step: here it grows with each group.": reference(
-            seed,
-            everyone,
-            count=lambda step, index: 2 * (step - 1) + 1 + (index >= len(MATRICES)),
-        ),
-    }
-    reference_name = f"those of one process's AdamW after {len(LRS)} steps"
-    yield compare_tensors("weights", found, right, mistakes, reference_name)
 
-    kept = [r["kept"] for r in results]
+    def mistakes() -> Iterator[tuple[str, compare.Given]]:
+        yield (
+            "The parameters are as they were before the first step: copy the updated weights into "
+            "them, when the update is done.",
+            start,
+        )
+        own = [by_hand(seed, [rank]) for rank in ranks]
+        yield "Nothing was exchanged: each rank has trained by itself.", own
+        yield compare.SUMMED, by_hand(seed, ranks, factor=size)
+        for text, change in FORMULAS.items():
+            yield text, by_hand(seed, ranks, **change)
+        yield (
+            "Each share is updated by the gradient of the rank that keeps it: all ranks' average "
+            "is wanted.",
+            pieced(found[0], own),
+        )
+        pieces = [pieced(weights, [start, right]) for weights in found]
+        yield NOT_UPDATED if alike else NOT_GATHERED, pieces
+
+    reference_name = f"those of one process's AdamW after {len(LRS)} steps"
+    yield compare.tensors("weights", found, right, mistakes(), reference_name)
+
+    kept = results["kept"]
     total, two = sum(kept), 2 * P * 8
     mistakes = {
         "Two moments of each weight have to be kept by some rank, in tensors.": total < two,
@@ -223,9 +242,9 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "kept by all",
         f"{total:,} bytes; moments have {two:,}, and a copy of weights {two // 2:,}",
         two <= total <= 1.5 * PADDED * two,
-        sentence(mistakes),
+        mistakes,
     )
-    yield at_most(
+    yield compare.at_most(
         "balance",
         [of_rank * size / total for of_rank in kept],
         PADDED,
@@ -233,11 +252,11 @@ def properties(results: list[dict], size: int, seed: int) -> Iterator[Property]:
         "Ranks have unequal shares, as when whole parameters are dealt out, and one rank gets the "
         "embedding. Cut each parameter, or all of them laid end to end.",
     )
-    sent = unexpected([r["sent"] for r in results], results[0]["sent"])
+    sent = compare.unexpected(results["sent"], results["sent"][0])
     others = ", ".join(sorted(sent.keys() - {"reduce-scatter", "all-gather"}))
     instead = [INSTEAD[name] for name in INSTEAD if name in sent]
     instead += [f"Instead there is {others}."] * bool(others)
-    for name, otherwise in (("reduce-scatter", GATHERED), ("all-gather", "")):
+    for name, otherwise in (("reduce-scatter", compare.ALL_GATHERED), ("all-gather", "")):
         calls, nbytes = sent.get(name, (0, 0))
         yield Property(
             name,

@@ -1,0 +1,179 @@
+"""What a rank has, compared with what is right, and the sentence for what is wrong.
+
+A mistake is known by the numbers that it gives: these are computed, and its sentence is said only
+where they are what came out.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-12
+NEAR = 1e-5  # of a number: what float32 somewhere makes of one in float64
+ROUNDED = (
+    "Nearly right, as if something was rounded to float32 on the way. All is float64 here, but "
+    "torch.full, zeros, ones and tensor make float32 if no dtype is given."
+)
+AVERAGED = "This is the average over the ranks: the sum is wanted."
+SUMMED = "This is the sum over the ranks: the average is wanted."
+RANK_0 = "Rank 0 alone has what is right, and every rank needs it."
+NOT_RECORDED = "Collectives of torch.distributed are not recorded by autograd: "
+ALL_REDUCED = (
+    "An all-reduce gives every rank all of the sum, at twice the price of the slice that it needs: "
+    "reduce-scatter."
+)
+ALL_GATHERED = "Here every rank receives the gradients of all others, to add them up itself."
+
+
+class Property(NamedTuple):
+    """A line of a check's report: what was checked, what was found, and if that is wrong, why."""
+
+    name: str
+    text: str
+    ok: bool
+    mistakes: str | dict[str, object] = ""  # a sentence; or several, and whether they hold
+
+    @property
+    def mistake(self) -> str:
+        """The first sentence that holds, "" if none does."""
+        if isinstance(self.mistakes, str):
+            return self.mistakes
+        return next((text for text, holds in self.mistakes.items() if holds), "")
+
+
+Values = list[dict[str, Tensor]]  # of each rank: name -> tensor
+# Of each rank a tensor, or several by name; or, where all ranks have the same, that alone.
+Given = list[Tensor | dict[str, Tensor]] | Tensor | dict[str, Tensor]
+# Sentence -> what the mistake gives. Pairs are computed only where something is wrong.
+Mistakes = dict[str, Given] | Iterable[tuple[str, Given]]
+
+
+def by_name(results: list) -> dict[str, list] | list:
+    """Return what each rank has by name, where ranks return dicts, as name -> that of each rank."""
+    if not isinstance(results[0], dict):
+        return results
+    return {name: [of_rank[name] for of_rank in results] for name in results[0]}
+
+
+def same(found: object, expected: Tensor | float) -> bool:
+    """Return whether a tensor or number is the expected one, up to rounding in float64."""
+    if not isinstance(found, Tensor | float | int):
+        return False
+    found, expected = (torch.as_tensor(v, dtype=torch.float64) for v in (found, expected))
+    if found.shape != expected.shape:
+        return False
+    return bool((found - expected).norm() <= TOLERANCE * max(expected.norm(), 1e-300))
+
+
+def of_ranks(given: Given, name: str, size: int) -> Values:
+    given = given if isinstance(given, list) else [given] * size
+    return [one if isinstance(one, dict) else {name: one} for one in given]
+
+
+def times(given: Given, factor: float) -> Given:
+    """Return what is given, multiplied."""
+    if isinstance(given, list):
+        return [times(one, factor) for one in given]
+    if isinstance(given, dict):
+        return {name: factor * tensor for name, tensor in given.items()}
+    return factor * given
+
+
+def tensors(
+    name: str,
+    found: list,
+    expected: Given,
+    mistakes: Mistakes = (),
+    reference: str = "those of one process",
+    otherwise: str = "",
+) -> Property:
+    """Return whether each rank has the tensors that are expected there, those of `reference`.
+    `otherwise` is the sentence for values that no mistake gives."""
+    found, expected = (of_ranks(given, name, len(found)) for given in (found, expected))
+    wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
+             if not same(found[rank][key], of_rank[key])
+             or found[rank][key].dtype != of_rank[key].dtype]  # fmt: skip
+    if not wrong:
+        return Property(name, f"{reference}, on all ranks", True)
+    rank, key = wrong[0]
+    keys, ranks = {key for _, key in wrong}, {rank for rank, _ in wrong}
+    differ = "differs" if len(keys) == 1 else "differ"
+    text = f"{len(keys)} of {len(expected[0])} {differ}, on {len(ranks)} of {len(expected)} ranks"
+    if mistake := recognized(found, mistakes, name):
+        return Property(name, text, False, mistake)
+    one, other = found[rank][key], expected[rank][key]
+    where = f"{key} on rank {rank}"
+    if not isinstance(one, Tensor):
+        return Property(name, f"{where} is {one}", False, otherwise)
+    if one.dtype != other.dtype:
+        return Property(name, f"{where} is in {one.dtype}, not in {other.dtype}", False, otherwise)
+    if one.shape != other.shape:
+        text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
+        return Property(name, text, False, otherwise)
+    apart = float((one - other).norm() / other.norm())
+    if apart < NEAR:
+        return Property(name, f"{text}; {where} is off by {apart:.0e} of it", False, ROUNDED)
+    if ranks == set(range(1, len(found))):
+        otherwise = otherwise or RANK_0
+    ratio = float((one * other).sum() / other.norm() ** 2)
+    multiple = f"{ratio:.10g} times as large" if same(one, ratio * other) else "no multiple of it"
+    return Property(name, f"{text}; {where} is {multiple}", False, otherwise)
+
+
+def numbers(
+    name: str, found: list[float], expected: list[float] | float, mistakes: Mistakes
+) -> Property:
+    """Return whether each rank has the number that is expected there."""
+    expected = expected if isinstance(expected, list) else [expected] * len(found)
+    wrong = [rank for rank, value in enumerate(found) if not same(value, expected[rank])]
+    if not wrong:
+        return Property(name, f"that of one process, {expected[0]:.6g} on rank 0", True)
+    one, other = found[wrong[0]], expected[wrong[0]]
+    text = f"{one:.10g} on rank {wrong[0]}, and {other:.10g} in one process"
+    mistake = recognized(of_ranks(found, name, len(found)), mistakes, name)
+    near = all(abs(a - b) < NEAR * abs(b) for a, b in zip(found, expected))
+    return Property(name, text, False, mistake or ROUNDED * near)
+
+
+def recognized(found: Values, mistakes: Mistakes, name: str) -> str:
+    """Return the sentence of the first mistake that gives what was found, "" if none does."""
+    for mistake, given in mistakes.items() if isinstance(mistakes, dict) else mistakes:
+        pairs = zip(found, of_ranks(given, name, len(found)))
+        if all(same(ours[key], theirs[key]) for ours, theirs in pairs for key in theirs):
+            return mistake
+    return ""
+
+
+def exactly(
+    name: str, found: list, expected: object, text: str, mistakes: dict | str = ""
+) -> Property:
+    """Return whether each rank has what is expected. `text` is a format of what was found and what
+    was expected; `mistakes` is the sentence for it, or maps what was found to one."""
+    value = unexpected(found, expected)
+    mistake = mistakes if isinstance(mistakes, str) else mistakes.get(value, "")
+    return Property(name, text.format(value, expected), value == expected, mistake)
+
+
+def at_most(
+    name: str, found: list, limit: float, text: str, mistakes: str | dict[str, object]
+) -> Property:
+    """Return whether no rank has more than a limit. `text` is a format of the most and of that."""
+    most = max(found)
+    return Property(name, text.format(most, limit), most <= limit, mistakes)
+
+
+def unexpected(values: list, expected: object) -> object:
+    """Return the first of the ranks' values that is not the expected one, or else that one."""
+    return next((value for value in values if value != expected), expected)
+
+
+def by_kind(sent: dict[tuple, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Return what was sent, (group, collective) -> (calls, bytes), by collective alone."""
+    return {kind: total for (_, kind), total in sent.items()}
+
+
+def nbytes_of(sent: dict[tuple, tuple[int, int]]) -> int:
+    """Return the bytes of all that was sent."""
+    return sum(nbytes for _, nbytes in sent.values())
