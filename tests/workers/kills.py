@@ -33,9 +33,7 @@ if __name__ == "__main__":
         (text := Path(name, "text.txt")).write_text("one and two make three\n" * 4000)
         succeed("data.py", "tokenize", text, "--tokenizer=bytes", "--out", Path(name, "corpus"))
         for i, layout in enumerate(LAYOUTS):
-            kills = int(sys.argv[1]) * (i + 1) // len(LAYOUTS) - int(sys.argv[1]) * i // len(
-                LAYOUTS
-            )
+            kills = (int(sys.argv[1]) + i) // len(LAYOUTS)
             place = Path(name, str(i))
             kill_and_resume(Path(name, "corpus"), place, ranks_of(layout), kills, **layout)
             print(f"{kills} kills of {layout}: nothing was lost", flush=True)
