@@ -349,7 +349,7 @@ def equal(args: argparse.Namespace) -> str:
     args.offload = args.offload_activations = False
     process = setup(args)
     job = prepare_pretraining(args, process)
-    work, _ = choose_work(args, job, process)
+    work, _ = choose_work(args, job.whole, job.train_set.document_mask, process)
     world = with_mesh(process, work.parallel)
     rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)

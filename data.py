@@ -34,6 +34,7 @@ from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, run
 from text.batch import Batch
+from text.chat import Rows
 from text.corpora import VAL_FRACTION, Piece, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -154,16 +155,16 @@ def _write_documents(
 CACHE_VERSION = 2
 
 
-def cached_token_files(files: list[Path], tokenizer: Tokenizer) -> Path:
+def cached_token_files(files: list[Path], tokenizer: Tokenizer, val_fraction: float) -> Path:
     """Return the directory in `cache/` with the token files of a corpus. Tokenize the corpus if
     there is none yet, or if a file or the tokenizer has changed since."""
-    key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash}".encode())
+    key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash} {val_fraction}".encode())
     for path in files:
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
     if not directory.exists():
-        tokenize(files, tokenizer, directory)
+        tokenize(files, tokenizer, directory, val_fraction)
     return directory
 
 
@@ -259,30 +260,52 @@ class Windows:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
 
 
-def open_windows(
-    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
-) -> tuple[Windows, Windows]:
-    """Return the training and the validation windows of --data: token files, or raw text that is
-    tokenized at first use.
+def token_files(data: list[str], tokenizer: Tokenizer, val_fraction: float) -> list[Path]:
+    """Return the token files that --data names, or those of its text, tokenized at first use.
 
-    Files with "val" in their name are for validation; without any, the last twentieth of the last
-    file is. Raise UserError if there is not at least one window of each, or if the files were made
-    with another tokenizer. Files without a data.json, as of other projects, are not checked."""
+    Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
+    projects, are not checked."""
     paths = find_token_files(data)
     if not paths:
-        paths = sorted(cached_token_files(find_files(data), tokenizer).glob("*.bin"))
+        directory = cached_token_files(find_files(data), tokenizer, val_fraction)
+        paths = sorted(directory.glob("*.bin"))
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
                 f"the token files in {metadata.parent} were not made with tokenizer "
                 f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"
             )
+    return paths
+
+
+def open_text(data: list[str], tokenizer: Tokenizer, seq_len: int) -> Rows:
+    """Return the windows of all of a text, to the last token of each of its files."""
+    files = [open_token_file(path) for path in token_files(data, tokenizer, val_fraction=0)]
+    starts = ((file, i) for file in files for i in range(0, len(file) - 1, seq_len))
+    windows = (file[i : i + seq_len + 1] for file, i in starts)
+    return Rows([(window, np.ones(len(window), bool)) for window in windows], tokenizer)
+
+
+def open_windows(
+    data: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    document_mask: bool = False,
+    val_data: list[str] | None = None,
+) -> tuple[Windows, Windows | Rows]:
+    """Return the training and the validation windows of --data. With `val_data`, all of --data is
+    for training.
+
+    Files with "val" in their name are for validation; without any, the last twentieth of the last
+    file is. Raise UserError if there is not at least one window of each."""
+    paths = token_files(data, tokenizer, 0 if val_data else VAL_FRACTION)
     train = [open_token_file(path) for path in paths if "val" not in path.name]
     val = [open_token_file(path) for path in paths if "val" in path.name]
-    if train and not val:
+    if train and not val and not val_data:
         border = len(train[-1]) * 19 // 20
         train[-1], val = train[-1][:border], [train[-1][border:]]
-    for split, files in (("training", train), ("validation", val)):
+    splits = {"training": train} if val_data else {"training": train, "validation": val}
+    for split, files in splits.items():
         longest = max(map(len, files), default=0)
         if longest <= seq_len:
             raise UserError(
@@ -290,7 +313,10 @@ def open_windows(
                 f"{seq_len + 1} consecutive tokens, it has {longest}; give more text, or a "
                 f"shorter --seq-len"
             )
-    return tuple(Windows(files, seq_len, tokenizer, document_mask) for files in (train, val))
+    train_set, val_set = (
+        Windows(files, seq_len, tokenizer, document_mask) for files in (train, val)
+    )
+    return train_set, open_text(val_data, tokenizer, seq_len) if val_data else val_set
 
 
 # ---------------------------------------------------------------------------------------- order

@@ -43,6 +43,7 @@ from runs.flags import add_finetuning_flags
 from runs.rules import check_training_flags, choose_tokenizer, requested_work
 from runs.setup import Job, build, setup
 from text.chat import ANSWER_ROOM, SHOWN, open_samples
+from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
 from train import accumulate, train
 
@@ -85,9 +86,9 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     load = partial(load_tokenizer, choose_tokenizer(args, base))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     checkpoint.check_tokenizer(base, tokenizer)
-    train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt
-    )
+    exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
+    options = args.seq_len, args.long, args.train_on_prompt, args.val_data
+    train_set, val_set, examples, summary = open_samples(args.data, tokenizer, *options)
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     print_rank_zero(summary)
     with torch.device("meta"):
@@ -104,7 +105,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         checkpoint.load_weights(args.init, model)
         init_adapters(model, args.seed, assign_shard, process.device)
 
-    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
+    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
     return job, examples
 
 

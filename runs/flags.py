@@ -190,6 +190,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                      help="steps between evaluations, 0 for none (default: %(default)s)")
     run.add_argument("--eval-windows", type=positive_int, default=512,
                      help="validation sequences per evaluation (default: %(default)s)")
+    run.add_argument("--val-data", nargs="+",
+                     help="data of the same kind to validate on (default: a part of --data)")
+    run.add_argument("--exam", type=Path, metavar="FILE",
+                     help="questions to ask at evaluations, as JSON lines (text/exams.py)")
     run.add_argument("--profile", action="store_true",
                      help="write a trace of three steps to OUT/trace-RANK.json, for "
                           "chrome://tracing")

@@ -38,7 +38,8 @@ from text.tokenizer import Tokenizer
 # Flags that may change when a run is resumed: what they change is the same experiment, or refused.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
-    "time_limit dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations "
+    "time_limit val_data exam "
+    "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations "
     "microbatch checkpointing compile async_tp device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"

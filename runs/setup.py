@@ -42,6 +42,7 @@ from runs.rules import (
     choose_tokenizer,
     requested_work,
 )
+from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -55,6 +56,7 @@ class Job:
     tokenizer: Tokenizer
     train_set: Windows  # or text/chat.py's Packed, which is used alike
     val_set: Windows
+    exam: Exam | None = None  # taken at evaluations
 
 
 def setup(args: argparse.Namespace) -> Process:
@@ -129,7 +131,9 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     load = partial(load_tokenizer, choose_tokenizer(args, initial))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
-    windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+    exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
+    options = tokenizer, args.seq_len, args.document_mask, args.val_data
+    windows = partial(open_windows, args.data, *options)
     train_set, val_set = process.local_rank_zero_first("data", windows)
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
@@ -142,12 +146,14 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
         initialize = partial(Llama.init_weights, **options)
     with torch.device("meta"):
         model = Llama(config)
-    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
+    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
 
 
-def choose_work(args: argparse.Namespace, job: Job, process: Process) -> tuple[Work, str]:
+def choose_work(
+    args: argparse.Namespace, whole: Llama, packed: bool, process: Process
+) -> tuple[Work, str]:
     """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
-    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
+    work = requested_work(args, whole, process, packed)
     room = process.minimum(usable_memory(process.device, process.per_node))
     parallel, reason = choose_parallel(work, args.shard, process, room)
     return replace(work, parallel=parallel), reason
@@ -158,7 +164,7 @@ def build(
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return what a training step calls, and the step's work. `accumulate` is
     train.py's, with which a small model is tried first."""
-    work, reason = choose_work(args, job, process)
+    work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
     advise_if_out_of_memory(partial(what_would_fit, work, process))
     if args.dp == "auto" and process.size > args.tp * args.pp:

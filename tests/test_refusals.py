@@ -120,6 +120,18 @@ REFUSALS = """
 1 | checkpoint.py export {base} {here} --format hf | exists
 1 | checkpoint.py import /no/model {out} | no checkpoint in '/no/model'
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
+# -------------------------------------------------------------------------------- evaluate.py
+1 | evaluate.py {base} | nothing to score: give --data, --exam or both
+1 | evaluate.py {base} --exam {here}/no | no exam at ... give a file with lines like {"question"
+1 | evaluate.py {base} --exam {sums} | line 1: "question" is None: give it as a string
+1 | evaluate.py {base} --exam /dev/null | no exam at '/dev/null'
+1 | evaluate.py {base} --data {here} | holds no
+1 | evaluate.py {sums} --data {text} | no checkpoint in
+1 | evaluate.py {base} --data {text} --adapter {base} | no adapter in
+2 | evaluate.py {base} --data {text} --seq-len 30 --cp 2 | use --seq-len 32
+2 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
+1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
+1 | train --val-data {out}/no --tokenizer bytes | no data at
 # ----------------------------------------------------------------------------------- bench.py
 1 | bench.py speed | 'speed' ... choose from
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?

@@ -19,6 +19,7 @@ the model learns to write the docstring.
 import ast
 import bisect
 import itertools
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -258,6 +259,20 @@ class Packed:
         return Batch(*map(torch.from_numpy, (tokens, targets, positions)), text_bytes)
 
 
+class Rows(Packed):
+    """Samples, one a row. The rows of a batch are as long as its longest sample, rounded up to a
+    multiple of `multiple`, which evaluation sets."""
+
+    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
+        self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
+        self.rows, self.pad = [[i] for i in range(len(samples))], 0
+
+    def batch(self, indices: list[int | None]) -> Batch:
+        longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
+        self.seq_len = math.ceil(longest / self.multiple) * self.multiple
+        return super().batch(indices)
+
+
 # -------------------------------------------------------------------------- from --data to rows
 
 ANSWER_ROOM = 64  # tokens of seq_len that a validation prompt leaves free for the answer
@@ -277,6 +292,7 @@ def open_samples(
     seq_len: int,
     long: str = "truncate",
     train_on_prompt: bool = False,
+    val_data: list[str] | None = None,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
@@ -285,11 +301,14 @@ def open_samples(
     long: whether to "truncate" or to "drop" samples that are longer than a row; a sample that has
     no target within a row is dropped in any case
 
-    Samples are held out by a hash; if that leaves either split empty, the last one is held out.
-    Raise UserError if fewer than two samples can be used."""
+    Samples are held out by a hash; if that leaves either split empty, the last one is held out. If
+    `val_data` is given, they are those in place of a part of `data`. Raise UserError if fewer than
+    two samples can be used."""
     samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
-    if not train or not val:
+    if val_data:
+        train, val = samples, _encode_all(val_data, tokenizer, seq_len, long, train_on_prompt)[0]
+    elif not train or not val:
         train, val = samples[:-1], samples[-1:]
     packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
     train_rows, val_rows = packed
@@ -305,6 +324,12 @@ def open_samples(
     prompts = ((encode_prompt(s.messages, tokenizer), s.messages[-1]["content"]) for s in val)
     short = (prompt for prompt in prompts if len(prompt[0]) <= seq_len - ANSWER_ROOM)
     return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
+
+
+def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int) -> Packed:
+    """Return the rows of all conversations of files, with what is too long truncated."""
+    samples, _ = _encode_all(data, tokenizer, seq_len, "truncate", train_on_prompt=False)
+    return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
 
 
 def _encode_all(
