@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 import checkpoint
 from costs.search import fits_unsharded
 from costs.work import Work
-from data import Windows, read_ahead, window_of
+from data import Windows, read_ahead, row_of
 from evaluate import describe_exam, evaluate, take_exam
 from generate import generate
 from model import IGNORE, Llama
@@ -173,7 +173,7 @@ def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: 
     """Return this rank's share of a step's batch, which is a function of (seed, step)."""
     share = args.batch // world.data_size
     first = (step - 1) * args.batch + world.data_rank * share
-    rows = [window_of(first + i, len(dataset), args.seed) for i in range(share)]
+    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(share)]
     return share_sequences(dataset.batch(rows), world)
 
 
@@ -195,7 +195,7 @@ def train(
     done = resume(args, newest, job, optimizer)
     if done >= args.steps:
         return True
-    print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set), optimizer))
+    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources, optimizer))
     gather_once = fits_unsharded(work, world)
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
@@ -222,6 +222,7 @@ def train(
     steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, tokenizer, done)
+    best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
@@ -242,8 +243,10 @@ def train(
             if due and not totals.stop:
                 metrics |= evaluate_and_show(step)
             recorder.write(metrics)
-            if last or (args.save_every and step % args.save_every == 0):
-                saved = saver.save(step)
+            is_best = args.keep_best and metrics.get("val_loss", best) < best
+            if last or is_best or (args.save_every and step % args.save_every == 0):
+                saved = saver.save(step, is_best)
+                best = metrics["val_loss"] if is_best else best
             if last:
                 break
             recorder.start_step()

@@ -39,9 +39,11 @@ from runs.check_model import (
 from runs.rules import (
     check_training_flags,
     choose_model_config,
+    choose_steps,
     choose_tokenizer,
     requested_work,
 )
+from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -132,9 +134,11 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     load = partial(load_tokenizer, choose_tokenizer(args, initial))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
-    options = tokenizer, args.seq_len, args.document_mask, args.val_data
+    reading = Reading(args.text_field, args.skip_bad)
+    options = tokenizer, args.seq_len, args.document_mask, args.val_data, reading
     windows = partial(open_windows, args.data, *options)
     train_set, val_set = process.local_rank_zero_first("data", windows)
+    choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if initial:

@@ -233,6 +233,8 @@ def in_small(command: Command, directory: Path) -> list[str]:
         if "--out" not in arguments:  # which by default has the name of the model
             arguments += ["--out", f"out/{model}"]
     small = SMALL.get(command.script) or SMALL.get(f"{command.script} {arguments[0]}", "")
+    if "--epochs" in arguments:
+        small = small.replace("--steps 2", "--epochs 0.1")
     return arguments + small.split()
 
 

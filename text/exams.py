@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plumbing.processes import UserError
 from text.chat import Encoded, Rows, encode_prompt
-from text.corpora import check_string, read_json_lines
+from text.corpora import check_string, read_records
 from text.tokenizer import Tokenizer
 
 QUESTIONS = '{"question": "...", "choices": ["...", ...], "answer": 0} or {"question", "answer"}'
@@ -32,10 +32,7 @@ class Exam:
         self.questions: list[dict] = []
         samples: list[Encoded] = []
         self.prompts: list[list[int]] = []
-        if not path.is_file():
-            raise UserError(f"no exam at '{path}': give a file with lines like {QUESTIONS}")
-        for number, question in read_json_lines(path, QUESTIONS):
-            where = f"{path}, line {number}"
+        for _, where, question in read_records(path, QUESTIONS):
             text = check_string(question.get("question"), f'{where}: "question" is')
             choices, answer = question.get("choices") or [], question.get("answer")
             if not isinstance(choices, list):
