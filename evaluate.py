@@ -82,11 +82,11 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 def row_sums(
     model: Llama, dataset: Windows | Packed, rows: list[int], microbatch: int, world: World
 ) -> Tensor:
-    """Return of each of these rows of a data set the loss in nats and the number of targets, and in
-    the first row of each batch its bytes of text: [len(rows), 3], the same on all ranks.
+    """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
+    text: [len(rows), 3], equal on all ranks. The bytes of a batch stand in its first row.
 
-    Every rank runs the same number of batches, as a split model requires: the last batch is padded
-    with rows without targets."""
+    Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
+    last batch is padded with rows without targets."""
     tp, pp, step = world.parallel.tp, world.parallel.pp, world.data_size
     padded = [*rows, *[None] * (-len(rows) % step)]
     if isinstance(dataset, Rows):
@@ -118,11 +118,11 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
 def take_exam(
     model: Llama, exam: Exam, microbatch: int, world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return how often a model is right, a fraction for each score that the exam has, and what it
-    makes of each question. Ranks share the choices; every rank writes all answers."""
-    rows = [*range(len(exam.choices))]
-    losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
-    details, right, said = [], {}, []
+    """Return a model's scores, the fraction of questions that it answers right, by name; and each
+    question with what the model makes of it. Ranks share the choices; each writes all answers."""
+    details, right, said, losses = [], {}, [], iter(())
+    if rows := [*range(len(exam.choices))]:
+        losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     stop = exam.tokenizer.stop
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
