@@ -262,6 +262,7 @@ class Packed:
             start = 0
             for sample in [] if row is None else self.rows[row]:
                 ids, is_target = self.samples[sample]
+                ids = np.asarray(ids, np.int64)  # token files are unsigned, and IGNORE is not
                 end = start + len(ids) - 1
                 tokens[b, start:end] = ids[:-1]
                 targets[b, start:end] = np.where(is_target[1:], ids[1:], IGNORE)
