@@ -168,7 +168,7 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
     args.batch = args.microbatch * max(1, process.size // (args.tp * args.pp * args.cp))
     check_parallel(requested_work(args, model, process), args.shard, process)
-    work, _ = choose_work(args, model, True, process)
+    work, _ = choose_work(args, model, args.chat, process)
     check_work(work)
     world = with_mesh(process, work.parallel)
 

@@ -284,7 +284,10 @@ class Rows(Packed):
     def batch(self, indices: list[int | None]) -> Batch:
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
         self.seq_len = math.ceil(longest / self.multiple) * self.multiple
-        return super().batch(indices)
+        batch = super().batch(indices)
+        return Batch(
+            batch.tokens, batch.targets, None, batch.text_bytes
+        )  # padding follows: no mask
 
 
 # -------------------------------------------------------------------------- from --data to rows
