@@ -37,7 +37,7 @@ from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, run
 from text.batch import Batch
-from text.chat import Rows
+from text.chat import Packed, Rows
 from text.corpora import VAL_FRACTION, Piece, Reading, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
@@ -311,16 +311,21 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
     return paths
 
 
-def open_text(data: list[str], tokenizer: Tokenizer, seq_len: int) -> Rows:
-    """Return the windows of all of a text, to the last token of each of its files."""
-    files = [
-        open_token_file(path) for path in token_files(data, tokenizer, Reading(val_fraction=0.0))
-    ]
-    for file in files:
+def open_text(
+    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
+) -> Packed:
+    """Return the windows of all of a text, to the last token of each of its files. With
+    `document_mask`, each document in a window is a sample of its own."""
+    samples = []
+    for path in token_files(data, tokenizer, Reading(val_fraction=0.0)):
+        file = open_token_file(path)
         check_ids(file, tokenizer)
-    starts = ((file, i) for file in files for i in range(0, len(file) - 1, seq_len))
-    windows = (file[i : i + seq_len + 1] for file, i in starts)
-    return Rows([(window, np.ones(len(window), bool)) for window in windows], tokenizer)
+        borders = np.arange(0, len(file) - 1, seq_len)
+        if document_mask:
+            borders = np.union1d(borders, np.flatnonzero(file[:-1] == tokenizer.bos))
+        for start, end in itertools.pairwise([*borders.tolist(), len(file) - 1]):
+            samples.append((file[start : end + 1], np.ones(end + 1 - start, bool)))
+    return Packed(samples, seq_len, tokenizer) if document_mask else Rows(samples, tokenizer)
 
 
 def open_windows(
@@ -330,7 +335,7 @@ def open_windows(
     document_mask: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
-) -> tuple[Windows, Windows | Rows]:
+) -> tuple[Windows, Windows | Packed]:
     """Return the training and the validation windows of --data. With `val_data`, all of --data is
     for training.
 
@@ -361,7 +366,7 @@ def open_windows(
     train_set = Windows(all_train, seq_len, tokenizer, document_mask)
     train_set.sources = sources
     if val_data:
-        return train_set, open_text(val_data, tokenizer, seq_len)
+        return train_set, open_text(val_data, tokenizer, seq_len, document_mask)
     return train_set, Windows(all_val, seq_len, tokenizer, document_mask)
 
 

@@ -187,12 +187,13 @@ def main() -> None:
     process.check_same_flags(vars(args))
     metadata, tokenizer = find_model(args, process)
     longest = metadata["model"].max_seq_len
-    args.seq_len = args.seq_len or metadata.get("flags", {}).get("seq_len", min(2048, longest))
+    flags = metadata.get("flags", {})  # of the run, which evaluated alike
+    args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))
     exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
     dataset = None
     if args.data:
-        opener = open_chats if args.chat else open_text
-        make = partial(opener, args.data, tokenizer, args.seq_len)
+        make = partial(open_text, document_mask=flags.get("document_mask", False))
+        make = partial(open_chats if args.chat else make, args.data, tokenizer, args.seq_len)
         dataset = process.local_rank_zero_first("data", make)
     model, world = load_split(args, metadata, process)
     if dataset:

@@ -12,7 +12,7 @@ from conftest import succeed
 import data
 import train
 from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
-from model import IGNORE
+from model import IGNORE, Llama, LlamaConfig
 from plumbing.parser import Given
 from plumbing.processes import UserError
 from runs.records import describe_epochs
@@ -330,6 +330,25 @@ def test_weights_of_sources(tmp_path, monkeypatch):
     for wrong in ([f"{a}=3", b], [f"{a}=0", f"{b}=1"]):
         with pytest.raises(UserError, match="give a weight to each source"):
             data.sources_of(wrong)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
+    """Windows of training have the same loss where they cover the file."""
+    tokenizer, T = load_tokenizer("bytes"), 12
+    tokens = np.random.default_rng(0).integers(0, 256, 5 * T + 1)
+    tokens[[0, 3, 11, 12, 13, 24, 40, 59, 60]] = tokenizer.bos
+    write_tokens(tmp_path, "train", 267, tokens)
+    model = Llama(LlamaConfig(16, 1, 2, 1, ffn_dim=16, vocab_size=267)).double()
+    model.init_weights()
+    windows = Windows([tokens.astype(np.uint16)], T, tokenizer, document_mask=masked)
+    rows = data.open_text([str(tmp_path)], tokenizer, T, masked)
+    batches = [dataset.batch([*range(len(dataset))]) for dataset in (windows, rows)]
+    with torch.no_grad():
+        losses = [model(*batch.inputs).item() for batch in batches]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    counts = [(batch.targets != IGNORE).sum().item() for batch in batches]
+    assert counts == [5 * T, 5 * T] and batches[0].text_bytes == batches[1].text_bytes
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 13), (2, 25), (0.5, 7)])
