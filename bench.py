@@ -37,7 +37,7 @@ from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS
 from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
-from data import read_ahead, window_of
+from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
 from parallel import with_mesh
@@ -349,9 +349,9 @@ def equal(args: argparse.Namespace) -> str:
     args.offload = args.offload_activations = False
     process = setup(args)
     job = prepare_pretraining(args, process)
-    work, _ = choose_work(args, job, process)
+    work, _ = choose_work(args, job.whole, job.train_set.document_mask, process)
     world = with_mesh(process, work.parallel)
-    rows = [window_of(i, len(job.train_set), args.seed) for i in range(args.batch)]
+    rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
     optimizer_of = partial(train.make_optimizer, args=args)
     return measure_equality(job, world, *batches, work.microbatch, optimizer_of)

@@ -7,6 +7,7 @@
         weights/, optimizer/    written by torch.distributed.checkpoint (DCP), each rank its shards
         adapter_*               instead of weights/ in a LoRA run: the adapter in PEFT's format
         SHA256SUMS              written last: a checksum of every file; `sha256sum -c` checks them
+    OUT/best                    a link to the checkpoint with the lowest validation loss, if kept
 
     python checkpoint.py import SRC DST                     Meta's or Hugging Face's files -> ours
     python checkpoint.py export SRC DST --format hf|meta    ours -> Meta's or Hugging Face's files
@@ -96,7 +97,7 @@ class Saver:
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
-    checkpoints are kept. labs/resume saves and resumes by hand.
+    checkpoints are kept, and the best. labs/resume saves and resumes by hand.
 
     Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 
@@ -179,8 +180,9 @@ class Saver:
                 f"--out {self.out}: make room, or choose another --out"
             )
 
-    def save(self, step: int) -> Path:
-        """Save OUT/step-N and return its path. Raises UserError on all ranks if one fails."""
+    def save(self, step: int, best: bool = False) -> Path:
+        """Save OUT/step-N, to which OUT/best links from then on if it is the `best`, and return its
+        path. Raises UserError on all ranks if one fails."""
         self.wait()
         final = self.out / f"step-{step:08d}"
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
@@ -196,9 +198,9 @@ class Saver:
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
-            self.pending = self.thread.submit(self._write, final, step, tensors, factors)
+            self.pending = self.thread.submit(self._write, final, step, tensors, factors, best)
         else:
-            self._write(final, step, tensors, factors)
+            self._write(final, step, tensors, factors, best)
         return final
 
     def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -217,7 +219,9 @@ class Saver:
         if pending:
             pending.result()
 
-    def _write(self, final: Path, step: int, tensors: dict[str, dict], factors: dict) -> None:
+    def _write(
+        self, final: Path, step: int, tensors: dict[str, dict], factors: dict, best: bool
+    ) -> None:
         rank, temporary = dist.get_rank(), final.with_name(f".{final.name}")
         started = time.monotonic()
         try:
@@ -241,9 +245,15 @@ class Saver:
         seconds = time.monotonic() - started
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
+        link, new_link = self.out / "best", self.out / ".best"
+        if rank == 0 and best:
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(final.name)
+            os.replace(new_link, link)
         if rank == 0 and self.keep:
             for old in checkpoints(self.out)[: -self.keep]:
-                remove_checkpoint(old)
+                if old.name != link.resolve().name:
+                    remove_checkpoint(old)
 
     def _on_every_rank(self, work: Callable) -> list:
         """Return the results of work() on all ranks, when all ranks are done.
@@ -356,8 +366,9 @@ def load_pretrained(
     """Return a Llama with the weights of any directory that find_checkpoint finds. `prepare` may
     change its layers before they are allocated, as add_adapters does."""
     directory = find_checkpoint(Path(directory))
+    config = read_config(directory)["model"]  # not on meta, where it could compare no logits
     with torch.device("meta"):
-        model = Llama(read_config(directory)["model"]).to(dtype)
+        model = Llama(config).to(dtype)
         prepare(model)
     allocate(model, device)
     load_weights(directory, model)

@@ -12,6 +12,7 @@ to save, and the order stays the same when a run is resumed or the number of pro
     python data.py train-tokenizer my_text/ --vocab-size 8192 --out my.model
     python data.py tokenize my_text/ more.jsonl --tokenizer my.model --out my_tokens
     torchrun train.py --data my_tokens
+    torchrun train.py --data my_text/=0.7 python=0.3          sources with their shares
 """
 
 from plumbing.endings import ctrl_c_raises  # first, for Ctrl-C during the imports
@@ -20,10 +21,12 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,7 +37,8 @@ from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, run
 from text.batch import Batch
-from text.corpora import VAL_FRACTION, Piece, find_files, read_pieces
+from text.chat import Packed, Rows
+from text.corpora import VAL_FRACTION, Piece, Reading, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
 # ---------------------------------------------------------------------------------- token files
@@ -44,6 +48,8 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, 
 HEADER_BYTES = 256 * 4
 TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
+WEIGHTED, ROUND = r"(.+)=(\d*\.?\d+)", 1000  # SOURCE=WEIGHT; sequences to which weights apply
+LEFT_OUT = "left-out.txt"  # in a directory of token files: the documents that could not be read
 
 
 def open_token_file(path: Path) -> np.ndarray:
@@ -58,6 +64,15 @@ def open_token_file(path: Path) -> np.ndarray:
     if found != expected or expected == 0:
         raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))
+
+
+def check_ids(tokens: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a token is not in the tokenizer's vocabulary."""
+    if tokens.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"the data holds token {tokens.max()}, but tokenizer {tokenizer.name} has only "
+            f"{tokenizer.vocab_size}: give the --tokenizer that the data was made with"
+        )
 
 
 class TokenFileWriter:
@@ -96,10 +111,11 @@ def tokenize(
     files: list[Path],
     tokenizer: Tokenizer,
     out: Path,
-    val_fraction: float = VAL_FRACTION,
+    reading: Reading | None = None,
     tokens_per_file: int = TOKENS_PER_FILE,
 ) -> None:
-    """Write a corpus as a directory of token files, with a data.json that names the tokenizer.
+    """Write a corpus as a directory of token files, with a data.json that names the tokenizer, and
+    a list of what was left out.
 
     The directory `out` appears only when it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +127,9 @@ def tokenize(
             split: TokenFileWriter(unfinished, split, tokenizer.vocab_size, tokens_per_file)
             for split in ("train", "val")
         }
-        size = sum(path.stat().st_size for path in files)
-        _write_documents(read_pieces(files, val_fraction), size, tokenizer, writers)
+        size, reading = sum(path.stat().st_size for path in files), reading or Reading()
+        _write_documents(read_pieces(files, reading), size, tokenizer, writers)
+        reading.list_left_out(unfinished / LEFT_OUT, out / LEFT_OUT)
         metadata = tokenizer.save(unfinished)
         metadata |= {f"{split}_tokens": writer.n_tokens for split, writer in writers.items()}
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
@@ -151,20 +168,40 @@ def _write_documents(
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided
 # differently, so that old token files are not used any more.
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 
 
-def cached_token_files(files: list[Path], tokenizer: Tokenizer) -> Path:
+def cached_token_files(files: list[Path], tokenizer: Tokenizer, reading: Reading) -> Path:
     """Return the directory in `cache/` with the token files of a corpus. Tokenize the corpus if
     there is none yet, or if a file or the tokenizer has changed since."""
-    key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash}".encode())
+    key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash} {reading}".encode())
     for path in files:
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
     if not directory.exists():
-        tokenize(files, tokenizer, directory)
+        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))
     return directory
+
+
+def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
+    """Return the sources of --data, each with its number of places in a round of sequences.
+
+    `a=0.7 b=0.3` are two sources; without weights, everything is one. Raise UserError if some have
+    a weight and others not."""
+    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED, entry) for entry in data]
+    if not any(found):
+        return [(data, 1)]
+    if not all(found) or not all(float(match[2]) for match in found):
+        given = " ".join(data)
+        raise UserError(f"--data {given}: give a weight to each source, as in a=0.7 b=0.3")
+    total = sum(float(match[2]) for match in found)
+    return [([m[1]], max(1, round(ROUND * float(m[2]) / total))) for m in found]
+
+
+def paths_of(data: list[str]) -> list[str]:
+    """Return the paths in --data, without weights."""
+    return [path for source, _ in sources_of(data) for path in source]
 
 
 def find_token_files(data: list[str]) -> list[Path]:
@@ -182,7 +219,7 @@ def find_token_files(data: list[str]) -> list[Path]:
 def tokenizer_of_token_files(data: list[str]) -> str | None:
     """Return the name or path of the tokenizer that the token files in --data were made with, for
     load_tokenizer; None if --data is text. Raise UserError if they have no data.json."""
-    files = find_token_files(data)
+    files = find_token_files(paths_of(data))
     if not files:
         return None
     directory = files[0].parent
@@ -214,9 +251,10 @@ class Windows:
         self.tokenizer, self.document_mask = tokenizer, document_mask
         # ends[i]: number of windows in files 0 to i.
         self.ends = np.cumsum([(len(file) - 1) // seq_len for file in files], dtype=np.int64)
+        self.sources = [(len(self), 1)]  # windows of each source, and its places in a round
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
@@ -242,11 +280,7 @@ class Windows:
         if a token is not in the tokenizer's vocabulary."""
         # For None, the tokens of window 0, whose targets are then masked.
         rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
-        if rows.max() >= self.tokenizer.vocab_size:
-            raise UserError(
-                f"the data holds token {rows.max()}, but tokenizer {self.tokenizer.name} has only "
-                f"{self.tokenizer.vocab_size}: give the --tokenizer that the data was made with"
-            )
+        check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
         targets[[i is None for i in indices]] = IGNORE
         text_bytes = self.tokenizer.count_bytes(targets)
@@ -259,38 +293,81 @@ class Windows:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), positions, text_bytes)
 
 
-def open_windows(
-    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
-) -> tuple[Windows, Windows]:
-    """Return the training and the validation windows of --data: token files, or raw text that is
-    tokenized at first use.
+def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
+    """Return the token files that --data names, or those of its text, tokenized at first use.
 
-    Files with "val" in their name are for validation; without any, the last twentieth of the last
-    file is. Raise UserError if there is not at least one window of each, or if the files were made
-    with another tokenizer. Files without a data.json, as of other projects, are not checked."""
+    Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
+    projects, are not checked."""
     paths = find_token_files(data)
     if not paths:
-        paths = sorted(cached_token_files(find_files(data), tokenizer).glob("*.bin"))
+        directory = cached_token_files(find_files(data), tokenizer, reading)
+        paths = sorted(directory.glob("*.bin"))
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
                 f"the token files in {metadata.parent} were not made with tokenizer "
                 f"{tokenizer.name}: leave out --tokenizer, or tokenize the text anew"
             )
-    train = [open_token_file(path) for path in paths if "val" not in path.name]
-    val = [open_token_file(path) for path in paths if "val" in path.name]
-    if train and not val:
-        border = len(train[-1]) * 19 // 20
-        train[-1], val = train[-1][:border], [train[-1][border:]]
-    for split, files in (("training", train), ("validation", val)):
-        longest = max(map(len, files), default=0)
-        if longest <= seq_len:
-            raise UserError(
-                f"the {split} part of {' '.join(data)} is too short: --seq-len {seq_len} needs "
-                f"{seq_len + 1} consecutive tokens, it has {longest}; give more text, or a "
-                f"shorter --seq-len"
-            )
-    return tuple(Windows(files, seq_len, tokenizer, document_mask) for files in (train, val))
+    return paths
+
+
+def open_text(
+    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
+) -> Packed:
+    """Return the windows of all of a text, to the last token of each of its files. With
+    `document_mask`, each document in a window is a sample of its own."""
+    samples = []
+    for path in token_files(data, tokenizer, Reading(val_fraction=0.0)):
+        file = open_token_file(path)
+        check_ids(file, tokenizer)
+        borders = np.arange(0, len(file) - 1, seq_len)
+        if document_mask:
+            borders = np.union1d(borders, np.flatnonzero(file[:-1] == tokenizer.bos))
+        for start, end in itertools.pairwise([*borders.tolist(), len(file) - 1]):
+            samples.append((file[start : end + 1], np.ones(end + 1 - start, bool)))
+    return Packed(samples, seq_len, tokenizer) if document_mask else Rows(samples, tokenizer)
+
+
+def open_windows(
+    data: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    document_mask: bool = False,
+    val_data: list[str] | None = None,
+    reading: Reading | None = None,
+) -> tuple[Windows, Windows | Packed]:
+    """Return the training and the validation windows of --data. With `val_data`, all of --data is
+    for training.
+
+    Files with "val" in their name are for validation; without any, the last twentieth of the last
+    file is. Raise UserError if a source has not at least one window of each."""
+    reading = reading or Reading()
+    if val_data:
+        reading = replace(reading, val_fraction=0.0)
+    all_train, all_val, sources = [], [], []
+    for source, places in sources_of(data):
+        paths = token_files(source, tokenizer, reading)
+        train = [open_token_file(path) for path in paths if "val" not in path.name]
+        val = [open_token_file(path) for path in paths if "val" in path.name]
+        if train and not val and not val_data:
+            border = len(train[-1]) * 19 // 20
+            train[-1], val = train[-1][:border], [train[-1][border:]]
+        splits = {"training": train} if val_data else {"training": train, "validation": val}
+        for split, files in splits.items():
+            longest = max(map(len, files), default=0)
+            if longest <= seq_len:
+                raise UserError(
+                    f"the {split} part of {' '.join(source)} is too short: --seq-len {seq_len} "
+                    f"needs {seq_len + 1} consecutive tokens, it has {longest}; give more text, or "
+                    f"a shorter --seq-len"
+                )
+        sources.append((len(Windows(train, seq_len, tokenizer)), places))
+        all_train, all_val = all_train + train, all_val + val
+    train_set = Windows(all_train, seq_len, tokenizer, document_mask)
+    train_set.sources = sources
+    if val_data:
+        return train_set, open_text(val_data, tokenizer, seq_len, document_mask)
+    return train_set, Windows(all_val, seq_len, tokenizer, document_mask)
 
 
 # ---------------------------------------------------------------------------------------- order
@@ -314,6 +391,22 @@ def window_of(sequence: int, n: int, seed: int) -> int:
         i = left << half | right
         if i < n:
             return i
+
+
+def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
+    """Return the row that a run reads as its sequence number `sequence`, of a data set with so many
+    rows, and places in a round, of each source.
+
+    A round has every place once, in an order that depends on seed and round. So after each round
+    the sources have had their shares to the sequence. Within a source the order is window_of's."""
+    places = sum(own for _, own in sources)
+    nth_round, place = sequence // places, window_of(sequence, places, seed)
+    first = 0
+    for rows, own in sources:
+        if place < own:
+            return first + window_of(nth_round * own + place, rows, seed)
+        place, first = place - own, first + rows
+    raise ValueError(f"no place {sequence} in {sources}")
 
 
 def read_ahead(
@@ -341,6 +434,15 @@ def read_ahead(
 # --------------------------------------------------------------------------------- command line
 
 
+def add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
+    parser.add_argument("--text-field", default="text", metavar="NAME",
+                        help="field of records that holds the text (default: %(default)s)")
+    parser.add_argument("--skip-bad", action="store_true",
+                        help="leave out what cannot be read, and list it in a file")
+    # fmt: on
+
+
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
@@ -362,14 +464,17 @@ def parse_args() -> argparse.Namespace:
                              help="text files, directories, or python, the source of Python's "
                                   "standard library")
         command.add_argument("--out", type=Path, required=True, help=f"{out} to write")
+        add_reading_flags(command)
     # fmt: on
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
+    reading = Reading(args.text_field, args.skip_bad)
     if args.command == "train-tokenizer":
-        train_tokenizer(args.sources, args.vocab_size, args.out)
+        train_tokenizer(args.sources, args.vocab_size, args.out, reading)
+        reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT}"))
     else:
         files = find_files(args.sources)
         tokenizer = load_tokenizer(args.tokenizer)
@@ -379,7 +484,8 @@ def main() -> None:
             raise UserError(f"--val-fraction {args.val_fraction} leaves no text: give less than 1")
         if args.shard_tokens >= 2**31:
             raise UserError(f"--shard-tokens {args.shard_tokens} is too many: give less than 2^31")
-        tokenize(files, tokenizer, args.out, args.val_fraction, args.shard_tokens)
+        reading.val_fraction = args.val_fraction
+        tokenize(files, tokenizer, args.out, reading, args.shard_tokens)
     print(args.out)
 
 

@@ -31,6 +31,7 @@ import torch
 
 import checkpoint
 from costs.search import sent_by_strategy
+from data import LEFT_OUT
 from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from generate import generate
@@ -40,10 +41,12 @@ from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
-from runs.rules import check_training_flags, choose_tokenizer, requested_work
+from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
 from runs.setup import Job, build, setup
 from text.chat import ANSWER_ROOM, SHOWN, open_samples
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.corpora import Reading
+from text.exams import Exam
+from text.tokenizer import CACHE, Tokenizer, load_tokenizer
 from train import accumulate, train
 
 
@@ -62,6 +65,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
     if args.alpha == 0:
         raise UserError("--alpha 0 switches the adapters off: give a number above 0")
+    if args.merge == "best" and not args.keep_best:
+        raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
     init = args.init.resolve()
     name = init.parent.name if init.name.startswith("step-") else init.name
     args.out = args.out or Path("out") / f"{name}-lora"
@@ -78,17 +83,21 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     check_training_flags(args, base["model"], process)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
+    load = partial(load_tokenizer, choose_tokenizer(args, base))
+    tokenizer = process.local_rank_zero_first("tokenizer", load)
+    checkpoint.check_tokenizer(base, tokenizer)
+    exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
+    reading = Reading(skip_bad=args.skip_bad)
+    options = args.seq_len, args.long, args.train_on_prompt, args.val_data, reading
+    train_set, val_set, examples, summary = open_samples(args.data, tokenizer, *options)
+    choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
         of = checkpoint.read_config(merged)["flags"].get("adapter") if args.resume else None
         if of != f"step-{args.steps:08d}":
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
-    load = partial(load_tokenizer, choose_tokenizer(args, base))
-    tokenizer = process.local_rank_zero_first("tokenizer", load)
-    checkpoint.check_tokenizer(base, tokenizer)
-    train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt
-    )
     args.data_checksum = process.check_same("the training data", train_set.checksum())
+    if process.rank == 0:
+        reading.list_left_out(CACHE / f"conversations-{args.data_checksum}-{LEFT_OUT}")
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])
@@ -104,7 +113,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         checkpoint.load_weights(args.init, model)
         init_adapters(model, args.seed, assign_shard, process.device)
 
-    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
+    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
     return job, examples
 
 
@@ -153,7 +162,8 @@ def main() -> None:
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it does if the run had finished before
-            adapter = checkpoint.find_adapter(args.out)
+            source = args.out / "best" if args.merge == "best" else args.out
+            adapter = checkpoint.find_adapter(source.resolve())
             checkpoint.merge(args.init, adapter, merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))

@@ -33,14 +33,14 @@ from lora import LoRA, LoRALinear, add_adapters
 from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
-from plumbing.processes import UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from techniques.nf4 import check_blocks
 from text.chat import Conversation, drop_oldest, encode_prompt
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Generate text from a checkpoint.")
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that find_model reads, and --base-bits."""
     # fmt: off
     parser.add_argument("checkpoint", type=Path,
                         help="a run, one of its checkpoints, or a model directory of Meta or "
@@ -50,6 +50,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
                         help="4: keep the blocks' matrices in 4 bits, which takes a quarter of the "
                              "memory and is slower (default: the dtype of computation)")
+    parser.add_argument("--tokenizer",
+                        help="tokenizer name or file (default: the checkpoint's own)")
+    # fmt: on
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Generate text from a checkpoint.")
+    # fmt: off
+    add_model_flags(parser)
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; given several times, the prompts form a batch")
     parser.add_argument("--chat", action="store_true",
@@ -57,8 +66,6 @@ def parse_args() -> argparse.Namespace:
                              "prompt, have a conversation")
     parser.add_argument("--system", metavar="TEXT",
                         help="system prompt, the message with which a chat begins")
-    parser.add_argument("--tokenizer",
-                        help="tokenizer name or file (default: the checkpoint's own)")
     parser.add_argument("--max-new-tokens", type=positive_int, default=200,
                         help="number of tokens after which generation stops")
     parser.add_argument("--temperature", type=nonnegative_float, default=0.8,
@@ -150,6 +157,19 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
         )
 
 
+def find_model(args: argparse.Namespace, process: Process) -> tuple[dict, Tokenizer]:
+    """Return what read_config says of the model that flags name, and its tokenizer. args.adapter
+    becomes the directory that was found."""
+    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, args.checkpoint))
+    metadata = read_config(directory)
+    if not (name := args.tokenizer or metadata["tokenizer"]):
+        raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
+    tokenizer = process.local_rank_zero_first("tokenizer", partial(load_tokenizer, name))
+    check_tokenizer(metadata, tokenizer)
+    args.adapter = args.adapter and find_adapter(args.adapter)
+    return metadata, tokenizer
+
+
 def load_model(
     directory: Path, config: LlamaConfig, adapter: Path | None, base_bits: int, device: torch.device
 ) -> Llama:
@@ -236,12 +256,7 @@ def main() -> None:
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
-    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, args.checkpoint))
-    metadata = read_config(directory)
-    if not (name := args.tokenizer or metadata["tokenizer"]):
-        raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    tokenizer = process.local_rank_zero_first("tokenizer", partial(load_tokenizer, name))
-    check_tokenizer(metadata, tokenizer)
+    metadata, tokenizer = find_model(args, process)
     texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
@@ -250,8 +265,8 @@ def main() -> None:
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
-    adapter = args.adapter and find_adapter(args.adapter)
-    model = load_model(directory, metadata["model"], adapter, args.base_bits, process.device)
+    found = metadata["directory"], metadata["model"], args.adapter
+    model = load_model(*found, args.base_bits, process.device)
 
     options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     options |= dict(max_new_tokens=args.max_new_tokens, stop=tokenizer.stop, seed=args.seed)

@@ -219,7 +219,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     initialize(model)
     if parallel.pp > 1:
         return pipeline.Pipeline(model, stages, world, partial(gradient_sync, parallel))
-    if parallel.strategy.uses_fsdp or world.size == 1:
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if parallel.strategy.uses_fsdp or world.size == 1 or not trains:
         return model
     return parallel.strategy.apply(model, world)
 

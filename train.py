@@ -32,7 +32,8 @@ from torch.optim import Optimizer
 import checkpoint
 from costs.search import fits_unsharded
 from costs.work import Work
-from data import Windows, read_ahead, window_of
+from data import Windows, read_ahead, row_of
+from evaluate import describe_exam, evaluate, take_exam
 from generate import generate
 from model import IGNORE, Llama
 from parallel import World, gradient_sync, unsharded
@@ -165,31 +166,6 @@ def zero_gradients(optimizer: Optimizer, world: World) -> None:
     optimizer.zero_grad(set_to_none=not in_buckets)
 
 
-# ---------------------------------------------------------------------------------- evaluation
-
-
-@torch.no_grad()
-def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world: World) -> Totals:
-    """Return the loss over at most `limit` evenly spaced windows, shared among the ranks.
-
-    Every rank runs the same number of batches, as a split model requires: the last batch is padded
-    with rows without targets."""
-    n = min(limit, len(windows))
-    chosen = [i * len(windows) // n for i in range(n)] + [None] * (-n % world.data_size)
-    mine = chosen[world.data_rank :: world.data_size]
-    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
-    tokens = text_bytes = 0
-    for start in range(0, len(mine), microbatch):
-        batch = windows.batch(mine[start : start + microbatch])
-        batch = share_sequences(batch, world).to(world.device)
-        loss += model(*batch.inputs, documents=batch.documents)
-        tokens += (batch.targets != IGNORE).sum()
-        text_bytes += batch.text_bytes
-    loss, tokens, text_bytes = world.all_gather_scalars([loss, tokens, text_bytes]).sum(0).tolist()
-    tp, pp = world.parallel.tp, world.parallel.pp  # the last stage alone has the loss
-    return Totals(loss / tp, round(tokens / (tp * pp)), round(text_bytes / (tp * pp)))
-
-
 # -------------------------------------------------------------------------------------- the run
 
 
@@ -197,7 +173,7 @@ def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: 
     """Return this rank's share of a step's batch, which is a function of (seed, step)."""
     share = args.batch // world.data_size
     first = (step - 1) * args.batch + world.data_rank * share
-    rows = [window_of(first + i, len(dataset), args.seed) for i in range(share)]
+    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(share)]
     return share_sequences(dataset.batch(rows), world)
 
 
@@ -219,7 +195,7 @@ def train(
     done = resume(args, newest, job, optimizer)
     if done >= args.steps:
         return True
-    print_rank_zero(records.describe_run(args, job.whole, world, len(job.train_set), optimizer))
+    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources, optimizer))
     gather_once = fits_unsharded(work, world)
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
@@ -228,12 +204,14 @@ def train(
         gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
         with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
             text = sample_text(step)
+            right = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
         model.train()
         print_rank_zero(
             f"step {step}: validation loss {val.mean_loss:.4f}, "
-            f"{val.bits_per_byte:.4f} bits/byte\n{text}"
+            f"{val.bits_per_byte:.4f} bits/byte\n{describe_exam(right)}{text}"
         )
-        return dict(val_loss=val.mean_loss, val_bits_per_byte=val.bits_per_byte, sample=text)
+        val = dict(val_loss=val.mean_loss, val_bits_per_byte=val.bits_per_byte, sample=text)
+        return val | right
 
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
@@ -244,6 +222,7 @@ def train(
     steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, tokenizer, done)
+    best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
@@ -264,8 +243,10 @@ def train(
             if due and not totals.stop:
                 metrics |= evaluate_and_show(step)
             recorder.write(metrics)
-            if last or (args.save_every and step % args.save_every == 0):
-                saved = saver.save(step)
+            is_best = args.keep_best and metrics.get("val_loss", best) < best
+            if last or is_best or (args.save_every and step % args.save_every == 0):
+                saved = saver.save(step, is_best)
+                best = metrics["val_loss"] if is_best else best
             if last:
                 break
             recorder.start_step()

@@ -49,9 +49,9 @@ class Given(int):
     """An integer that was typed on the command line, where a default is a plain int."""
 
 
-def given_int(text: str) -> Given:
+def given_int(text: str, least: int = 0) -> Given:
     """Argument type: nonnegative_int as Given."""
-    return Given(nonnegative_int(text))
+    return Given(nonnegative_int(text, least))
 
 
 def duration(text: str) -> int:

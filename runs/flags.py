@@ -2,12 +2,21 @@
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+from data import add_reading_flags
 from lora import TARGETS
 from model import PRESETS
 from parallel import STRATEGIES, ParallelConfig
-from plumbing.parser import duration, given_int, nonnegative_float, nonnegative_int, positive_int
+from plumbing.parser import (
+    duration,
+    given_int,
+    nonnegative_float,
+    nonnegative_int,
+    positive_float,
+    positive_int,
+)
 from techniques.float8 import RECIPES
 from techniques.schedules import SCHEDULES
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -30,8 +39,10 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", default=["python"],
-                      help="text files, directories or token files (default: python, the source "
-                           "of Python's standard library)")
+                      help="text files, directories or token files, each with a weight or none, as "
+                           "in a=0.7 b=0.3 (default: python, the source of Python's standard "
+                           "library)")
+    add_reading_flags(data)
     data.add_argument("--tokenizer", help=f"name or tokenizer.model file (default: the one of the "
                                           f"data or of --init, or {DEFAULT_TOKENIZER})")
     data.add_argument("--seq-len", type=positive_int, default=256,
@@ -57,6 +68,8 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--data", nargs="+", default=["python"],
                       help="JSON lines, files or directories of them (default: python, docstrings "
                            "to write for functions of the standard library)")
+    data.add_argument("--skip-bad", action="store_true",
+                      help="leave out conversations that cannot be read, and list them in a file")
     data.add_argument("--seq-len", type=positive_int, default=512,
                       help="tokens per row of samples (default: %(default)s)")
     data.add_argument("--long", choices=["truncate", "drop"], default="truncate",
@@ -80,8 +93,9 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
                       help="4: keep the blocks' frozen matrices in 4 bits (default: the dtype of "
                            "computation)")
-    lora.add_argument("--merge", action="store_true",
-                      help="write OUT/merged at the end: the model with the adapter added")
+    lora.add_argument("--merge", nargs="?", choices=["last", "best"], const="last",
+                      help="write OUT/merged at the end: the model with the adapter added, the "
+                           "last one or that of --keep-best (default of --merge: last)")
     add_training_flags(parser)
     parser.set_defaults(steps=200, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
 
@@ -158,8 +172,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="sequences per step, over all processes (default: %(default)s)")
     step.add_argument("--microbatch", type=positive_int,
                       help="sequences that a process computes at a time (default: all of its own)")
-    step.add_argument("--steps", type=positive_int, default=1150,
+    step.add_argument("--steps", type=partial(given_int, least=1), default=1150,
                       help="number of optimizer steps (default: %(default)s)")
+    step.add_argument("--epochs", type=positive_float,
+                      help="in place of --steps: how often the data are read")
     add_optimizer_flags(step)
     step.add_argument("--warmup", type=given_int, default=50,
                       help="steps of linear warmup to the peak (default: %(default)s, even where "
@@ -186,10 +202,17 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                      help="write checkpoints in the background, from a copy in CPU memory")
     run.add_argument("--keep", type=nonnegative_int, default=2,
                      help="number of checkpoints to keep, 0 for all (default: %(default)s)")
+    run.add_argument("--keep-best", action="store_true",
+                     help="save whenever an evaluation finds the lowest loss so far, keep that "
+                          "checkpoint too, and link OUT/best to it")
     run.add_argument("--eval-every", type=nonnegative_int, default=500,
                      help="steps between evaluations, 0 for none (default: %(default)s)")
     run.add_argument("--eval-windows", type=positive_int, default=512,
                      help="validation sequences per evaluation (default: %(default)s)")
+    run.add_argument("--val-data", nargs="+",
+                     help="data of the same kind to validate on (default: a part of --data)")
+    run.add_argument("--exam", type=Path, metavar="FILE",
+                     help="questions to ask at evaluations, as JSON lines (text/exams.py)")
     run.add_argument("--profile", action="store_true",
                      help="write a trace of three steps to OUT/trace-RANK.json, for "
                           "chrome://tracing")

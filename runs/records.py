@@ -38,7 +38,8 @@ from text.tokenizer import Tokenizer
 # Flags that may change when a run is resumed: what they change is the same experiment, or refused.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
-    "time_limit dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations "
+    "time_limit val_data exam keep_best "
+    "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations "
     "microbatch checkpointing compile async_tp device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
@@ -160,6 +161,16 @@ class Totals:
         return self.loss / math.log(2) / max(self.text_bytes, 1)
 
 
+def best_loss(out: Path) -> float:
+    """Return the validation loss of the checkpoint that OUT/best links to; infinity without one."""
+    best, record = out / "best", out / "metrics.jsonl"
+    if not (best.exists() and record.exists()):
+        return math.inf
+    rows = map(json.loads, record.read_text().splitlines())
+    step = int(best.resolve().name.removeprefix("step-"))
+    return next((row["val_loss"] for row in rows if row["step"] == step), math.inf)
+
+
 def describe_process(world: World, work: Work) -> dict[str, str | int]:
     """Return how this run was started and on what, for OUT/config.json and report.py."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -195,10 +206,11 @@ def describe_run(
     args: argparse.Namespace,
     model: Llama,
     world: World,
-    sequences: int,
+    sources: list[tuple[int, int]],
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """Return a line that describes the model, the batch, the data and the processes."""
+    """Return a line that describes the model, the batch, the data and the processes. `sources` are
+    data.row_of's."""
     known = type(optimizer) in (Muon, torch.optim.AdamW, BFloat16AdamW) or world.size == 1
     note = "\nnote: the predicted traffic is AdamW's; bench.py step counts this one's"
     parameters = sum(count(p) for p in model.parameters())
@@ -206,10 +218,17 @@ def describe_run(
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
     return (
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
-        f"tokens a step, {sequences:,} sequences an epoch; {world.size} process(es) on "
+        f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
         f"{describe_float8(model, world)}{describe_muon(args, model, world)}{'' if known else note}"
     )
+
+
+def describe_epochs(args: argparse.Namespace, sources: list[tuple[int, int]]) -> str:
+    """Return how many sequences each source has, and how often the steps read them."""
+    share = args.steps * args.batch / sum(places for _, places in sources)
+    parts = (f"{rows:,} sequences an epoch, {share * n / rows:.3g} epochs" for rows, n in sources)
+    return " and ".join(parts)
 
 
 def describe_muon(args: argparse.Namespace, model: Llama, world: World) -> str:

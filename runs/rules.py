@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 
 from costs.work import Work
-from data import tokenizer_of_token_files
+from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
 from parallel import STRATEGIES, ParallelConfig, Strategy
@@ -18,6 +18,7 @@ from runs.flags import MODEL_SIZES
 from techniques import async_tp, context_parallel, float8, optimizers, parallel_layers, pipeline
 from techniques.nf4 import check_blocks
 from techniques.schedules import STAGES
+from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
 
 
@@ -47,6 +48,7 @@ def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
     if name := args.tokenizer or tokenizer_of_token_files(args.data):
         return name
     if not initial:
+        check_there_is_data(paths_of(args.data))  # before the tokenizer is trained
         return DEFAULT_TOKENIZER
     if not initial["tokenizer"]:
         raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
@@ -88,13 +90,10 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         raise UserError(
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
         )
-    # The default may exceed --steps: first trials are short.
-    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then learning_rate decays
-    if isinstance(args.warmup, Given) and args.warmup > longest:
-        raise UserError(
-            f"--warmup {args.warmup} is too long for --steps {args.steps}: the learning rate would "
-            f"not reach --lr; use at most --warmup {longest}"
-        )
+    if not args.epochs:
+        check_steps(args)
+    if args.keep_best and not args.eval_every:
+        raise UserError("--keep-best needs evaluations: give --eval-every")
     if args.pp == 1 and (args.schedule != "1f1b" or args.stages_per_rank):
         raise UserError("--schedule and --stages-per-rank are for pipelines: give --pp 2 or more")
     with torch.device("meta"):
@@ -116,12 +115,32 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     check_work(work)
     if getattr(args, "base_bits", 16) == 4:
         check_blocks(config, args.tp)
-    if args.steps in args.skip_steps:
-        raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
         )
+
+
+def check_steps(args: argparse.Namespace) -> None:
+    """Raise UserError for a warmup or for skipped steps that do not fit the number of steps."""
+    # The default may exceed --steps: first trials are short.
+    longest = args.steps + 1 - math.ceil(args.steps / 3)  # then learning_rate decays
+    if isinstance(args.warmup, Given) and args.warmup > longest:
+        raise UserError(
+            f"--warmup {args.warmup} is too long for --steps {args.steps}: the learning rate would "
+            f"not reach --lr; use at most --warmup {longest}"
+        )
+    if args.steps in args.skip_steps:
+        raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
+
+
+def choose_steps(args: argparse.Namespace, sequences: int) -> None:
+    """Set args.steps if --epochs is given, each of so many sequences."""
+    if args.epochs:
+        if isinstance(args.steps, Given):
+            raise UserError("--steps and --epochs exclude each other: give one of them")
+        args.steps = math.ceil(args.epochs * sequences / args.batch)
+        check_steps(args)
 
 
 def check_work(work: Work) -> None:

@@ -39,9 +39,12 @@ from runs.check_model import (
 from runs.rules import (
     check_training_flags,
     choose_model_config,
+    choose_steps,
     choose_tokenizer,
     requested_work,
 )
+from text.corpora import Reading
+from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -55,6 +58,7 @@ class Job:
     tokenizer: Tokenizer
     train_set: Windows  # or text/chat.py's Packed, which is used alike
     val_set: Windows
+    exam: Exam | None = None  # taken at evaluations
 
 
 def setup(args: argparse.Namespace) -> Process:
@@ -129,8 +133,12 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     load = partial(load_tokenizer, choose_tokenizer(args, initial))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
-    windows = partial(open_windows, args.data, tokenizer, args.seq_len, args.document_mask)
+    exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
+    reading = Reading(args.text_field, args.skip_bad)
+    options = tokenizer, args.seq_len, args.document_mask, args.val_data, reading
+    windows = partial(open_windows, args.data, *options)
     train_set, val_set = process.local_rank_zero_first("data", windows)
+    choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if initial:
@@ -142,12 +150,14 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
         initialize = partial(Llama.init_weights, **options)
     with torch.device("meta"):
         model = Llama(config)
-    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set)
+    return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
 
 
-def choose_work(args: argparse.Namespace, job: Job, process: Process) -> tuple[Work, str]:
+def choose_work(
+    args: argparse.Namespace, whole: Llama, packed: bool, process: Process
+) -> tuple[Work, str]:
     """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
-    work = requested_work(args, job.whole, process, packed=job.train_set.document_mask)
+    work = requested_work(args, whole, process, packed)
     room = process.minimum(usable_memory(process.device, process.per_node))
     parallel, reason = choose_parallel(work, args.shard, process, room)
     return replace(work, parallel=parallel), reason
@@ -158,7 +168,7 @@ def build(
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return what a training step calls, and the step's work. `accumulate` is
     train.py's, with which a small model is tried first."""
-    work, reason = choose_work(args, job, process)
+    work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
     advise_if_out_of_memory(partial(what_would_fit, work, process))
     if args.dp == "auto" and process.size > args.tp * args.pp:

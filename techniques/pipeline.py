@@ -98,9 +98,10 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
     others = nn.ModuleDict({n: child for n, child in model.named_children() if n not in parts})
     for name, _ in [*model.named_parameters(recurse=False), *others.named_parameters()]:
         raise UserError(f"{name} belongs to no stage of a pipeline: move it into a block")
+    trains = any(p.requires_grad for p in model.parameters())
     for stage in range(stages):
         blocks = [model.layers[str(i)] for i in layers_of(stage, stages, len(model.layers))]
-        if not any(p.requires_grad for block in blocks for p in block.parameters()):
+        if trains and not any(p.requires_grad for block in blocks for p in block.parameters()):
             raise UserError(f"stage {stage} has nothing to train: use fewer stages, or --pp 1")
     for name in model.layers.keys() - own:
         del model.layers[name]
@@ -137,7 +138,8 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
         stage.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in own})
         stage.tok_embeddings = model.tok_embeddings if s in (0, stages - 1) else None
         stage.norm, stage.output = (model.norm, model.output) if s == stages - 1 else (None, None)
-        stage.config, stage.loss, stage.vocabulary = model.config, model.loss, model.vocabulary
+        stage.config, stage.vocabulary = model.config, model.vocabulary
+        stage.loss = lambda *given: model.loss(*given)  # which evaluation replaces
         # FSDP puts a hook on the tensor that a module returns. The last block and the stage would
         # return the same one, so that W, which needs the stage's hook alone, would all-gather the
         # block for nothing. A view is another tensor.

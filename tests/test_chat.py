@@ -1,8 +1,10 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
+import gzip
 import json
 import random
 
+import numpy as np
 import pytest
 import tiktoken
 import torch
@@ -16,13 +18,14 @@ from text import chat
 from text.chat import (
     EXAMPLES,
     Packed,
+    Rows,
     encode,
     encode_prompt,
     open_samples,
     pack,
     read_conversations,
 )
-from text.corpora import read_pieces
+from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -100,12 +103,58 @@ ALPACA = {"instruction": "Add.", "output": "3"}
         (ALPACA | {"text": "both"}, "Add.", "3"),
         (ALPACA | {"input": None}, "Add.", "3"),
         ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            "a",
+            "b",
+        ),
         ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
     ],
 )
 def test_kinds_of_lines(record, prompt, answer, tmp_path):
     path = write(tmp_path / "a.jsonl", record)
     assert list(read_conversations(path)) == [(1, [user(prompt), assistant(answer)])]
+
+
+def test_roles_have_the_names_of_llama_3(tmp_path):
+    """A developer speaks as the system, and what a tool has put out has the heading ipython."""
+    roles = "developer user assistant tool assistant".split()
+    messages = [{"role": role, "content": role[0]} for role in roles]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    ((_, read),) = read_conversations(path)
+    assert [m["role"] for m in read] == ["system", "user", "assistant", "ipython", "assistant"]
+    assert target_text(*encode(read, BYTES)) == "a{eot_id}a{eot_id}"
+    assert "{start_header_id}ipython{end_header_id}\n\nt{eot_id}" in marked(
+        encode(read, BYTES)[0], BYTES
+    )
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_an_array_of_conversations_and_compressed_files(tmp_path, name):
+    records, pack = answering(3), gzip.compress if name.endswith("gz") else bytes
+    for content in (json.dumps(records, indent=1), "\n".join(map(json.dumps, records))):
+        (tmp_path / name).write_bytes(pack(content.encode()))
+        found = list(read_conversations(tmp_path / name))
+        assert found == [(i, r["messages"]) for i, r in enumerate(records, 1)]
+    (tmp_path / name).write_bytes(pack(json.dumps([*records, {"a": 1}]).encode()))
+    with pytest.raises(UserError, match=f"{name}, element 4: an object with 'a'"):
+        list(read_conversations(tmp_path / name))
+
+
+def test_bad_conversations_are_left_out_and_listed(tmp_path):
+    path = write(tmp_path / "a.jsonl", *answering(30))
+    lines = path.read_text().splitlines()
+    lines[10:10] = ["{", '{"messages": []}', '"text"']
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match="line 11"):
+        open_samples([str(path)], BYTES, 128)
+    train, val, *_ = open_samples(
+        [str(path)], BYTES, 128, reading=(reading := Reading(skip_bad=True))
+    )
+    assert len(answers_of(train) + answers_of(val)) == 30
+    reading.list_left_out(tmp_path / "list")
+    left_out = (tmp_path / "list").read_text().splitlines()
+    assert [line.split(": ")[0] for line in left_out] == [f"{path}, line {n}" for n in (11, 12, 13)]
 
 
 def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_path):
@@ -130,7 +179,9 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
         ({"messages": ["a"]}, "message 1 is 'a': give {\"role\""),
         ({"messages": [user("a"), {"content": "b"}]}, 'message 2 has the "role" None: give one of'),
         ({"messages": [user("a"), {"role": ["user"], "content": "b"}]}, 'message 2 has the "role"'),
-        ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "system, user, assistant"),
+        ({"messages": [user("a"), {"role": "judge", "content": "b"}]}, "system, user, assistant"),
+        ({"conversations": 3}, '"conversations" is not a list: give {"messages"'),
+        ({"conversations": [{"from": "bing", "value": "b"}]}, "the \"role\" 'bing': give one of"),
         ({"messages": [user(["a"]), assistant("b")]}, "message 1 has the \"content\" ['a']: give"),
         ({"messages": [user("a"), {"role": "assistant"}]}, 'message 2 has the "content" None'),
     ],
@@ -276,6 +327,22 @@ def test_batch_holds_samples_padding_and_bytes():
 
 def answers_of(packed: Packed) -> list[str]:
     return sorted(target_text(*sample, packed.tokenizer) for sample in packed.samples)
+
+
+def test_rows_of_one_sample_are_as_long_as_the_longest():
+    """Also of unsigned ids, as token files have them: a prompt is no target."""
+    samples = [(np.array([65, 66, 67], np.uint16), [False, False, True]), ([65, 66], [False, True])]
+    rows = Rows(samples, BYTES)
+    rows.multiple = 4
+    batch = rows.batch([0, 1, None])
+    assert batch.tokens[:2].tolist() == [[65, 66, 0, 0], [65, 0, 0, 0]]
+    nothing = [IGNORE] * 3
+    assert batch.targets.tolist() == [
+        [IGNORE, 67, *nothing[:2]],
+        [66, *nothing],
+        [IGNORE, *nothing],
+    ]
+    assert batch.text_bytes == 2
 
 
 def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):

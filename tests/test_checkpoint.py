@@ -1,6 +1,7 @@
 """checkpoint.py: saved whole or not at all, complete in itself, resumed on any mesh."""
 
 import json
+import math
 import pickle
 import re
 import shutil
@@ -17,6 +18,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from runs.flags import add_optimizer_flags
+from runs.records import best_loss
 from techniques.zero1 import optimizer_parameters
 from text.tokenizer import load_tokenizer, train_tokenizer
 from train import make_optimizer
@@ -218,6 +220,25 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path):
     save(tmp_path, 5, model, optimizer, load_tokenizer("bytes"), keep=1)
     left = [".lock", "step-00000003-best", "step-00000005"]  # the user's own copy stays
     assert [p.name for p in sorted(tmp_path.iterdir())] == left
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_checkpoint_is_kept_and_linked(tmp_path, background):
+    model, optimizer = trained()
+    given = tmp_path, model, optimizer, load_tokenizer("bytes"), {}, 1, background
+    losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.25, 5: 1.0}
+    rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert best_loss(tmp_path) == math.inf
+    with checkpoint.Saver(*given) as saver:
+        for step, loss in losses.items():
+            saver.save(step, best=loss < best_loss(tmp_path))
+            saver.wait()
+            kept = sorted(p.name for p in tmp_path.glob("step-*"))
+            best = min(range(1, step + 1), key=losses.get)
+            assert kept == [f"step-{n:08d}" for n in sorted({best, step})]
+            assert best_loss(tmp_path) == losses[best]
+            assert checkpoint.read_config(tmp_path / "best")["step"] == best
 
 
 @pytest.mark.parametrize("background", [False, True])

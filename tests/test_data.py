@@ -1,6 +1,8 @@
 """data.py and text/corpora.py: corpora, token files, windows, and their order."""
 
+import gzip
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +10,14 @@ import torch
 from conftest import succeed
 
 import data
-from data import TokenFileWriter, Windows, open_token_file, open_windows, window_of
-from model import IGNORE
+import train
+from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
+from model import IGNORE, Llama, LlamaConfig
+from plumbing.parser import Given
 from plumbing.processes import UserError
-from text.corpora import find_files, read_pieces
+from runs.records import describe_epochs
+from runs.rules import choose_steps, choose_tokenizer
+from text.corpora import Reading, find_files, read_pieces
 from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 # -------------------------------------------------------------------------- corpora, token files
@@ -72,7 +78,10 @@ def test_the_end_of_a_few_texts_is_held_out(tmp_path):
         (0.4, "0: 3000 train, 1: 500 val, 2: 1500 val"),
         (0.2, "0: 3000 train, 1: 500 train, 2: 502 train, 2: 998 val"),
     ]:
-        pieces = [f"{p.text[0]}: {len(p.text)} {p.split}" for p in read_pieces(files, fraction)]
+        pieces = [
+            f"{p.text[0]}: {len(p.text)} {p.split}"
+            for p in read_pieces(files, Reading(val_fraction=fraction))
+        ]
         assert ", ".join(pieces) == expected
 
 
@@ -137,6 +146,8 @@ def header(*values: int) -> bytes:
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', 'line 2: there is no "text" but txt'),
         ("a.jsonl", b'{"text": null}\n', 'line 1: "text" is None: give it as a string'),
         ("a.jsonl", b"{", "line 1"),
+        ("a.json", b'[{"text": "x"}, 3]', "element 2: 3 is not a JSON object"),
+        ("a.txt.gz", gzip.compress(b"words" * 99)[:-9], "a.txt.gz is damaged: "),
     ],
 )
 def test_unusable_data_is_refused(tmp_path, name, content, message, monkeypatch):
@@ -146,10 +157,66 @@ def test_unusable_data_is_refused(tmp_path, name, content, message, monkeypatch)
         open_windows([str(tmp_path / name)], load_tokenizer("bytes"), 64)
 
 
+def test_compressed_files_and_arrays_are_read_as_their_text(tmp_path):
+    """Held out is the end of the uncompressed text."""
+    lines = "".join(f"{i}\n" for i in range(500))
+    records = [{"text": f"{i}", "body": f"b{i}"} for i in range(300)]
+    contents = {"a.txt": lines, "a.jsonl": "\n".join(map(json.dumps, records)),
+                "a.json": json.dumps(records)}  # fmt: skip
+    found = {}
+    for name, content in contents.items():
+        plain, packed = tmp_path / "plain" / name, tmp_path / "packed" / f"{name}.gz"
+        for path in (plain, packed):
+            path.parent.mkdir(exist_ok=True)
+        plain.write_text(content)
+        packed.write_bytes(gzip.compress(content.encode()))
+        for path in (plain, packed):
+            pieces = read_pieces([path], Reading(val_fraction=0.3))
+            found[path] = [piece.text for piece in pieces]
+    assert "".join(found[tmp_path / "plain/a.txt"]) == lines
+    assert found[tmp_path / "plain/a.txt"] == found[tmp_path / "packed/a.txt.gz"]
+    assert len(found[tmp_path / "plain/a.txt"]) == 2  # one for training, one held out
+    for name in ("plain/a.jsonl", "plain/a.json", "packed/a.jsonl.gz", "packed/a.json.gz"):
+        assert found[tmp_path / name] == [record["text"] for record in records]
+    names = [path.name for path in find_files([tmp_path / "packed"])]
+    assert names == ["a.jsonl.gz", "a.txt.gz"]  # other .json is rarely text
+    bodies = read_pieces([tmp_path / "plain/a.json"], Reading(text_field="body"))
+    assert [piece.text for piece in bodies] == [record["body"] for record in records]
+
+
+def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "a.txt").write_text("good " * 99)
+    (sources / "b.txt").write_bytes(b"caf\xe9 " * 99)
+    (sources / "c.jsonl").write_text('{"text": "one"}\n{\n{"txt": "two"}\n{"text": "three"}\n')
+    files, tokenizer = find_files([sources]), load_tokenizer("bytes")
+    with pytest.raises(UserError, match="byte 0xe9"):
+        data.tokenize(files, tokenizer, tmp_path / "tokens")
+    data.tokenize(files, tokenizer, tmp_path / "tokens", Reading(skip_bad=True))
+    left_out = (tmp_path / "tokens" / "left-out.txt").read_text().splitlines()
+    places = [line.split(": ")[0].removeprefix(f"{sources}/") for line in left_out]
+    assert places == ["b.txt", "c.jsonl, line 2", "c.jsonl, line 3"]
+    assert f"left out 3 documents: {tmp_path}/tokens/left-out.txt" in capsys.readouterr().err
+    (tokens,) = (open_token_file(path) for path in (tmp_path / "tokens").glob("train*.bin"))
+    assert "good good" in tokenizer.decode(tokens.tolist())
+    assert tokenizer.decode(tokens.tolist()).endswith(("one", "three"))
+
+
+def test_no_tokenizer_is_trained_for_data_that_do_not_exist():
+    for given in (["/no/such/place"], ["/no/such/place=0.5", "python=0.5"]):
+        with pytest.raises(UserError, match="no data at '/no/such/place'"):
+            choose_tokenizer(SimpleNamespace(tokenizer=None, data=given), None)
+
+
 def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
-    assert [piece.text for piece in read_pieces([path], 0)] == ["a\ufffdb", "🙂"]
+    assert [piece.text for piece in read_pieces([path], Reading(val_fraction=0))] == [
+        "a\ufffdb",
+        "🙂",
+    ]
 
 
 def test_what_is_left_out_of_a_directory_is_counted(tmp_path, capsys):
@@ -218,6 +285,85 @@ def test_order_differs_by_epoch_and_seed_looks_random_and_is_not_stored():
             assert abs(np.corrcoef(a, b)[0, 1]) < 0.15
         steps = np.corrcoef(a[1:], a[:-1])[0, 1]
         assert abs(steps) < 0.15
+
+
+def test_sources_have_their_shares_in_any_round():
+    """Of three sources; each is read in the order that it has alone, and on any number of ranks."""
+    sources, seed = [(50, 7), (1000, 2), (3, 1)], 4
+    rows = [row_of(i, sources, seed) for i in range(600)]
+    starts = [0, 50, 1050, 1053]
+    for start, end, (n, places) in zip(starts, starts[1:], sources):
+        for first in range(0, 600, 10):
+            share = [row for row in rows[first : first + 10] if start <= row < end]
+            assert len(share) == places
+        own = [row - start for row in rows if start <= row < end]
+        alone = [window_of(i, n, seed) for i in range(len(own))]
+        for first in range(0, len(own), places):  # within a round in another order
+            part = slice(first, first + places)
+            assert sorted(own[part]) == sorted(alone[part])
+    of_one = [row_of(i, [(50, 1)], seed) for i in range(120)]
+    assert of_one == [window_of(i, 50, seed) for i in range(120)]
+    dataset = SimpleNamespace(sources=sources, batch=list)
+    for ranks in (1, 2, 4):
+        read = []
+        for rank in range(ranks):
+            world = SimpleNamespace(data_size=ranks, data_rank=rank, cp_mesh=None)
+            world.parallel = SimpleNamespace(cp=1)
+            args = SimpleNamespace(batch=8, seed=seed)
+            dataset.batch = lambda rows: SimpleNamespace(positions=None, rows=rows)
+            read += train.local_batch(args, world, dataset, 3).rows
+        assert read == rows[16:24]
+
+
+def test_weights_of_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    for name, size in (("a", 300), ("b=1", 200)):
+        (tmp_path / name).write_text(name[0] * size)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b=1")
+    assert data.sources_of([a, b]) == [([a, b], 1)]  # a name, not a weight
+    weighted = [f"{a}=3", f"{b}=.5"]
+    assert data.sources_of(weighted) == [([a], 857), ([b], 143)]
+    windows, held_out = open_windows(weighted, load_tokenizer("bytes"), 9)
+    assert windows.sources == [((285 + 1 - 1) // 9, 857), ((190 + 1 - 1) // 9, 143)]
+    last = {bytes(windows[i][1:].tolist()) for i in (windows.sources[0][0], len(windows) - 1)}
+    assert last == {b"b" * 9} and len(held_out) == 1 + 1
+    for wrong in ([f"{a}=3", b], [f"{a}=0", f"{b}=1"]):
+        with pytest.raises(UserError, match="give a weight to each source"):
+            data.sources_of(wrong)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
+    """Windows of training have the same loss where they cover the file."""
+    tokenizer, T = load_tokenizer("bytes"), 12
+    tokens = np.random.default_rng(0).integers(0, 256, 5 * T + 1)
+    tokens[[0, 3, 11, 12, 13, 24, 40, 59, 60]] = tokenizer.bos
+    write_tokens(tmp_path, "train", 267, tokens)
+    model = Llama(LlamaConfig(16, 1, 2, 1, ffn_dim=16, vocab_size=267)).double()
+    model.init_weights()
+    windows = Windows([tokens.astype(np.uint16)], T, tokenizer, document_mask=masked)
+    rows = data.open_text([str(tmp_path)], tokenizer, T, masked)
+    batches = [dataset.batch([*range(len(dataset))]) for dataset in (windows, rows)]
+    with torch.no_grad():
+        losses = [model(*batch.inputs).item() for batch in batches]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    counts = [(batch.targets != IGNORE).sum().item() for batch in batches]
+    assert counts == [5 * T, 5 * T] and batches[0].text_bytes == batches[1].text_bytes
+
+
+@pytest.mark.parametrize("epochs, steps", [(1, 13), (2, 25), (0.5, 7)])
+def test_epochs_are_steps(epochs, steps):
+    given = dict(epochs=epochs, steps=1150, batch=8, warmup=50, skip_steps=[])
+    args = SimpleNamespace(**given)
+    choose_steps(args, 100)
+    assert args.steps == steps
+    said = describe_epochs(args, [(100, 1)])
+    assert said == f"100 sequences an epoch, {steps * 8 / 100:.3g} epochs"
+    args.steps = Given(3)
+    with pytest.raises(UserError, match="--steps and --epochs exclude each other"):
+        choose_steps(args, 100)
+    two = describe_epochs(SimpleNamespace(steps=10, batch=10), [(30, 3), (14, 7)])
+    assert two == "30 sequences an epoch, 1 epochs and 14 sequences an epoch, 5 epochs"
 
 
 def test_batch_holds_targets_positions_and_bytes(monkeypatch):

@@ -23,7 +23,10 @@ from plumbing.parser import Parser
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = "train.py finetune_lora.py generate.py bench.py data.py checkpoint.py report.py".split()
+SCRIPTS = (
+    "train.py finetune_lora.py generate.py evaluate.py bench.py data.py checkpoint.py report.py"
+)
+SCRIPTS = SCRIPTS.split()
 
 
 class Command(NamedTuple):
@@ -197,6 +200,9 @@ def sandbox(tmp_path_factory) -> Path:
         "messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]
     }
     (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    (directory / "held_out.txt").write_text("To be scored.\n" * 40)
+    question = {"question": "Two?", "choices": ["2", "two"], "answer": 0}
+    (directory / "questions.jsonl").write_text(json.dumps(question))
     for name in ("Llama-3.2-1B", "Llama-3.1-8B"):
         config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
         model = transformers.LlamaForCausalLM(hugging_face_config(config))
@@ -227,6 +233,8 @@ def in_small(command: Command, directory: Path) -> list[str]:
         if "--out" not in arguments:  # which by default has the name of the model
             arguments += ["--out", f"out/{model}"]
     small = SMALL.get(command.script) or SMALL.get(f"{command.script} {arguments[0]}", "")
+    if "--epochs" in arguments:
+        small = small.replace("--steps 2", "--epochs 0.1")
     return arguments + small.split()
 
 

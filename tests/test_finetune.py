@@ -256,6 +256,25 @@ def test_a_stopped_run_merges_when_it_is_done(base, sums, tmp_path):
     assert load_pretrained(out / "merged").config == CONFIG
 
 
+def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
+    """The loss of other answers rises with each step; a resumed run remembers the best."""
+    out, other = tmp_path / "run", tmp_path / "other.jsonl"
+    other.write_text(sums.read_text().replace('"completion": "is', '"completion": "@@@@'))
+    options = dict(lr=0.02, warmup=0, eval_every=1, keep=1, keep_best=True, merge="best")
+    options |= dict(val_data=other)
+    succeed("finetune_lora.py", *flags(base, sums, out, **options | dict(merge="last", steps=2)))
+    shutil.rmtree(out / "merged")
+    succeed("finetune_lora.py", *flags(base, sums, out, **options | dict(steps=5)), "--resume")
+    losses = {row["step"]: row["val_loss"] for row in metrics(out)}
+    best = f"step-{min(losses, key=losses.get):08d}"
+    assert (out / "best").resolve().name == best != "step-00000005"
+    assert sorted(p.name for p in out.glob("step-*")) == [best, "step-00000005"]
+    expected = tmp_path / "expected"
+    succeed("checkpoint.py", "merge", base, out / "best", expected)
+    ours, theirs = (dict(load_pretrained(p).named_parameters()) for p in (out / "merged", expected))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 # ------------------------------------------------------------------------------------ wrong input
 
 

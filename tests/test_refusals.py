@@ -42,6 +42,10 @@ REFUSALS = """
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --steps 0 | --steps ... at least 1
 1 | train --skip-steps 3 5 | --skip-steps 5 is the last: give --steps 4
+1 | train --epochs 2 | --steps and --epochs exclude each other: give one
+1 | train --keep-best | --keep-best needs evaluations: give --eval-every
+1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3
+1 | train.py --data /no/such/place --out {out} | no data at '/no/such/place'
 1 | train --time-limit 0:00 | --time-limit ... hours:minutes, as 23:50, got '0:00'
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
@@ -88,6 +92,7 @@ REFUSALS = """
 1 | finetune --dropout 1 | --dropout 1 ... below 1
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 1 | finetune --base-bits 8 | --base-bits ... 16 ... 4
+1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too
 1 | finetune --rank 0 | --rank ... at least 1
 1 | finetune --rank 33 | --rank 33 ... at most 32
 1 | finetune --alpha 0 | --alpha 0 ... above 0
@@ -120,6 +125,19 @@ REFUSALS = """
 1 | checkpoint.py export {base} {here} --format hf | exists
 1 | checkpoint.py import /no/model {out} | no checkpoint in '/no/model'
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
+# -------------------------------------------------------------------------------- evaluate.py
+1 | evaluate.py {base} | nothing to score: give --data, --exam or both
+1 | evaluate.py {base} --exam {here}/no | does not exist: give a file with lines like {"question"
+1 | evaluate.py {base} --exam {sums} | line 1: "question" is None: give it as a string
+1 | evaluate.py {base} --exam {here} | is a directory: give a file
+1 | evaluate.py {base} --data {here} | holds no
+1 | evaluate.py {sums} --data {text} | no checkpoint in
+1 | evaluate.py {base} --data {text} --adapter {base} | no adapter in
+1 | evaluate.py {base} --data {foreign} | token 999 ... bytes has only 267
+2 | evaluate.py {base} --data {text} --seq-len 30 --cp 2 | use --seq-len 32
+2 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
+1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
+1 | train --val-data {out}/no --tokenizer bytes | no data at
 # ----------------------------------------------------------------------------------- bench.py
 1 | bench.py speed | 'speed' ... choose from
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?

@@ -19,6 +19,7 @@ the model learns to write the docstring.
 import ast
 import bisect
 import itertools
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -32,7 +33,15 @@ import torch
 from model import IGNORE
 from plumbing.processes import UserError, with_progress
 from text.batch import Batch
-from text.corpora import check_string, document_name, read_json_lines, split_of, standard_library
+from text.corpora import (
+    Reading,
+    check_string,
+    document_name,
+    kind_of,
+    read_records,
+    split_of,
+    standard_library,
+)
 from text.tokenizer import Tokenizer
 
 Conversation = list[dict[str, str]]  # [{"role": "user", "content": "Hi"}, ...]
@@ -40,24 +49,28 @@ Encoded = tuple[list[int], list[bool]]  # ids [n], and which of them are targets
 
 # --------------------------------------------------------------------------- conversation files
 
-ROLES = ("system", "user", "assistant")
+# ShareGPT's names of roles and those of others -> Llama 3's; what a tool has put out is "ipython".
+ROLES = {name: name for name in ("system", "user", "assistant", "ipython")}
+ROLES |= dict(developer="system", human="user", gpt="assistant", tool="ipython", function="ipython")
+MESSAGE_KEYS = ("role", "from"), ("content", "value")
 MESSAGES = '{"messages": [{"role", "content"}, ...]}'
 ONE_TURN_KEYS = (("instruction", "input", "output"), ("prompt", "completion"))  # answer last
-LINE_FORMATS = f'{MESSAGES}, {{"instruction", "input", "output"}} or {{"prompt", "completion"}}'
+LINE_FORMATS = (
+    f'{MESSAGES}, {{"conversations": [{{"from", "value"}}, ...]}}, {{"instruction", "input", '
+    f'"output"}} or {{"prompt", "completion"}}'
+)
 
 
-def read_conversations(path: Path) -> Iterator[tuple[int, Conversation]]:
-    """Yield (line number, conversation) for each line of a JSONL file; blank lines are skipped.
+def read_conversations(path: Path, reading: Reading | None = None) -> Iterator:
+    """Yield (number, conversation) for each line of a JSONL file, or element of a JSON array.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
     last answer are left out, since they have no targets. Raise UserError where a line is something
     else, and where the file has none."""
-    if not path.is_file():
-        problem = "is a directory" if path.is_dir() else "does not exist"
-        raise UserError(f"{path} {problem}: give a file with lines like {LINE_FORMATS}")
-    number = 0
-    for number, record in read_json_lines(path, LINE_FORMATS):
-        yield number, _conversation(record, f"{path}, line {number}")
+    reading, number = reading or Reading(), 0
+    for number, where, record in read_records(path, LINE_FORMATS, reading):
+        with reading.one(where):
+            yield number, _conversation(record, where)
     if number == 0:
         raise UserError(f"{path} holds no conversation: give lines like {LINE_FORMATS}")
 
@@ -66,8 +79,8 @@ def _conversation(record: dict, where: str) -> Conversation:
     """Return the conversation in an object of one of the LINE_FORMATS, up to its last answer."""
     fields = record | {"input": record.get("input") or ""}  # it may be missing, null or empty
     one_turn = next((keys for keys in ONE_TURN_KEYS if fields.keys() >= set(keys)), None)
-    if "messages" in record:
-        messages = record["messages"]
+    if name := next((name for name in ("messages", "conversations") if name in record), None):
+        messages = record[name]
     elif one_turn:
         *prompts, answer = (check_string(fields[key], f'{where}: "{key}" is') for key in one_turn)
         messages = _one_turn("\n\n".join(filter(None, prompts)), answer)
@@ -75,7 +88,7 @@ def _conversation(record: dict, where: str) -> Conversation:
         found = ", ".join(map(repr, record)) or "nothing"
         raise UserError(f"{where}: an object with {found:.200}: give {LINE_FORMATS}")
     if not isinstance(messages, list):
-        raise UserError(f'{where}: "messages" is not a list: give {MESSAGES}')
+        raise UserError(f'{where}: "{name}" is not a list: give {MESSAGES}')
     checked = [_message(m, f"{where}: message {i}") for i, m in enumerate(messages, 1)]
     while checked and checked[-1]["role"] != "assistant":
         checked.pop()
@@ -92,10 +105,10 @@ def _message(message: object, which: str) -> dict[str, str]:
     """Return a message of a conversation file. Raise UserError if it is not valid."""
     if not isinstance(message, dict):
         raise UserError(f'{which} is {message!r:.60}: give {{"role": "...", "content": "..."}}')
-    role = message.get("role")
-    if role not in ROLES:
+    role, content = (message.get(a, message.get(b)) for a, b in MESSAGE_KEYS)
+    if not isinstance(role, str) or role not in ROLES:
         raise UserError(f'{which} has the "role" {role!r:.60}: give one of {", ".join(ROLES)}')
-    content = check_string(message.get("content"), f'{which} has the "content"')
+    role, content = ROLES[role], check_string(content, f'{which} has the "content"')
     if role == "assistant" and not content.strip():
         raise UserError(f"{which} is an empty answer: write one, or leave the line out")
     return {"role": role, "content": content}
@@ -229,6 +242,7 @@ class Packed:
     def __init__(self, samples: list[Encoded], seq_len: int, tokenizer: Tokenizer):
         self.samples, self.seq_len, self.tokenizer = samples, seq_len, tokenizer
         self.rows = pack([len(ids) - 1 for ids, _ in self.samples], seq_len)
+        self.sources = [(len(self.rows), 1)]  # as data.Windows has it
         # Any token would do: no sample attends to padding, and padding has no targets.
         self.pad = tokenizer.special.get("<|finetune_right_pad_id|>", 0)
 
@@ -248,6 +262,7 @@ class Packed:
             start = 0
             for sample in [] if row is None else self.rows[row]:
                 ids, is_target = self.samples[sample]
+                ids = np.asarray(ids, np.int64)  # token files are unsigned, and IGNORE is not
                 end = start + len(ids) - 1
                 tokens[b, start:end] = ids[:-1]
                 targets[b, start:end] = np.where(is_target[1:], ids[1:], IGNORE)
@@ -256,6 +271,23 @@ class Packed:
             positions[b, start:] = np.arange(self.seq_len - start)  # padding is a document too
         text_bytes = self.tokenizer.count_bytes(targets)
         return Batch(*map(torch.from_numpy, (tokens, targets, positions)), text_bytes)
+
+
+class Rows(Packed):
+    """Samples, one a row. The rows of a batch are as long as its longest sample, rounded up to a
+    multiple of `multiple`, which evaluation sets."""
+
+    def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
+        self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
+        self.rows, self.pad = [[i] for i in range(len(samples))], 0
+
+    def batch(self, indices: list[int | None]) -> Batch:
+        longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
+        self.seq_len = math.ceil(longest / self.multiple) * self.multiple
+        batch = super().batch(indices)
+        return Batch(
+            batch.tokens, batch.targets, None, batch.text_bytes
+        )  # padding follows: no mask
 
 
 # -------------------------------------------------------------------------- from --data to rows
@@ -277,6 +309,8 @@ def open_samples(
     seq_len: int,
     long: str = "truncate",
     train_on_prompt: bool = False,
+    val_data: list[str] | None = None,
+    reading: Reading | None = None,
 ) -> tuple[Packed, Packed, list[tuple[list[int], str]], str]:
     """Return training rows, validation rows, up to EXAMPLES validation prompts, each as (ids, true
     answer), and a line that says how many samples and rows there are.
@@ -285,11 +319,15 @@ def open_samples(
     long: whether to "truncate" or to "drop" samples that are longer than a row; a sample that has
     no target within a row is dropped in any case
 
-    Samples are held out by a hash; if that leaves either split empty, the last one is held out.
-    Raise UserError if fewer than two samples can be used."""
-    samples, changes = _encode_all(data, tokenizer, seq_len, long, train_on_prompt)
+    Samples are held out by a hash; if that leaves either split empty, the last one is held out. If
+    `val_data` is given, they are those in place of a part of `data`. Raise UserError if fewer than
+    two samples can be used."""
+    options = seq_len, long, train_on_prompt, reading or Reading()
+    samples, changes = _encode_all(data, tokenizer, *options)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
-    if not train or not val:
+    if val_data:
+        train, val = samples, _encode_all(val_data, tokenizer, *options)[0]
+    elif not train or not val:
         train, val = samples[:-1], samples[-1:]
     packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
     train_rows, val_rows = packed
@@ -307,15 +345,26 @@ def open_samples(
     return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
 
 
+def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int) -> Packed:
+    """Return the rows of all conversations of files, with what is too long truncated."""
+    samples, _ = _encode_all(data, tokenizer, seq_len, "truncate", False, Reading())
+    return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
+
+
 def _encode_all(
-    data: list[str], tokenizer: Tokenizer, seq_len: int, long: str, train_on_prompt: bool
+    data: list[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    long: str,
+    on_prompt: bool,
+    reading: Reading,
 ) -> tuple[list[Sample], str]:
     """Return the samples that can be used, and text that says how many were truncated or dropped.
     Raise UserError if fewer than two can be used: one for training, one for validation."""
     usable, truncated, longest = [], 0, 0
-    conversations = list(_conversations(data))
+    conversations = list(_conversations(data, reading))
     for split, messages in with_progress(conversations, "encoding samples"):
-        ids, is_target = encode(messages, tokenizer, train_on_prompt)
+        ids, is_target = encode(messages, tokenizer, on_prompt)
         length = len(ids) - 1  # slots in a row
         longest = max(longest, length)
         ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
@@ -335,16 +384,17 @@ def _encode_all(
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)
 
 
-def _conversations(data: list[str]) -> Iterator[tuple[str, Conversation]]:
+def _conversations(data: list[str], reading: Reading) -> Iterator[tuple[str, Conversation]]:
     """Yield (split, conversation) for each conversation of --data. Lines of files are held out as
     in pretraining on the same files."""
     if data == ["python"] and not Path("python").exists():
         yield from ((split, messages) for split, _, messages in docstrings())
         return
     for path in map(Path, data):
-        files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
+        files = sorted(inside) if path.is_dir() else [path]
         if not files:
             raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
         for file in files:
-            for number, messages in read_conversations(file):
+            for number, messages in read_conversations(file, reading):
                 yield split_of(f"{document_name(file)}:{number}"), messages

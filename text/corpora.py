@@ -8,6 +8,8 @@ many documents, a hash of their names picks those that are held out for validati
 of the text is held out.
 """
 
+import contextlib
+import gzip
 import json
 import math
 import sys
@@ -15,8 +17,9 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from plumbing.processes import UserError, print_rank_zero
 
@@ -32,9 +35,39 @@ class Piece(NamedTuple):
     split: str  # "train" or "val"
 
 
+@dataclass
+class Reading:
+    """How documents are read and divided, and what was left out."""
+
+    text_field: str = "text"  # of a record
+    skip_bad: bool = False  # leave out what cannot be read, in place of raising UserError
+    val_fraction: float = VAL_FRACTION
+    left_out: list[str] = field(default_factory=list, repr=False)  # and why
+
+    @contextlib.contextmanager
+    def one(self, where: str) -> Iterator[None]:
+        """Within this context, what cannot be read ends the context and no more, with skip_bad."""
+        try:
+            yield
+        except (UserError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            problem = error if isinstance(error, UserError) else f"{where} is damaged: {error}"
+            if not self.skip_bad:
+                raise UserError(problem)
+            self.left_out.append(str(problem))
+
+    def list_left_out(self, path: Path, later: Path | None = None) -> None:
+        """Write a file with a line for each document that was left out, if any was. Say so, and
+        where the file is, or `later` will be."""
+        if self.left_out:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in self.left_out))
+            print(f"left out {len(self.left_out):,} documents: {later or path}", file=sys.stderr)
+
+
 def find_files(sources: Iterable[str]) -> list[Path]:
     """Return the text files of a corpus: files as given, then those inside the directories given,
     or for `python` the standard library. Raise UserError where a source has no text."""
+    check_there_is_data(sources)
     files = []
     for source in map(str, sources):
         path = Path(source)
@@ -52,17 +85,38 @@ def find_files(sources: Iterable[str]) -> list[Path]:
                 line = f"{source}: {len(found):,} files; left out: {counts}"
                 print_rank_zero(line, file=sys.stderr)
             files += found
-        elif path.is_file():
-            files.append(path)
         else:
-            raise UserError(f"no data at '{source}': give a file, a directory, or `python`")
+            files.append(path)
     return files
+
+
+def check_there_is_data(sources: Iterable[str]) -> None:
+    for source in map(str, sources):
+        if source != "python" and not (Path(source).is_file() or Path(source).is_dir()):
+            raise UserError(f"no data at '{source}': give a file, a directory, or `python`")
 
 
 def _kind(path: Path) -> str:
     """Return the suffix of a file's path; "hidden" if the file or a directory is, as .git."""
     hidden = any(part.startswith(".") for part in path.parts)
-    return "hidden" if hidden else path.suffix or "without a suffix"
+    return "hidden" if hidden else kind_of(path) or "without a suffix"
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file's name, without that of gzip."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
+
+def open_file(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+
+
+def text_size(path: Path) -> int:
+    """Return the bytes of a file, of a compressed one those of its text."""
+    if path.suffix != ".gz":
+        return path.stat().st_size
+    with open_file(path) as file:
+        return sum(map(len, iter(lambda: file.read(PIECE_BYTES), b"")))
 
 
 def standard_library() -> list[Path]:
@@ -94,37 +148,52 @@ def document_name(path: Path) -> str:
 # -------------------------------------------------------------------------------------- reading
 
 
-def read_pieces(files: list[Path], val_fraction: float = VAL_FRACTION) -> Iterator[Piece]:
+def read_pieces(files: list[Path], reading: Reading | None = None) -> Iterator[Piece]:
     """Yield the text of a corpus in pieces of about PIECE_BYTES that end at line ends.
 
-    A file is one document; in a `.jsonl` file each line is one, in its "text" field. `split_of`
-    assigns documents to training or validation; but with fewer than 100 files and no `.jsonl`, the
-    end of the whole text is held out. Raise UserError where a file is not text."""
-    hold_out_end = len(files) < 100 and not any(path.suffix == ".jsonl" for path in files)
-    train_bytes = sum(path.stat().st_size for path in files) * (1 - val_fraction)
-    offset = 0  # where this file begins in the corpus, in bytes
+    A file is one document; in a `.jsonl` or `.json` file each record is one, in its "text" field.
+    `split_of` assigns documents to training or validation; but with fewer than 100 files and no
+    records, the end of the whole text is held out. Raise UserError where a file is not text;
+    `reading` may have its record, or the rest of the file, left out."""
+    reading = reading or Reading()
+    val_fraction = reading.val_fraction
+    has_records = {path: kind_of(path) in (".jsonl", ".json") for path in files}
+    hold_out_end = len(files) < 100 and not any(has_records.values())
+    sizes = []
     for path in files:
+        with reading.one(str(path)):
+            sizes.append((path, text_size(path) if hold_out_end else 0))
+    train_bytes = sum(size for _, size in sizes) * (1 - val_fraction)
+    offset = 0  # where a file begins in the corpus, in bytes
+    for path, size in sizes:
         name = document_name(path)
-        if path.suffix == ".jsonl":
-            for number, record in read_json_lines(path, '{"text": "..."}'):
-                where = f"{path}, line {number}"
-                if "text" not in record:
-                    found = ", ".join(record) or "nothing"
-                    raise UserError(f'{where}: there is no "text" but {found}')
-                text = check_string(record["text"], f'{where}: "text" is')
-                yield Piece(text, True, split_of(f"{name}:{number}", val_fraction))
-        elif hold_out_end:
-            yield from _read_text(path, train_bytes - offset)
-        else:
-            yield from _read_text(path, 0 if split_of(name, val_fraction) == "val" else math.inf)
-        offset += path.stat().st_size
+        with reading.one(str(path)):
+            if has_records[path]:
+                for number, where, record in read_records(path, '{"text": "..."}', reading):
+                    with reading.one(where):
+                        text = _text_of(record, reading.text_field, where)
+                        yield Piece(text, True, split_of(f"{name}:{number}", val_fraction))
+            elif hold_out_end:
+                yield from _read_text(path, train_bytes - offset)
+            else:
+                yield from _read_text(
+                    path, 0 if split_of(name, val_fraction) == "val" else math.inf
+                )
+        offset += size
+
+
+def _text_of(record: dict, field: str, where: str) -> str:
+    if field not in record:
+        found = ", ".join(record) or "nothing"
+        raise UserError(f'{where}: there is no "{field}" but {found}: give --text-field')
+    return check_string(record[field], f'{where}: "{field}" is')
 
 
 def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
     """Yield a file up to the first line end from byte `val_start` on as a document for training,
     the rest as one for validation. `val_start` may be negative, or beyond the end."""
     split, starts_document = "train", True
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while True:
             left = val_start - file.tell()  # unread bytes of training text
             if split == "train" and left <= 0:
@@ -147,21 +216,38 @@ def _decode(raw: bytes, where: str) -> str:
     return text
 
 
-def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, JSON object) for each line of a `.jsonl` file; blank lines are skipped.
+def read_records(
+    path: Path, expected: str, reading: Reading | None = None
+) -> Iterator[tuple[int, str, dict]]:
+    """Yield (number, "FILE, line N", JSON object) for each line of a file; blank lines are skipped.
+    A `.json` file may be an array of objects instead.
+
     Raise UserError, which asks for `expected`, where a line is something else."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.isspace():
+    reading = reading or Reading()
+    if not path.is_file():
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise UserError(f"{path} {problem}: give a file with lines like {expected}")
+
+    def parse(raw: bytes, where: str) -> object:
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON, or nested too deep
+            return json.loads(_decode(raw, where).removeprefix("\ufeff"))
+
+    with reading.one(str(path)), open_file(path) as file:
+        found = file
+        if kind_of(path) == ".json":
+            whole = file.read()
+            array = parse(whole, str(path))
+            found = array if isinstance(array, list) else whole.splitlines(keepends=True)
+        for number, line in enumerate(found, 1):
+            is_line = isinstance(line, bytes)
+            if is_line and line.isspace():
                 continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(_decode(line, where).removeprefix("\ufeff"))
-            except (ValueError, RecursionError):  # not JSON, or nested too deep
-                record = None
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: {line[:60]!r} is not a JSON object: give {expected}")
-            yield number, record
+            where = f"{path}, {'line' if is_line else 'element'} {number}"
+            with reading.one(where):
+                record = parse(line, where) if is_line else line
+                if not isinstance(record, dict):
+                    raise UserError(f"{where}: {line!r:.60} is not a JSON object: give {expected}")
+                yield number, where, record
 
 
 def check_string(value: object, what: str) -> str:

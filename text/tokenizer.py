@@ -23,7 +23,7 @@ import regex  # comes with tiktoken, which needs it
 import tiktoken
 
 from plumbing.processes import Progress, UserError
-from text.corpora import find_files, read_pieces
+from text.corpora import Reading, find_files, read_pieces
 
 # What is made at first use, of which several nodes or users may want to share one.
 CACHE = Path(os.environ.get("FLATLLAMA_CACHE") or Path(__file__).resolve().parent.parent / "cache")
@@ -299,7 +299,9 @@ def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
 # ------------------------------------------------------------------------------------- training
 
 
-def train_tokenizer(sources: list[str], vocab_size: int, out: Path) -> None:
+def train_tokenizer(
+    sources: list[str], vocab_size: int, out: Path, reading: Reading | None = None
+) -> None:
     """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
     a `tokenizer.model`. Raise UserError if that is too few for the 256 bytes and special tokens."""
     smallest = 256 + N_SMALL_SPECIAL
@@ -309,7 +311,7 @@ def train_tokenizer(sources: list[str], vocab_size: int, out: Path) -> None:
     # 8 MiB are enough, taken evenly from the corpus.
     stride = max(1, sum(path.stat().st_size for path in files) // (8 << 20))
     words = Counter()
-    for piece in itertools.islice(read_pieces(files), 0, None, stride):
+    for piece in itertools.islice(read_pieces(files, reading=reading), 0, None, stride):
         if piece.split == "train":
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)

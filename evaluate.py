@@ -1,0 +1,211 @@
+r"""Score a model: the loss of texts, and exams.
+
+    torchrun evaluate.py out/tiny --data held_out.txt               loss and bits per byte
+    torchrun evaluate.py out/tiny --exam questions.jsonl            right answers (text/exams.py)
+    torchrun evaluate.py DIR --adapter out/tiny-lora --chat --data chats.jsonl
+    torchrun --nproc-per-node 8 evaluate.py DIR --dp fsdp --exam questions.jsonl
+
+DIR is a run, one of its checkpoints, or a model directory of Meta or Hugging Face. Training
+evaluates with the same functions. The scores of an exam, of which the first two are lm-eval's acc
+and acc_norm:
+
+    accuracy      questions whose right choice has the highest log-likelihood
+    normalized    the same, of log-likelihoods divided by the characters of a choice: the sum over
+                  fewer tokens is higher, and so short choices win without it
+    exact         questions whose answer is the line that the model most likely goes on with
+"""
+
+import plumbing.endings  # first, for Ctrl-C during the imports
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint import load_weights
+from data import Windows, open_text
+from files.adapters import bits_of_base, open_adapter
+from generate import add_model_flags, find_model, generate
+from lora import LoRA, adapters, add_adapters
+from model import IGNORE, Llama
+from parallel import World, parallelize, with_mesh
+from plumbing.devices import has_bfloat16, widest_float
+from plumbing.parser import Parser, positive_int
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
+from plumbing.shards import assign_shard
+from runs.flags import add_parallel_flags
+from runs.records import Totals, write_atomically
+from runs.rules import check_parallel, check_work, requested_work
+from runs.setup import choose_work
+from techniques.context_parallel import share_sequences
+from techniques.nf4 import check_blocks
+from text.chat import Packed, Rows, open_chats
+from text.exams import ROOM, Exam
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description="Score a model: the loss of texts, and exams.")
+    # fmt: off
+    add_model_flags(parser)
+    parser.add_argument("--data", nargs="+", help="text files, directories or token files")
+    parser.add_argument("--exam", type=Path, metavar="FILE", help="questions, as JSON lines")
+    parser.add_argument("--chat", action="store_true",
+                        help="the data are conversations, and a question is a user's message")
+    parser.add_argument("--seq-len", type=positive_int,
+                        help="tokens per sequence (default: the run's, or 2048)")
+    parser.add_argument("--microbatch", type=positive_int, default=8,
+                        help="sequences that a process computes at a time (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=ROOM,
+                        help="tokens that a written answer may take (default: %(default)s)")
+    parser.add_argument("--details", type=Path, metavar="FILE",
+                        help="write what the model makes of each question, as JSON lines")
+    add_parallel_flags(parser)
+    # fmt: on
+    args = parser.parse_args()
+    if not args.data and not args.exam:
+        raise UserError("nothing to score: give --data, --exam or both")
+    return args
+
+
+# ---------------------------------------------------------------------------------------- scores
+
+
+def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
+    """Return a model's `loss` of each row apart: hidden [B, T, D], targets [B, T] -> [B]."""
+    return torch.stack([loss(h, weight, t, vocabulary) for h, t in zip(hidden, targets)])
+
+
+@torch.no_grad()
+def row_sums(
+    model: Llama, dataset: Windows | Packed, rows: list[int], microbatch: int, world: World
+) -> Tensor:
+    """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
+    text: [len(rows), 3], equal on all ranks. The bytes of a batch stand in its first row.
+
+    Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
+    last batch is padded with rows without targets."""
+    tp, pp, step = world.parallel.tp, world.parallel.pp, world.data_size
+    padded = [*rows, *[None] * (-len(rows) % step)]
+    if isinstance(dataset, Rows):
+        dataset.multiple = 2 * world.parallel.cp * tp  # of tokens, which these ranks share
+    sums = torch.zeros(len(padded), 3, dtype=widest_float(world.device), device=world.device)
+    whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
+    for start in range(world.data_rank, len(padded), microbatch * step):
+        mine = slice(start, start + microbatch * step, step)
+        batch = share_sequences(dataset.batch(padded[mine]), world).to(world.device)
+        # Of a pipeline's ranks the last alone has the losses, the others 0.
+        sums[mine, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
+        sums[mine, 1] = (batch.targets != IGNORE).sum(1).to(sums)
+        sums[start, 2] = batch.text_bytes
+    model.loss = whole_loss
+    if world.size > 1:
+        dist.all_reduce(sums, group=world.group)
+    # Ranks along tp have the same losses and targets, along pp the same targets.
+    return sums[: len(rows)] / sums.new_tensor([tp, tp * pp, tp * pp])
+
+
+def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world: World) -> Totals:
+    """Return the loss over at most `limit` evenly spaced windows, shared among the ranks."""
+    n = min(limit, len(windows))
+    chosen = [i * len(windows) // n for i in range(n)]
+    loss, tokens, text_bytes = row_sums(model, windows, chosen, microbatch, world).sum(0).tolist()
+    return Totals(loss, round(tokens), round(text_bytes))
+
+
+def take_exam(
+    model: Llama, exam: Exam, microbatch: int, world: World
+) -> tuple[dict[str, float], list[dict]]:
+    """Return a model's scores, the fraction of questions that it answers right, by name; and each
+    question with what the model makes of it. Ranks share the choices; each writes all answers."""
+    details, right, said, losses = [], {}, [], iter(())
+    if rows := [*range(len(exam.choices))]:
+        losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
+    stop = exam.tokenizer.stop
+    for start in range(0, len(exam.prompts), microbatch):
+        batch = exam.prompts[start : start + microbatch]
+        said += generate(model, batch, exam.room, temperature=0, stop=stop)
+    texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in said)
+    for question in exam.questions:
+        if choices := question.get("choices"):
+            found = {"log_likelihoods": (scores := [-next(losses) for _ in choices])}
+            normalized = [score / max(1, len(choice)) for score, choice in zip(scores, choices)]
+            marks = {"accuracy": scores, "normalized": normalized}
+            marks = {name: s.index(max(s)) == question["answer"] for name, s in marks.items()}
+        else:
+            found = {"written": next(texts).partition("\n")[0].strip()}
+            marks = {"exact": found["written"] == question["answer"].strip()}
+        details.append(question | found)
+        for name, mark in marks.items():
+            right.setdefault(f"exam_{name}", []).append(mark)
+    return {name: sum(marks) / len(marks) for name, marks in right.items()}, details
+
+
+def describe_exam(right: dict[str, float]) -> str:
+    """Return a line that says what take_exam has returned; "" if there was no exam."""
+    shares = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in right.items())
+    return f"{', '.join(shares)}\n" if right else ""
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tuple[Llama, World]:
+    """Return a model, split as the flags ask for, with its weights and an adapter."""
+    config, adapter = metadata["model"], args.adapter
+    lora, stored = open_adapter(adapter, config) if adapter else (LoRA(targets=()), {})
+    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
+    if bits == 4:
+        check_blocks(config, args.tp)
+    with torch.device("meta"):
+        model = Llama(config)
+        if adapter or bits == 4:
+            add_adapters(model, lora, bits)
+    model.requires_grad_(False)
+    bfloat16 = process.minimum(has_bfloat16(process.device))
+    args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
+    args.batch = args.microbatch * max(1, process.size // (args.tp * args.pp * args.cp))
+    check_parallel(requested_work(args, model, process), args.shard, process)
+    work, _ = choose_work(args, model, args.chat, process)
+    check_work(work)
+    world = with_mesh(process, work.parallel)
+
+    def initialize(model: Llama) -> None:
+        load_weights(metadata["directory"], model)
+        for name, factor in adapters(model).items():
+            assign_shard(factor, stored[name].read())
+
+    parallelize(model, world, initialize)
+    return model.eval(), world
+
+
+def main() -> None:
+    args = parse_args()
+    process = init_distributed()
+    process.check_same_flags(vars(args))
+    metadata, tokenizer = find_model(args, process)
+    longest = metadata["model"].max_seq_len
+    flags = metadata.get("flags", {})  # of the run, which evaluated alike
+    args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))
+    exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
+    dataset = None
+    if args.data:
+        make = partial(open_text, document_mask=flags.get("document_mask", False))
+        make = partial(open_chats if args.chat else make, args.data, tokenizer, args.seq_len)
+        dataset = process.local_rank_zero_first("data", make)
+    model, world = load_split(args, metadata, process)
+    if dataset:
+        totals = evaluate(model, dataset, len(dataset), args.microbatch, world)
+        losses = f"loss {totals.mean_loss:.4f}, {totals.bits_per_byte:.4f} bits/byte"
+        print_rank_zero(f"{' '.join(args.data)}: {losses}, {totals.tokens:,} tokens")
+    if exam:
+        right, details = take_exam(model, exam, args.microbatch, world)
+        print_rank_zero(f"{args.exam}: {len(details):,} questions: {describe_exam(right)}", end="")
+        if args.details and process.rank == 0:
+            write_atomically(args.details, "".join(f"{json.dumps(row)}\n" for row in details))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,320 @@
+"""evaluate.py: losses and exams against plain PyTorch and lm-eval, however the model is split."""
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ENVIRONMENT, metrics, slow, succeed
+from test_finetune import flags
+
+from checkpoint import export_weights, load_pretrained, write_checkpoint
+from files.adapters import load_adapter
+from files.safetensors import StoredTensor
+from lora import TARGETS
+from model import Llama, LlamaConfig
+from plumbing.processes import UserError
+from techniques.nf4 import rounded
+from text import exams
+from text.chat import encode_prompt, open_chats
+from text.tokenizer import load_tokenizer, train_tokenizer
+
+WRITTEN, ROOM = 5, 8  # questions whose answer is written, in so many tokens
+HAS_LM_EVAL = importlib.util.find_spec("lm_eval")
+
+
+def questions() -> list[dict]:
+    """Questions with two to four choices of several lengths, and some to be answered."""
+    rows = []
+    for i in range(8):
+        choices = [f"{i * k + 7}" * (3 - k % 3) for k in range(2 + i % 3)]
+        space = " " * (i % 2)  # belongs to the choice's first token
+        rows.append({"question": f"{i} and {i + 1} make{space}", "choices": choices})
+        rows[-1]["answer"] = i % 2
+    return rows + [{"question": f"{i} +", "answer": f"{i}"} for i in range(WRITTEN)]
+
+
+def losses_of(model, ids: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([ids[:-1]]))[0]
+    return F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+
+
+@torch.no_grad()
+def plain_details(model, tokenizer, rows, chat: bool = False, room: int = ROOM) -> list[dict]:
+    """Return what a model makes of each question: a row at a time, and without a cache."""
+    details = []
+    for question in rows:
+        text, found = question["question"], {}
+        head = tokenizer.encode(text.rstrip(), bos=True)
+        if chat:
+            head = encode_prompt([{"role": "user", "content": text}], tokenizer)
+        for choice in question.get("choices", []):
+            whole = tokenizer.encode(f"{text} {choice}", bos=True)
+            whole = head + tokenizer.encode(choice) if chat else whole
+            score = -losses_of(model, whole)[len(head) - 1 :].sum().item()
+            found.setdefault("log_likelihoods", []).append(score)
+        if not found:
+            tokens = list(head)
+            while len(tokens) < len(head) + room and tokens[-1] not in tokenizer.stop:
+                tokens.append(model(torch.tensor([tokens]))[0, -1].argmax().item())
+            text = tokenizer.decode(t for t in tokens[len(head) :] if t not in tokenizer.stop)
+            found["written"] = text.split("\n")[0].strip()
+        details.append(question | found)
+    return details
+
+
+def scores(details: list[dict]) -> dict[str, float]:
+    """Count the right answers, as percentages."""
+    right = {"accuracy": [], "normalized": [], "exact": []}
+    for row in details:
+        if "written" in row:
+            right["exact"].append(row["written"] == row["answer"])
+            continue
+        by_length = [s / len(c) for s, c in zip(row["log_likelihoods"], row["choices"])]
+        for name, found in (("accuracy", row["log_likelihoods"]), ("normalized", by_length)):
+            right[name].append(max(range(len(found)), key=found.__getitem__) == row["answer"])
+    return {name: round(100 * sum(marks) / len(marks), 1) for name, marks in right.items()}
+
+
+def printed(out: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"exam (\w+) ([\d.]+)%", out)}
+
+
+def read(details: Path) -> list[dict]:
+    return [json.loads(line) for line in details.read_text().splitlines()]
+
+
+def same_details(found: list[dict], expected: list[dict], tolerance: float = 1e-11) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        scores = [row.get("log_likelihoods", []) for row in (ours, theirs)]
+        assert scores[0] == pytest.approx(scores[1], rel=tolerance)
+        assert ours == theirs | ({"log_likelihoods": scores[0]} if scores[0] else {})
+
+
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory) -> Path:
+    """A checkpoint in float64 with a tokenizer of its own, whose matrices 4 bits can hold."""
+    directory = tmp_path_factory.mktemp("base")
+    train_tokenizer([str(text)], 400, directory / "my.model")
+    tokenizer = load_tokenizer(str(directory / "my.model"))
+    config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
+    model = Llama(config).double()
+    model.init_weights(seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
+    write_checkpoint(directory / "base", config, stored, tokenizer)
+    return directory / "base"
+
+
+@pytest.fixture(scope="module")
+def files(base, tmp_path_factory) -> tuple[Path, Path]:
+    """An exam, some answers of which are right, and a text."""
+    directory = tmp_path_factory.mktemp("exam")
+    text, exam, rows = directory / "held_out.txt", directory / "exam.jsonl", questions()
+    text.write_text("".join(f"{i} and {i} make {2 * i}, é\n" for i in range(20)))
+    tokenizer = load_tokenizer(str(base))
+    for row in plain_details(load_pretrained(base, torch.float64), tokenizer, rows)[-2:]:
+        next(r for r in rows if r["question"] == row["question"])["answer"] = row["written"]
+    exam.write_text("\n".join(map(json.dumps, rows)))
+    return exam, text
+
+
+@pytest.fixture(scope="module")
+def adapter(base, sums, tmp_path_factory) -> Path:
+    """A run of finetune_lora.py beside the base in 4 bits."""
+    out = tmp_path_factory.mktemp("lora") / "lora"
+    more = dict(base_bits=4, dora=True, rank=4, steps=3, lr=0.05)
+    succeed("finetune_lora.py", *flags(base, sums, out, **more))
+    return out
+
+
+def run_evaluate(directory: Path, files: tuple[Path, Path], out: Path, *more, **options) -> str:
+    given = ["--dtype", "float64", "--seq-len", 24, "--max-new-tokens", ROOM, *more]
+    given += ["--exam", files[0], "--details", out]
+    return succeed("evaluate.py", directory, *given, **options).out
+
+
+# ---------------------------------------------------------------------------- one model, all splits
+
+
+@pytest.mark.parametrize(
+    "nproc, split",
+    [
+        (0, ""),
+        (2, "--dp ddp --microbatch 3"),
+        (2, "--tp 2"),
+        (2, "--cp 2"),
+        (2, "--pp 2 --microbatch 1"),
+        slow(2, "--dp fsdp"),
+        slow(4, "--dp hsdp --shard 2 --cp 2"),
+        slow(4, "--tp 2 --cp 2"),
+        slow(4, "--pp 2 --tp 2 --microbatch 2"),
+    ],
+)
+def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, nproc, split):
+    (exam, text), model = files, load_pretrained(base, torch.float64)
+    tokenizer = load_tokenizer(str(base))
+    ids = tokenizer.encode(text.read_text(), bos=True)
+    with torch.no_grad():  # the last window is shorter
+        windows = [ids[start : start + 25] for start in range(0, len(ids) - 1, 24)]
+        loss = sum(losses_of(model, window).sum().item() for window in windows)
+    n, bits = len(ids) - 1, loss / math.log(2) / text.stat().st_size
+    out = run_evaluate(
+        base, files, tmp_path / "details", "--data", text, *split.split(), nproc=nproc
+    )
+    assert f"loss {loss / n:.4f}, {bits:.4f} bits/byte, {n:,} tokens" in out
+    expected = plain_details(model, tokenizer, questions_of(exam))
+    same_details(read(tmp_path / "details"), expected)
+    assert printed(out) == scores(expected)
+    assert all(0 < share < 100 for share in printed(out).values())  # or a miscount would not show
+
+
+def questions_of(exam: Path) -> list[dict]:
+    return [json.loads(line) for line in exam.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("nproc, split", [(0, ""), (2, "--tp 2"), slow(2, "--dp fsdp")])
+def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
+    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations."""
+    tokenizer, model = load_tokenizer(str(base)), load_pretrained(base, torch.float64)
+    for name, layer in model.named_modules():
+        if name.endswith(TARGETS):
+            layer.weight.data = rounded(layer.weight.detach())
+    rows = questions_of(files[0])
+    in_4_bits = plain_details(model, tokenizer, rows)
+    run_evaluate(base, files, tmp_path / "d", "--base-bits", 4, *split.split(), nproc=nproc)
+    same_details(read(tmp_path / "d"), in_4_bits)
+
+    load_adapter(model, adapter / "step-00000003")
+    packed = open_chats([str(sums)], tokenizer, 96)
+    batch = packed.batch([*range(len(packed))])
+    with torch.no_grad():
+        loss = model(batch.tokens, batch.targets, batch.positions).item()
+    given = "--adapter", adapter, "--chat", "--data", sums, "--seq-len", 96
+    out = run_evaluate(base, files, tmp_path / "d", *given, *split.split(), nproc=nproc)
+    same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows, chat=True))
+    assert f"loss {loss / (batch.targets >= 0).sum():.4f}" in out
+
+
+# ------------------------------------------------------------------------------- within training
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_training_validates_on_other_data_and_takes_an_exam(base, files, sums, tmp_path, nproc):
+    """What it records is what evaluate.py says of its checkpoint; all of --data is trained on."""
+    exam, text = files
+    given = ["--init", base, "--seq-len", 24, "--dtype", "float64", "--exam", exam]
+    given += ["--val-data", text, "--steps", 1, "--eval-every", 1, "--data", text]
+    result = succeed("train.py", *given, "--out", tmp_path / "run", nproc=nproc)
+    (row,) = metrics(tmp_path / "run")
+    model = load_pretrained(tmp_path / "run", torch.float64)
+    given = load_tokenizer(str(base)), questions_of(exam)
+    expected = scores(plain_details(model, *given, room=exams.ROOM))
+    assert {name: round(100 * row[f"exam_{name}"], 1) for name in expected} == expected
+    assert printed(result.out.split("step 1:")[1]) == expected
+    out = succeed("evaluate.py", tmp_path / "run", "--data", text, "--dtype", "float64").out
+    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
+    n = len(load_tokenizer(str(base)).encode(text.read_text(), bos=True)) - 1
+    assert f"{n // 24:,} sequences an epoch" in result.out
+
+
+def test_fine_tuning_validates_on_other_conversations(base, files, sums, tmp_path):
+    more = dict(val_data=sums, steps=1, eval_every=1, exam=files[0])
+    result = succeed("finetune_lora.py", *flags(base, sums, tmp_path / "run", **more))
+    (row,) = metrics(tmp_path / "run")
+    given = "--adapter", tmp_path / "run", "--chat", "--data", sums, "--seq-len", 96
+    out = run_evaluate(base, files, tmp_path / "d", *given)
+    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
+    assert "60 samples" in result.out and "60 held out" in result.out
+
+
+# ---------------------------------------------------------------------------------------- lm-eval
+
+TASK = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "output_type": "multiple_choice",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+WRITTEN_TASK = TASK | {
+    "output_type": "generate_until",
+    "doc_to_choice": None,
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": ROOM},
+    "filter_list": [
+        {"name": "line", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+    ],
+    "metric_list": [{"metric": "exact_match"}],
+}
+PROGRAM = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+tasks = ["choices", "written"]
+model = HFLM(pretrained="model", dtype="float32", batch_size=2, device="cpu")
+manager = TaskManager(include_path="tasks", include_defaults=False)
+found = simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True)
+samples = {name: [row["filtered_resps"] for row in found["samples"][name]] for name in tasks}
+json.dump([found["results"], samples], open("found.json", "w"), default=str)
+"""
+
+
+@pytest.mark.skipif(not HAS_LM_EVAL, reason="needs lm-eval")
+def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
+    """Of the exported model: accuracies are equal, and log-likelihoods to 1e-5."""
+    export_weights(base, tmp_path / "model", "hf", torch.float32)
+    (tmp_path / "tasks").mkdir()
+    rows = questions_of(files[0])
+    for name, task, part in (
+        ("choices", TASK, rows[:-WRITTEN]),
+        ("written", WRITTEN_TASK, rows[-WRITTEN:]),
+    ):
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("\n".join(map(json.dumps, part)))
+        task = task | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML, too
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "-c", PROGRAM]
+    options = dict(cwd=tmp_path, env=ENVIRONMENT | offline, capture_output=True, text=True)
+    result = subprocess.run(command, **options, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results, samples = json.loads((tmp_path / "found.json").read_text())
+    out = run_evaluate(tmp_path / "model", files, tmp_path / "details", "--dtype", "float32")
+    details = read(tmp_path / "details")
+    theirs = [[choice[0] for choice in sample] for sample in samples["choices"]]
+    for row, scores in zip(details[:-WRITTEN], theirs, strict=True):
+        assert row["log_likelihoods"] == pytest.approx(scores, rel=1e-5)
+    assert [[row["written"]] for row in details[-WRITTEN:]] == samples["written"]
+    choices, written = results["choices"], results["written"]
+    shares = choices["acc,none"], choices["acc_norm,none"], written["exact_match,line"]
+    expected = dict(zip(("accuracy", "normalized", "exact"), shares))
+    assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
+
+
+BAD = {
+    '{"question": "a", "choices": "bc", "answer": 0}': "\"choices\" is 'bc': give a list",
+    '{"question": "a", "choices": ["b", 3], "answer": 0}': "a choice is 3: give it as a string",
+    '{"question": "a", "choices": ["b"], "answer": 1}': '"answer" is 1: give the number of a',
+    '{"question": "a"}': '"answer" is None: give it as a string',
+    '{"question": "%s", "answer": "b"}' % ("1 " * 300): "tokens, and the model reads 256: leave",
+    "": "holds no question",
+}
+
+
+@pytest.mark.parametrize("line, problem", BAD.items(), ids=BAD.values())
+def test_a_line_that_is_no_question_is_refused(base, tmp_path, line, problem):
+    (tmp_path / "exam.jsonl").write_text(f"\n{line}\n")
+    with pytest.raises(UserError, match=re.escape(problem)):
+        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer(str(base)), 256)

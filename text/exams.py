@@ -1,0 +1,62 @@
+"""Turn exams into tokens: questions of which a model chooses the answer, or writes it.
+
+    {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}     the number of a choice, from 0
+    {"question": "2 + 2 =", "answer": "4"}                          the line that it has to write
+
+Examples may precede the question in its text. A choice follows after a space.
+"""
+
+from pathlib import Path
+
+from plumbing.processes import UserError
+from text.chat import Encoded, Rows, encode_prompt
+from text.corpora import check_string, read_records
+from text.tokenizer import Tokenizer
+
+QUESTIONS = '{"question": "...", "choices": ["...", ...], "answer": 0} or {"question", "answer"}'
+ROOM = 32  # tokens that an answer may take
+
+
+class Exam:
+    """The questions of a JSONL file, as tokens.
+
+    choices: a row for each choice of each question: the question, and the choice as the target.
+    prompts: the questions whose answer has to be written, in at most `room` tokens. With `chat`, a
+    question is a user's message, and the choice or answer the assistant's."""
+
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, longest: int, room: int = ROOM, chat: bool = False
+    ):
+        """Raise UserError where a line is no question, or takes more than `longest` tokens."""
+        self.tokenizer, self.room = tokenizer, room
+        self.questions: list[dict] = []
+        samples: list[Encoded] = []
+        self.prompts: list[list[int]] = []
+        for _, where, question in read_records(path, QUESTIONS):
+            text = check_string(question.get("question"), f'{where}: "question" is')
+            choices, answer = question.get("choices") or [], question.get("answer")
+            if not isinstance(choices, list):
+                raise UserError(f'{where}: "choices" is {choices!r:.60}: give a list of strings')
+            for choice in choices:
+                check_string(choice, f"{where}: a choice is")
+            if choices and answer not in range(len(choices)):
+                raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
+            if not choices:
+                check_string(answer, f'{where}: "answer" is')
+            head = text.rstrip()  # a space belongs to the token of the next word
+            prompt = tokenizer.encode(head, bos=True)
+            rows = [tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
+            if chat:
+                prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)
+                rows = [prompt + tokenizer.encode(choice.strip()) for choice in choices]
+            self.questions.append(question)
+            samples += [(ids, [i >= len(prompt) for i in range(len(ids))]) for ids in rows]
+            self.prompts += [] if rows else [prompt]
+            if (taken := max(map(len, rows or [prompt + [0] * room]))) > longest:
+                raise UserError(
+                    f"{where}: with its answer the question takes {taken} tokens, and the model "
+                    f"reads {longest}: leave it out"
+                )
+        if not self.questions:
+            raise UserError(f"{path} holds no question: give lines like {QUESTIONS}")
+        self.choices = Rows(samples, tokenizer)
