@@ -120,22 +120,20 @@ def read_config(directory: Path) -> dict:
     return metadata
 
 
-def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """Copy to `target` the generation settings, and with the same tokenizer its files and its chat
-    template, of Hugging Face's directory that the model in `source` began with, however many runs
-    ago. Does nothing if there was none, or if it has gone."""
+def handed_on(source: Path, tokenizer: Tokenizer | None) -> dict[str, Path]:
+    """Return by name what an export copies of Hugging Face's directory that the model in `source`
+    began with, however many runs ago: the generation settings and, with the same tokenizer, its
+    files and its chat template. Empty if there was no such directory, or if it has gone."""
     while not is_hf(source):
         init = has_weights(source) and JsonFile(metadata_file(source))["flags"].get("init")
         if not init:
-            return
+            return {}
         source = Path(init)
     names, file = ["generation_config.json"], find_tokenizer(source)
     if tokenizer and file and load_tokenizer(str(file)).hash == tokenizer.hash:
         names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
         names += ["chat_template.jinja"]
-    for name in names:
-        if (source / name).is_file():
-            shutil.copy(source / name, target)
+    return {name: source / name for name in names if (source / name).is_file()}
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:

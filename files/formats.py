@@ -301,6 +301,15 @@ def save_hf(
         save_tokenizer(directory, tokenizer)
 
 
+def chat_template(files: dict[str, Path]) -> str | None:
+    """Return the chat template among a directory's files by name, if there is one."""
+    if path := files.get("chat_template.jinja"):
+        return path.read_text()
+    if path := files.get("tokenizer_config.json"):
+        template = JsonFile(path).get("chat_template")
+        return template if isinstance(template, str) else None  # some have a list of several
+
+
 # ------------------------------------------------------------------------------------------ Meta
 
 # The fields of a params.json that have the names and values of LlamaConfig's.

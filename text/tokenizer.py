@@ -124,6 +124,20 @@ class Tokenizer:
         """Return the bytes of text in targets of any shape; what is below 0 counts as none."""
         return int(self.token_bytes[targets[targets >= 0]].sum())
 
+    def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        """Return the ordinary tokens in GPT-2's alphabet with their ids, and all merges, the
+        preferred ones first.
+
+        Meta's format has no merges: any two tokens that make a third may be merged, and a merge
+        with a lower resulting id is preferred."""
+        vocab = {"".join(map(CHARACTER_OF_BYTE.get, token)): i for token, i in self.vocab.items()}
+        merges = []
+        for token in sorted(vocab, key=vocab.get):
+            pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+            pairs = [pair for pair in pairs if all(part in vocab for part in pair)]
+            merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
+        return vocab, merges
+
     def save(self, directory: Path) -> dict[str, str]:
         """Write the tokenizer to DIRECTORY/tokenizer.model, unless its name is enough to load it.
         Return what the directory's metadata are to say of it."""
@@ -222,26 +236,19 @@ CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE}
 CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 
 # Llama 3's chat format as a Jinja template, for transformers; the same as Tokenizer.encode_chat.
+# It is worded as Meta's is, by whose likeness ollama recognizes the format.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
-    "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.first %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
 )
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Write a tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    vocab = {
-        "".join(CHARACTER_OF_BYTE[byte] for byte in token): i
-        for token, i in tokenizer.vocab.items()
-    }
-    # transformers wants a list of merges, the preferred ones first. Meta's format has none: any two
-    # tokens that make a third may be merged, and a merge with a lower resulting id is preferred.
-    merges = []
-    for token in sorted(vocab, key=vocab.get):
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [pair for pair in pairs if all(part in vocab for part in pair)]
-        merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
+    vocab, merges = tokenizer.in_printable_characters()
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     pattern = {"Regex": tokenizer.encoding._pat_str}
     split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
