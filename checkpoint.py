@@ -420,10 +420,10 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
-    check_computes_llama()
+    check_computes_llama(config.qk_norm)
     if dtype == Q8_0 and format != "gguf":
         raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
-    if isinstance(dtype, torch.dtype):
+    if dtype and format != "gguf":  # which keeps norms in float32
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     stored = with_progress_of(stored, f"writing {target}")
     tokenizer = _tokenizer_of(read_config(source))
@@ -435,7 +435,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
             template = formats.chat_template(copied) or CHAT_TEMPLATE
             dtype = dtype or stored["tok_embeddings.weight"].dtype
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
-            fields = (*formats.HF_FIELDS, "rope_scaling")
+            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
         else:
             if format == "meta":

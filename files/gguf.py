@@ -13,6 +13,7 @@ import math
 import re
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from files.formats import to_hf_rows
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.processes import UserError
@@ -29,8 +31,9 @@ VERSION, ALIGNMENT = 3, 32
 NAMES = {
     "tok_embeddings": "token_embd", "norm": "output_norm", "output": "output",
     "attention_norm": "attn_norm", "attention.wq": "attn_q", "attention.wk": "attn_k",
-    "attention.wv": "attn_v", "attention.wo": "attn_output", "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "attention.wv": "attn_v", "attention.wo": "attn_output", "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
 }  # fmt: skip
 # The number of a tensor's type, and of a file whose matrices are mostly of that type.
 Q8_0 = "q8_0"  # 8 bits a weight, and for BLOCK weights in a row a scale in float16
@@ -52,8 +55,12 @@ def save_gguf(
 ) -> None:
     """Write a file, reading one weight at a time: matrices in `dtype`, norms in float32.
 
-    Rows of wq and wk have Meta's order, which llama.cpp's `llama` has, too. `template` is the chat
-    template in Jinja."""
+    Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
+    `qwen3`. `template` is the chat template in Jinja."""
+    if config.qk_norm:
+        if config.rope_scaling != 1.0:
+            raise UserError("llama.cpp's Qwen3 has no scaled RoPE: give --format hf")
+        weights = {n: w.map(partial(to_hf_rows, n, config)) for n, w in weights.items()}
     tensors = {gguf_name(name): weight for name, weight in weights.items()}
     if config.rope_scaling != 1.0:
         tensors["rope_freqs.weight"] = StoredTensor.of(slowdown(config))
@@ -98,7 +105,8 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": config.rope_theta,
     }
-    return {"general.architecture": "llama"} | {f"llama.{key}": v for key, v in shape.items()}
+    kind = "qwen3" if config.qk_norm else "llama"
+    return {"general.architecture": kind} | {f"{kind}.{key}": v for key, v in shape.items()}
 
 
 def slowdown(config: LlamaConfig) -> Tensor:

@@ -40,16 +40,16 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
     "patch, edits, message",
     [
         (
-            "qk_norm",
+            "experts",
             {},
-            "not a published Llama's: it has 8 unknown tensor(s): layers.0.attention.k",
+            "not a published Llama's: it lacks 12 tensor(s): layers.0.feed_forward.w1",
         ),
         slow("", PADDED, "tok_embeddings.weight [272, 96], not [267, 96]"),
         slow("", ON, "read back with window 0, not 64"),
         slow("", GEGLU, "model.py has been changed and no longer computes"),
         ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
     ],
-    ids=["qk-norm", "padded", "window", "geglu", "long-window"],
+    ids=["experts", "padded", "window", "geglu", "long-window"],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
     for result in exports(patch, edits, corpus, tmp_path):
@@ -63,19 +63,25 @@ def test_another_loss_and_a_field_that_is_off_do_not_matter(corpus, tmp_path):
 
 
 def test_a_parameter_that_hugging_face_has_no_name_for():
-    with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.q_norm\.weight"):
-        formats.hf_name("layers.0.attention.q_norm.weight")
+    with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.v_norm\.weight"):
+        formats.hf_name("layers.0.attention.v_norm.weight")
 
 
 @torch.no_grad()
-def test_the_fingerprint_is_that_of_transformers():
-    reference = transformers.LlamaForCausalLM(hugging_face_config(fingerprint.CONFIG)).double()
+@pytest.mark.parametrize(
+    "kind, config, expected",
+    [
+        ("Llama", fingerprint.CONFIG, fingerprint.LOGITS),
+        ("Qwen3", fingerprint.QWEN3, fingerprint.QWEN3_LOGITS),
+    ],
+)
+def test_the_fingerprint_is_that_of_transformers(kind, config, expected):
+    theirs = hugging_face_config(config, kind, head_dim=config.head_dim)
+    reference = getattr(transformers, f"{kind}ForCausalLM")(theirs).double()
     reference.load_state_dict({
-        formats.hf_name(name): formats.to_hf_rows(
-            name, fingerprint.CONFIG, fixed_weight(name, p)
-        )
-        for name, p in Llama(fingerprint.CONFIG).named_parameters()
+        formats.hf_name(name): formats.to_hf_rows(name, config, fixed_weight(name, p))
+        for name, p in Llama(config).named_parameters()
     })  # fmt: skip
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
-    torch.testing.assert_close(logits.tolist(), [*fingerprint.LOGITS], rtol=0, atol=1e-5)
-    fingerprint.check_computes_llama()
+    torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
+    fingerprint.check_computes_llama(config.qk_norm)

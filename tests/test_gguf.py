@@ -26,6 +26,7 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is l
 # RoPE turns slowly enough that 300 tokens meet all three ranges of its scaling.
 PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
 SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
+QWEN3 = replace(PLAIN, head_dim=32, qk_norm=True)
 TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
 
 
@@ -99,7 +100,7 @@ def exported(directory, config, tokenizer, dtype=None):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [PLAIN, SCALED], ids=["plain", "scaled-tied"])
+@pytest.mark.parametrize("config", [PLAIN, SCALED, QWEN3], ids=["plain", "scaled-tied", "qwen3"])
 def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
     model, path = exported(tmp_path, config, tokenizer)
     ids = [int(i) for i in torch.randint(600, (300,), generator=torch.Generator().manual_seed(0))]
@@ -108,8 +109,7 @@ def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-4)
     assert len(set(tokens)) > 1
     # That is closer than what an error of RoPE's scaling would make.
-    other = replace(config, rope_scaling=9.0 - config.rope_scaling)
-    model.config = other
+    model.config = replace(config, rope_scaling=9.0 - config.rope_scaling)
     assert (model(torch.tensor([ids]))[0, -1].log_softmax(-1) - expected[0]).abs().max() > 1e-2
 
 
@@ -206,6 +206,9 @@ def test_what_cannot_be_exported_is_refused(tokenizer, tmp_path):
     export = ("checkpoint.py", "export", tmp_path / "run", tmp_path / "out", "--format")
     refused(run(*export, "gguf"), "has no tokenizer: import it with --tokenizer")
     refused(run(*export, "hf", "--dtype", "q8_0"), "--dtype q8_0 is of --format gguf alone")
+    scaled = replace(QWEN3, rope_scaling=8.0)
+    with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
+        checkpoint.save_gguf(tmp_path / "x", scaled, {}, tokenizer, None, torch.float32)
     words = tiktoken.Encoding("x", pat_str=r"\w+|\W+", mergeable_ranks=tokenizer.vocab,
                               special_tokens=tokenizer.special)  # fmt: skip
     with pytest.raises(UserError, match="has no name for how tokenizer x divides"):
