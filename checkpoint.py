@@ -53,7 +53,7 @@ from files.directories import (
     failure_reason,
     find_adapter,
     find_checkpoint,
-    handed_on,
+    hand_on,
     has_weights,
     load_tensors,
     lock_directory,
@@ -74,7 +74,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from text.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -427,13 +427,12 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     stored = with_progress_of(stored, f"writing {target}")
     tokenizer = _tokenizer_of(read_config(source))
-    copied = handed_on(source, tokenizer)
     if format == "gguf" and not tokenizer:
         raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
     with new_directory(target) as temporary:
         if format == "gguf":
-            template = formats.chat_template(copied) or CHAT_TEMPLATE
-            dtype = dtype or stored["tok_embeddings.weight"].dtype
+            hand_on(source, temporary, tokenizer)  # also the chat template
+            template = chat_template(temporary) or tokenizer.template
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
             fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
@@ -442,8 +441,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
                 formats.save_meta(temporary, config, stored)
             else:
                 formats.save_hf(temporary, config, stored, tokenizer)
-                for name, path in copied.items():
-                    shutil.copy(path, temporary / name)
+                hand_on(source, temporary, tokenizer)
             if tokenizer:
                 tokenizer.save(temporary)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's

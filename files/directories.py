@@ -106,7 +106,7 @@ def read_config(directory: Path) -> dict:
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
     path = metadata_file(directory)
-    verify(directory, path.name, "tokenizer.model")
+    verify(directory, path.name, "tokenizer")
     content = JsonFile(path)
     try:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
@@ -115,25 +115,27 @@ def read_config(directory: Path) -> dict:
     if "logits" in content:
         logits = content["logits"]
         warn_of_other_code(directory, logits and tuple(logits))
-    if metadata["tokenizer"] == "tokenizer.model":
-        metadata["tokenizer"] = str(directory / "tokenizer.model")
+    if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
+        metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
 
 
-def handed_on(source: Path, tokenizer: Tokenizer | None) -> dict[str, Path]:
-    """Return by name what an export copies of Hugging Face's directory that the model in `source`
-    began with, however many runs ago: the generation settings and, with the same tokenizer, its
-    files and its chat template. Empty if there was no such directory, or if it has gone."""
+def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
+    """Copy to `target` the generation settings, and with the same tokenizer its files and its chat
+    template, of Hugging Face's directory that the model in `source` began with, however many runs
+    ago. Does nothing if there was none, or if it has gone."""
     while not is_hf(source):
         init = has_weights(source) and JsonFile(metadata_file(source))["flags"].get("init")
         if not init:
-            return {}
+            return
         source = Path(init)
     names, file = ["generation_config.json"], find_tokenizer(source)
     if tokenizer and file and load_tokenizer(str(file)).hash == tokenizer.hash:
         names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
         names += ["chat_template.jinja"]
-    return {name: source / name for name in names if (source / name).is_file()}
+    for name in names:
+        if (source / name).is_file():
+            shutil.copy(source / name, target)
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:

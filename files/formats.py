@@ -306,17 +306,8 @@ def save_hf(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(content, indent=1))
-    if tokenizer and tokenizer.file:
+    if tokenizer and tokenizer.file and tokenizer.word_pattern:  # else it is a copy of such files
         save_tokenizer(directory, tokenizer)
-
-
-def chat_template(files: dict[str, Path]) -> str | None:
-    """Return the chat template among a directory's files by name, if there is one."""
-    if path := files.get("chat_template.jinja"):
-        return path.read_text()
-    if path := files.get("tokenizer_config.json"):
-        template = JsonFile(path).get("chat_template")
-        return template if isinstance(template, str) else None  # some have a list of several
 
 
 # ------------------------------------------------------------------------------------------ Meta

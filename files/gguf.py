@@ -25,7 +25,7 @@ from files.formats import to_hf_rows
 from files.safetensors import StoredTensor, Weights
 from model import LlamaConfig, rope_angles
 from plumbing.processes import UserError
-from text.tokenizer import WORD_PATTERN, Tokenizer
+from text.tokenizer import BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
 VERSION, ALIGNMENT = 3, 32
 NAMES = {
@@ -35,14 +35,14 @@ NAMES = {
     "attention.k_norm": "attn_k_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate",
     "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
 }  # fmt: skip
-# The number of a tensor's type, and of a file whose matrices are mostly of that type.
 Q8_0 = "q8_0"  # 8 bits a weight, and for BLOCK weights in a row a scale in float16
 BLOCK = 32
-TYPES = {torch.float32: (0, 0), torch.float16: (1, 1), Q8_0: (8, 7), torch.bfloat16: (30, 32)}
+TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
 DType = torch.dtype | str
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
-# The patterns that divide text into words, and the names by which llama.cpp knows them.
-PRE_TOKENIZERS = {WORD_PATTERN: "llama-bpe"}
+# The patterns that divide text into words, and the names by which llama.cpp knows them. Of bytes
+# nothing is merged, so any will do.
+PRE_TOKENIZERS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
 
 
 def save_gguf(
@@ -50,13 +50,15 @@ def save_gguf(
     config: LlamaConfig,
     weights: Weights,
     tokenizer: Tokenizer,
-    template: str | None,
-    dtype: DType,
+    template: str,
+    dtype: DType | None = None,
 ) -> None:
-    """Write a file, reading one weight at a time: matrices in `dtype`, norms in float32.
+    """Write a file, reading one weight at a time: matrices in `dtype`, by default as they are, and
+    norms in float32.
 
     Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
     `qwen3`. `template` is the chat template in Jinja."""
+    dtype = dtype or weights["tok_embeddings.weight"].dtype
     if config.qk_norm:
         if config.rope_scaling != 1.0:
             raise UserError("llama.cpp's Qwen3 has no scaled RoPE: give --format hf")
@@ -66,16 +68,14 @@ def save_gguf(
         tensors["rope_freqs.weight"] = StoredTensor.of(slowdown(config))
     types = {name: _type_of(tensor, dtype) for name, tensor in tensors.items()}
     metadata = describe(config) | vocabulary(tokenizer, config.vocab_size)
-    metadata["general.file_type"] = TYPES[dtype][1]
-    if template:
-        metadata["tokenizer.chat_template"] = template
+    metadata |= {"tokenizer.chat_template": template} if template else {}
     header = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))
     header += b"".join(_string(key) + _typed(value) for key, value in metadata.items())
     offset = 0
     for name, tensor in tensors.items():
         sizes = tensor.shape[::-1]
         header += _string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-        header += struct.pack("<IQ", TYPES[types[name]][0], offset)
+        header += struct.pack("<IQ", TYPES[types[name]], offset)
         offset += _aligned(_nbytes(tensor, types[name]))
     with open(path, "wb") as file:
         _write(file, header)
@@ -96,7 +96,6 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "embedding_length": config.dim,
         "block_count": config.n_layers,
         "feed_forward_length": config.ffn_dim,
-        "vocab_size": config.vocab_size,
         "attention.head_count": config.n_heads,
         "attention.head_count_kv": config.n_kv_heads,
         "attention.key_length": config.head_dim,
@@ -121,20 +120,19 @@ def slowdown(config: LlamaConfig) -> Tensor:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model with `size` tokens."""
-    vocab, merges = tokenizer.in_printable_characters()
-    pattern = tokenizer.encoding._pat_str if merges else WORD_PATTERN  # no merges, no difference
-    if pattern not in PRE_TOKENIZERS:
+    if tokenizer.word_pattern not in PRE_TOKENIZERS:
         raise UserError(
-            f"llama.cpp has no name for how tokenizer {tokenizer.name} divides text into words: "
-            f"give --format hf"
+            f"tokenizer {tokenizer.name} divides text in another way than Llama 3's: llama.cpp's "
+            f"own converter may make a GGUF file of what --format hf writes"
         )
+    vocab, merges = tokenizer.in_printable_characters()
     tokens, kinds = [f"[unused {i}]" for i in range(size)], np.full(size, UNUSED, "<i4")
     for known, kind in ((vocab, NORMAL), (tokenizer.special, CONTROL)):
         for token, i in known.items():
             tokens[i], kinds[i] = token, kind
     described = {
         "model": "gpt2",
-        "pre": PRE_TOKENIZERS[pattern],
+        "pre": PRE_TOKENIZERS[tokenizer.word_pattern],
         "tokens": tokens,
         "token_type": kinds,
         "merges": [" ".join(pair) for pair in merges],

@@ -23,7 +23,7 @@ from finetune_lora import load_adapter
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
-from text.chat import open_samples
+from text.chat import encode_prompt, open_samples
 from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
@@ -216,7 +216,7 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
-    prompt = load_tokenizer("bytes").encode_chat([{"role": "user", "content": "20 + 6?"}])
+    prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], load_tokenizer("bytes"))
     load_adapter(model := load_pretrained(base), checkpoint)
     (tokens,) = generate(model, [prompt], 12, temperature=0, stop=load_tokenizer("bytes").stop)
     expected = load_tokenizer("bytes").decode(t for t in tokens if t < 256)

@@ -18,7 +18,8 @@ from checkpoint import export_weights, load_pretrained, write_checkpoint
 from files.gguf import Q8_0, encoded
 from model import LlamaConfig
 from plumbing.processes import UserError
-from text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from text.chat import encode_prompt
+from text.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
@@ -95,8 +96,7 @@ def exported(directory, config, tokenizer, dtype=None):
     model = our_model(config)
     write_checkpoint(directory / "run", config, stored(model), tokenizer)
     export_weights(directory / "run", directory / "out", "gguf", dtype)
-    (path,) = (directory / "out").iterdir()
-    return model, path
+    return model, directory / "out" / "model.gguf"
 
 
 @torch.no_grad()
@@ -121,9 +121,9 @@ def test_llama_cpp_tokenizes_and_chats_alike(tokenizer, tmp_path):
     assert wrong == []
     assert llama_cpp.tokens("Hi", special=True) == tokenizer.encode("Hi", bos=True)
     prompt = llama_cpp.ask("/apply-template", messages=TALK)["prompt"]
-    assert llama_cpp.tokens(prompt, special=True) == tokenizer.encode_chat(TALK)
+    assert llama_cpp.tokens(prompt, special=True) == encode_prompt(TALK, tokenizer)
     answer = llama_cpp.ask("/v1/chat/completions", messages=TALK, max_tokens=3)
-    assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode_chat(TALK))
+    assert answer["usage"]["prompt_tokens"] == len(encode_prompt(TALK, tokenizer))
 
 
 def test_the_template_is_known_to_ollama():
@@ -136,7 +136,7 @@ def test_the_template_is_known_to_ollama():
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     )
     row = list(range(len(meta) + 1))  # of the table of edit distances
-    for i, ours in enumerate(checkpoint.CHAT_TEMPLATE, 1):
+    for i, ours in enumerate(CHAT_TEMPLATE, 1):
         before, row = row, [i]
         for j, theirs in enumerate(meta, 1):
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (ours != theirs)))
@@ -208,10 +208,10 @@ def test_what_cannot_be_exported_is_refused(tokenizer, tmp_path):
     refused(run(*export, "hf", "--dtype", "q8_0"), "--dtype q8_0 is of --format gguf alone")
     scaled = replace(QWEN3, rope_scaling=8.0)
     with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
-        checkpoint.save_gguf(tmp_path / "x", scaled, {}, tokenizer, None, torch.float32)
+        checkpoint.save_gguf(tmp_path / "x", scaled, {}, tokenizer, "", torch.float32)
     words = tiktoken.Encoding("x", pat_str=r"\w+|\W+", mergeable_ranks=tokenizer.vocab,
                               special_tokens=tokenizer.special)  # fmt: skip
-    with pytest.raises(UserError, match="has no name for how tokenizer x divides"):
+    with pytest.raises(UserError, match="tokenizer x divides text in another way"):
         checkpoint.save_gguf(tmp_path / "x", PLAIN, stored(our_model(PLAIN)),
-                             Tokenizer("x", words), None, torch.float32)  # fmt: skip
+                             Tokenizer("x", words), "", torch.float32)  # fmt: skip
     assert not (tmp_path / "out").exists()
