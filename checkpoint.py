@@ -358,8 +358,9 @@ def load_pretrained(
     """Return a Llama with the weights of any directory that find_checkpoint finds. `prepare` may
     change its layers before they are allocated, as add_adapters does."""
     directory = find_checkpoint(Path(directory))
+    config = read_config(directory)["model"]
     with torch.device("meta"):
-        model = Llama(read_config(directory)["model"]).to(dtype)
+        model = Llama(config).to(dtype)
         prepare(model)
     allocate(model, device)
     load_weights(directory, model)

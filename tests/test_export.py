@@ -5,9 +5,11 @@ import torch
 import transformers
 from conftest import changed_copy, hugging_face_config, launch, refused, slow, succeed
 
+from checkpoint import load_pretrained, write_checkpoint
 from files import formats
 from files import published as fingerprint
 from files.published import fixed_weight
+from files.safetensors import StoredTensor
 from model import Llama
 from plumbing.processes import UserError
 
@@ -85,3 +87,12 @@ def test_the_fingerprint_is_that_of_transformers(kind, config, expected):
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
     torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
     fingerprint.check_computes_llama(config.qk_norm)
+
+
+def test_a_model_that_is_loaded_first_is_not_said_to_be_changed(tmp_path, capsys):
+    model = Llama(fingerprint.CONFIG)
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
+    write_checkpoint(tmp_path / "run", fingerprint.CONFIG, stored, None)
+    fingerprint.small_logits.cache_clear()
+    load_pretrained(tmp_path / "run")
+    assert "warning" not in capsys.readouterr().err
