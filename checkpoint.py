@@ -11,6 +11,7 @@
 
     python checkpoint.py import SRC DST                     Meta's or Hugging Face's files -> ours
     python checkpoint.py export SRC DST --format hf|meta    ours -> Meta's or Hugging Face's files
+    python checkpoint.py export SRC DST --format gguf       ours -> DST/model.gguf for llama.cpp
     python checkpoint.py merge SRC ADAPTER DST              a model with an adapter added -> ours
 
 A save writes to a hidden directory and renames it last. A process that is killed during a save
@@ -65,6 +66,7 @@ from files.directories import (
     sync,
     verify,
 )
+from files.gguf import Q8_0, DType, save_gguf
 from files.optimizer_state import optimizer_state
 from files.published import check_computes_llama
 from files.safetensors import Weights, with_progress_of
@@ -73,7 +75,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from text.tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
 
@@ -421,26 +423,39 @@ def write_checkpoint(
         complete(temporary, metadata, tokenizer, digests)
 
 
-def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype | None) -> None:
-    """Write a directory in the format of Hugging Face (`hf`) or Meta (`meta`).
+def export_weights(source: Path, target: Path, format: str, dtype: DType | None) -> None:
+    """Write a directory in the format of Hugging Face (`hf`), Meta (`meta`) or llama.cpp (`gguf`).
 
     The weights keep their dtype if `dtype` is None. Raises UserError if other programs would load
     another model from it than model.py's."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
-    check_computes_llama()
-    if dtype:
+    check_computes_llama(config.qk_norm)
+    if dtype == Q8_0 and format != "gguf":
+        raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
+    if dtype and format != "gguf":  # which keeps norms in float32
         stored = {name: weight.to(dtype) for name, weight in stored.items()}
     stored = with_progress_of(stored, f"writing {target}")
     tokenizer = _tokenizer_of(read_config(source))
+    if format == "gguf" and not tokenizer:
+        raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
     with new_directory(target) as temporary:
-        if format == "meta":
-            formats.save_meta(temporary, config, stored)
+        if format == "gguf":
+            hand_on(source, temporary, tokenizer)  # also the chat template
+            template = chat_template(temporary) or tokenizer.template
+            save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
+            fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
+            read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
         else:
-            formats.save_hf(temporary, config, stored, tokenizer)
-            hand_on(source, temporary, tokenizer)
-        read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
+            if format == "meta":
+                formats.save_meta(temporary, config, stored)
+            else:
+                formats.save_hf(temporary, config, stored, tokenizer)
+                hand_on(source, temporary, tokenizer)
+            if tokenizer:
+                tokenizer.save(temporary)
+            read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
         if format == "meta":  # its files have no max_seq_len
             read_back = replace(read_back, max_seq_len=config.max_seq_len)
         if read_back != config:
@@ -448,8 +463,6 @@ def export_weights(source: Path, target: Path, format: str, dtype: torch.dtype |
                 f"--format {format} cannot hold the model in {source}: it would be read back with "
                 f"{describe_differences(read_back, config)}"
             )
-        if tokenizer:
-            tokenizer.save(temporary)
         sync(*temporary.iterdir(), temporary)
 
 
@@ -467,7 +480,7 @@ def main() -> None:
     parser = Parser(description="Import, export and merge weights.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="import|export|merge")
     importer = commands.add_parser("import", help="a checkpoint of Meta's or Hugging Face's files")
-    exporter = commands.add_parser("export", help="Meta's or Hugging Face's files of a checkpoint")
+    exporter = commands.add_parser("export", help="files of a checkpoint for other programs")
     merger = commands.add_parser("merge", help="a checkpoint of a model with an adapter added")
     for command in (importer, exporter, merger):
         command.add_argument("source", type=Path, help="a checkpoint, a run, or a model directory")
@@ -475,8 +488,9 @@ def main() -> None:
             command.add_argument("adapter", type=Path, help="a LoRA run, or PEFT's files")
         command.add_argument("target", type=Path, help="a directory that does not exist yet")
     importer.add_argument("--tokenizer", help="tokenizer name or file (default: the source's)")
-    exporter.add_argument("--format", choices=["hf", "meta"], required=True, help="files to write")
-    exporter.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+    exporter.add_argument("--format", choices=["hf", "meta", "gguf"], required=True,
+                          help="files to write: Hugging Face's, Meta's or llama.cpp's")  # fmt: skip
+    exporter.add_argument("--dtype", choices=["float32", "bfloat16", "float16", Q8_0],
                           help="dtype of the weights (default: the source's)")  # fmt: skip
     args = parser.parse_args()
     if args.command == "import":
@@ -486,7 +500,7 @@ def main() -> None:
         tokenizer = _tokenizer_of(read_config(source))
         merge(source, find_adapter(args.adapter), args.target, tokenizer)
     else:
-        dtype = getattr(torch, args.dtype) if args.dtype else None
+        dtype = args.dtype and getattr(torch, args.dtype, args.dtype)
         export_weights(args.source, args.target, args.format, dtype)
     print(args.target)
 

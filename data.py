@@ -227,7 +227,7 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
     if not metadata.is_file():
         raise UserError(f"{files[0]} does not say what tokenizer made it: give --tokenizer")
     name = json.loads(metadata.read_text())["tokenizer"]
-    return str(directory / name) if name == "tokenizer.model" else name
+    return str(directory / name) if name.startswith("tokenizer.") else name
 
 
 # -------------------------------------------------------------------------------------- batches

@@ -43,7 +43,7 @@ from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
 from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
 from runs.setup import Job, build, setup
-from text.chat import ANSWER_ROOM, SHOWN, open_samples
+from text.chat import ANSWER_ROOM, SHOWN, encode, open_samples
 from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import CACHE, Tokenizer, load_tokenizer
@@ -86,6 +86,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     load = partial(load_tokenizer, choose_tokenizer(args, base))
     tokenizer = process.local_rank_zero_first("tokenizer", load)
     checkpoint.check_tokenizer(base, tokenizer)
+    if process.rank == 0:
+        note_unseen_end(args.init, tokenizer)
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     options = args.seq_len, args.long, args.train_on_prompt, args.val_data, reading
@@ -103,9 +105,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         model = Llama(base["model"])
         settings = args.rank, args.alpha, args.dropout, args.rslora, args.dora
         layers = {name.split(".")[-1] for name, _ in model.named_modules()}
-        targets = tuple(
-            target for target in args.targets if target in layers
-        )  # a change lacks some
+        targets = tuple(t for t in args.targets if t in layers)  # a change lacks some
         add_adapters(model, LoRA(*settings, targets), args.base_bits)
     check_names(model)
 
@@ -115,6 +115,26 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
 
     job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
     return job, examples
+
+
+def note_unseen_end(directory: Path, tokenizer: Tokenizer) -> None:
+    """Print a note if the base was never trained on the token that ends an answer.
+
+    Its row of the output matrix is then as near to the rows of reserved tokens, and of ids without
+    a token, as these are to each other: training only pushes them all away. That matrix is frozen,
+    so adapters cannot tell such tokens apart."""
+    _, stored = checkpoint.open_weights(directory)
+    rows = stored.get("output.weight", stored["tok_embeddings.weight"]).read()  # [V, D]
+    reserved = [i for name, i in tokenizer.special.items() if "reserved" in name]
+    unseen = rows[[*reserved, *range(tokenizer.vocab_size, len(rows))]].float()  # [n, D]
+    end = encode([{"role": "assistant", "content": ""}], tokenizer)[0][-1]
+    distances = (torch.cat([unseen, rows[[end]].float()]) - unseen.mean(0)).norm(dim=1)
+    if len(unseen) > 2 and distances[-1] <= 2 * distances[:-1].max():
+        advice = "begin with a model that was trained to chat"
+        if end == tokenizer.eos:
+            advice += f", or first run train.py --init {directory} on documents, which end with it"
+        name = tokenizer.decode([end])
+        print(f"note: the base never saw {name}, so answers will hardly end: {advice}")
 
 
 def sample_answers(

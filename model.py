@@ -11,7 +11,7 @@ sharded. Nothing is kept in buffers, so that a model can be built without memory
 filled later. And token positions may be passed explicitly.
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
-E head width (D / H), F feed-forward width, V vocabulary, S keys and values, N = B * T.
+E head width, F feed-forward width, V vocabulary, S keys and values, N = B * T.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +47,17 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: float = 1.0  # factor on long wavelengths: 8 in Llama 3.1, 32 in 3.2, 1 for none
     tie_embeddings: bool = False  # one matrix for the embedding and the output
+    head_dim: int = 0  # E; 0 becomes D / H. With another dim or n_heads, replace() it by 0 again
+    qk_norm: bool = False  # a norm of each query and key, as in Qwen3
 
     def __post_init__(self):
-        if self.dim % self.n_heads or self.dim // self.n_heads % 2:
+        width = self.head_dim or self.dim / self.n_heads
+        if width % 2:
             raise ValueError(
-                f"dim {self.dim} over n_heads {self.n_heads} gives heads of width "
-                f"{self.dim / self.n_heads:g}: choose n_heads so that the width is an even integer"
+                f"dim {self.dim} over n_heads {self.n_heads} gives heads of width {width:g}: "
+                f"choose n_heads so that the width is an even integer"
             )
+        object.__setattr__(self, "head_dim", int(width))  # which is frozen
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
@@ -60,8 +65,12 @@ class LlamaConfig:
             )
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def q_dim(self) -> int:
+        return self.n_heads * self.head_dim  # the width of all queries of a token
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim
 
 
 def _llama(dim, n_layers, n_heads, ffn_dim, **rest) -> LlamaConfig:
@@ -208,18 +217,20 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.rotate = rotate  # replaced, too
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wo = nn.Linear(config.q_dim, config.dim, bias=False)
+        norm = partial(RMSNorm, config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
         # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them,
         # and its head 0 is not the model's head 0.
-        q = self.rotate(self.wq(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, H, E]
-        k = self.rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)  # [B, T, KV, E]
+        q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
+        k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]

@@ -50,11 +50,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    PrepareModuleInput,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from model import Llama, Vocabulary, sum_of_losses
@@ -67,6 +63,7 @@ from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
 from techniques.parallel_layers import (
     COLUMNS,
+    HEAD_NORM,
     NORM,
     REPLICATED,
     ROWS,
@@ -396,6 +393,8 @@ PLAN = {
     "layers.*.attention.wq": COLUMNS,
     "layers.*.attention.wk": COLUMNS,
     "layers.*.attention.wv": COLUMNS,
+    "layers.*.attention.q_norm": HEAD_NORM,
+    "layers.*.attention.k_norm": HEAD_NORM,
     "layers.*.attention.wo": ROWS,
     "layers.*.ffn_norm": NORM,
     "layers.*.feed_forward": PrepareModuleInput(
@@ -459,10 +458,12 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
         raise UserError(
             "--tp shards model.py's loss and not another model.loss: change loss_of there"
         )
+    styles = {}
     for path, layer in model.named_modules():
-        planned_dims(style_of(path), path, layer)  # raises for what PLAN does not cover
+        planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
+        if style and any(True for _ in layer.parameters()):
+            styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    styles = {path: style for path, _ in model.named_modules() if (style := style_of(path))}
     if asynchronous:
         styles = {path: async_tp.in_chunks(style) for path, style in styles.items()}
     parallelize_module(model, mesh, styles)

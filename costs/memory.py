@@ -78,7 +78,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
     more = with_adapters * tokens * w
     if parallel.async_tp and work.microbatch > 1:  # wo multiplies chunks, copies of its input
-        more += stream / tp
+        more += tokens * config.q_dim * w / tp
     if parallel.checkpointing == "none":
         saved += more
     else:  # what need not be saved exists in the recomputation all the same
@@ -286,26 +286,30 @@ def saved_elements(
     """Return the elements a token that a block saves for backward, and that backward recomputes.
     `frozen`: embedding and norms are not trained, as with adapters.
 
-    Without checkpointing a block saves, D wide: q, attention's output, and for each of two norms
-    its input and its output (under tensor parallelism after the all-gather); KV E wide:
+    Without checkpointing a block saves, D wide: for each of two norms its input and its output
+    (under tensor parallelism after the all-gather); H E wide: q and attention's output; KV E wide:
     k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
-    row, which attention turns into numbers in each block, and k and v for each query head."""
-    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
+    row, which attention turns into numbers in each block, and k and v for each query head. With
+    norms of q and k also what these read, and a scale for each head."""
+    D, F, q_dim, kv_dim = config.dim, config.ffn_dim, config.q_dim, config.kv_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
     stream = stream_width(parallel, frozen) * D
     # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
     norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
-    everything = norm_outputs + (2 * stream + 2 * D + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    everything = norm_outputs + (2 * stream + 2 * q_dim + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    if config.qk_norm:
+        scales = (config.n_heads + config.n_kv_heads) * 4 / parallel.weight_bytes
+        everything += (q_dim + kv_dim + scales) / parallel.tp
     if parallel.cp > 1:
         # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
         # of two chunks. And attention's output of each chunk beside that of both.
-        keys = (parallel.cp + 1 / 2) * D if masked else parallel.cp * kv_dim
-        everything += (2 * (keys - kv_dim) + D) / parallel.tp
+        keys = (parallel.cp + 1 / 2) * q_dim if masked else parallel.cp * kv_dim
+        everything += (2 * (keys - kv_dim) + q_dim) / parallel.tp
     elif masked:
-        everything += masked + 2 * (D - kv_dim) / parallel.tp
+        everything += masked + 2 * (q_dim - kv_dim) / parallel.tp
     if parallel.float8 == "tensorwise":  # each product saves codes of a byte in place of its input
         inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
-        everything += inputs * D * byte - norm_outputs + ((D + F) * byte - F) / parallel.tp
+        everything += inputs * D * byte - norm_outputs + ((q_dim + F) * byte - F) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     if parallel.async_tp:  # or messages of wo
         reduced = (parallel.tp - 1) * D
@@ -313,7 +317,7 @@ def saved_elements(
         "none": everything,
         # The output of wo, a partial sum for all tokens; then the block's input, attention's
         # output, and the outputs of wk and w3.
-        "selective": D + (stream + D + kv_dim + F + lse + reduced) / parallel.tp,
+        "selective": D + (stream + q_dim + kv_dim + F + lse + reduced) / parallel.tp,
         "full": stream / parallel.tp,  # the block's input
     }[parallel.checkpointing]
     return saved, everything - saved
@@ -368,9 +372,9 @@ def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
     gradients of their outputs; and how many of them a backward that is not split would free at
     once, gradients of q, k and v, and at wo and w2. Under tensor parallelism those of the whole
     stream are not sharded: inputs of wq, wk, wv and of w1, w3, and gradients at wo and w2."""
-    D, F, kv_dim = config.dim, config.ffn_dim, config.n_kv_heads * config.head_dim
-    narrow = 2 * D + (D + 2 * kv_dim) / tp
-    return narrow + 2 * D + (D + 3 * F) / tp, narrow
+    D, F, q_dim, kv_dim = config.dim, config.ffn_dim, config.q_dim, config.kv_dim
+    narrow = 2 * D + (q_dim + 2 * kv_dim) / tp
+    return narrow + 2 * D + (q_dim + 3 * F) / tp, narrow
 
 
 # ------------------------------------------------------------------------------ a changed model
@@ -405,10 +409,10 @@ def _narrow(config: LlamaConfig) -> LlamaConfig:
     kv = config.n_kv_heads
     heads = dict(n_heads=config.n_heads // kv, n_kv_heads=1)
     narrower = 2 ** int(math.log2(max(1, config.dim // kv // 256)))
-    n = kv * math.gcd(config.head_dim // 2, narrower)
-    return replace(
-        config, dim=config.dim // n, ffn_dim=config.ffn_dim // n, vocab_size=256, **heads
-    )
+    narrower = math.gcd(config.head_dim // 2, narrower)
+    sizes = dict(dim=config.dim // (kv * narrower), ffn_dim=config.ffn_dim // (kv * narrower))
+    heads |= dict(head_dim=config.head_dim // narrower)
+    return replace(config, vocab_size=256, **sizes, **heads)
 
 
 def _counted_saved_elements(config: LlamaConfig, T: int) -> float:

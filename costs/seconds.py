@@ -153,20 +153,23 @@ def compute_time(
     if stage is not None:
         L = len(layers_of(stage, stages, L))
     has_output = stage in (None, stages - 1)
-    kv_dim = config.n_kv_heads * config.head_dim
+    q_dim, kv_dim = config.q_dim, config.kv_dim
     checkpointing = parallel.checkpointing
 
     # Forward FLOPs per token: 2 per element of a matrix.
-    block = 2 * (2 * D * (D + kv_dim) + 3 * D * F)
-    attention = 2 * seq_len * D  # scores and weighted sums, over half of the square
+    block = 2 * (2 * D * (q_dim + kv_dim) + 3 * D * F)
+    attention = 2 * seq_len * q_dim  # scores and weighted sums, over half of the square
     output = 2 * D * V * has_output
-    selective = 2 * D * (D + kv_dim + F)  # wq, wv and w1: parallel.py's recompute saves the others
+    selective = (
+        2 * D * (q_dim + kv_dim + F)
+    )  # wq, wv and w1: parallel.py's recompute saves the others
     block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
     attention_again = attention if checkpointing == "full" else 0
 
-    # Bytes per token read and written. Elements: norms 4 D, residual sums 6 D, RoPE 2 (D + kv_dim),
-    # SwiGLU 3 F. Backward moves twice those of forward.
-    forward = w * (12 * D + 2 * kv_dim + 3 * F) * (1.0 if parallel.compile else EAGER_FACTOR)
+    # Bytes per token read and written. Elements: norms 4 D, residual sums 6 D, RoPE, and norms of q
+    # and k if there are any, 2 (q_dim + kv_dim) each, SwiGLU 3 F. Backward moves twice as many.
+    elements = 10 * D + 2 * (1 + config.qk_norm) * (q_dim + kv_dim) + 3 * F
+    forward = w * elements * (1.0 if parallel.compile else EAGER_FACTOR)
     # Softmax, exponential and cast to the gradient: each reads and writes V, in float32 but for the
     # logits and the gradient.
     loss = (2 * w + 16) * V * has_output
@@ -192,7 +195,7 @@ def compute_time(
     if lora and lora.dora:  # W, B A, their sum and its squares, for norms in float32
         bytes_of_weights += weights * ((0.52 if in_4_bits else w) + 16) * forwards
     if lora:  # counted as if all seven matrices were targets
-        widths = 9 * D + 2 * kv_dim + 3 * F  # of their inputs and outputs
+        widths = 7 * D + 2 * (q_dim + kv_dim) + 3 * F  # of their inputs and outputs
         products += 6 * L * widths * lora.rank / matmul_rate
         passes += L * widths * w * 2.5 * (lora.dora + (lora.dropout > 0))  # of outputs, of inputs
     return {
@@ -208,11 +211,11 @@ def rounding_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int) -
     A tensor is read for its largest number, and again for its codes. Tensorwise codes are copied to
     be transposed; other recipes round along both dimensions."""
     D, F, w, tp = config.dim, config.ffn_dim, parallel.weight_bytes, parallel.tp
-    kv_dim = config.n_kv_heads * config.head_dim
-    weights = (2 * D * (D + kv_dim) + 3 * D * F) / tp
+    q_dim, kv_dim = config.q_dim, config.kv_dim
+    weights = (2 * D * (q_dim + kv_dim) + 3 * D * F) / tp
     # Compiled, wq, wk and wv share the codes of their input, as do w1 and w3.
-    inputs = tokens * ((2 if parallel.compile else 5) * D + (D + F) / tp)
-    gradients = tokens * (2 * D + (D + 2 * kv_dim + 2 * F) / tp)
+    inputs = tokens * ((2 if parallel.compile else 5) * D + (q_dim + F) / tp)
+    gradients = tokens * (2 * D + (q_dim + 2 * kv_dim + 2 * F) / tp)
     cast = w + 1 if parallel.compile else w + 25  # eager: four passes, between them in float32
     rounding = w + cast
     forward = rounding * (inputs + weights)

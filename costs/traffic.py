@@ -33,7 +33,7 @@ def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None 
     """Return the floating-point operations to train on one token.
 
     Per weight of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
-    trainable, 2 for its own gradient. Attention takes 4 D per layer and token attended to, for
+    trainable, 2 for its own gradient. Attention takes 4 H E per layer and token attended to, for
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
     seq_len tokens, and recomputation is not counted, so that published figures compare.
@@ -48,7 +48,7 @@ def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None 
             for matrix in layer.parameters():
                 flops = (6 if matrix.requires_grad else 4) * count(matrix)
                 weights += flops // 2 if name in halved else flops
-    return weights + 3 * 4 * config.n_layers * config.dim * seq_len
+    return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len
 
 
 # ------------------------------------------------------------------------------- communication
@@ -195,7 +195,7 @@ def _context_parallel(
     """Keys and values of whole sequences, and their gradients; but none in block 0 if nothing that
     they depend on is trained."""
     config, L = model.config, len(model.layers)
-    kv = 2 * batch * seq_len * config.n_kv_heads * config.head_dim * parallel.weight_bytes
+    kv = 2 * batch * seq_len * config.kv_dim * parallel.weight_bytes
     skipped = False
     if "0" in model.layers:
         attention = first_block(model).attention

@@ -106,7 +106,7 @@ def read_config(directory: Path) -> dict:
         file = find_tokenizer(directory)
         return {"model": config, "tokenizer": file and str(file), "directory": directory}
     path = metadata_file(directory)
-    verify(directory, path.name, "tokenizer.model")
+    verify(directory, path.name, "tokenizer")
     content = JsonFile(path)
     try:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
@@ -115,8 +115,8 @@ def read_config(directory: Path) -> dict:
     if "logits" in content:
         logits = content["logits"]
         warn_of_other_code(directory, logits and tuple(logits))
-    if metadata["tokenizer"] == "tokenizer.model":
-        metadata["tokenizer"] = str(directory / "tokenizer.model")
+    if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
+        metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
 
 

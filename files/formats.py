@@ -34,6 +34,8 @@ HF_NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
@@ -58,12 +60,13 @@ def reorder_rows(
 ) -> Tensor:
     """Return a weight or LoRA factor with its rows in the order of Meta or of Hugging Face.
 
-    RoPE rotates the rows of a head in pairs: rows of wq and wk, and of their adapter's B and
-    magnitudes. Meta puts the two rows of a pair next to each other, so that a head is [E/2, 2];
-    Hugging Face puts row i of a head with row i + E/2: [2, E/2]. `head_shape` is a head's shape
-    before, with -1 for E/2. Any other tensor is returned as it is."""
+    RoPE rotates the rows of a head in pairs: rows of wq and wk, of their adapter's B and
+    magnitudes, and of the norms of queries and keys, which all heads share. Meta puts the two rows
+    of a pair next to each other, so that a head is [E/2, 2]; Hugging Face puts row i of a head with
+    row i + E/2: [2, E/2]. `head_shape` is a head's shape before, with -1 for E/2. Any other tensor
+    is returned as it is."""
     *_, matrix, kind = name.split(".")
-    heads = {"wq": config.n_heads, "wk": config.n_kv_heads}.get(matrix)
+    heads = {"wq": config.n_heads, "wk": config.n_kv_heads, "q_norm": 1, "k_norm": 1}.get(matrix)
     if not heads or kind == "lora_A":
         return tensor
     return tensor.unflatten(0, (heads, *head_shape)).transpose(1, 2).flatten(0, 2)
@@ -80,15 +83,17 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
 
 
 def published_shapes(config: LlamaConfig) -> Shapes:
-    """Return the shape of every parameter of a published Llama, whatever model.py has. A model
-    with a padded vocabulary computes the same logits, and is none."""
+    """Return the shape of every parameter of a published Llama or Qwen3, whatever model.py has. A
+    model with a padded vocabulary computes the same logits, and is none."""
     D, F, V = config.dim, config.ffn_dim, config.vocab_size
-    kv_dim = config.n_kv_heads * config.head_dim
+    Q, KV = config.q_dim, config.kv_dim
     block = {
-        "attention_norm": (D,), "attention.wq": (D, D), "attention.wk": (kv_dim, D),
-        "attention.wv": (kv_dim, D), "attention.wo": (D, D), "ffn_norm": (D,),
+        "attention_norm": (D,), "attention.wq": (Q, D), "attention.wk": (KV, D),
+        "attention.wv": (KV, D), "attention.wo": (D, Q), "ffn_norm": (D,),
         "feed_forward.w1": (F, D), "feed_forward.w2": (D, F), "feed_forward.w3": (F, D),
     }  # fmt: skip
+    if config.qk_norm:
+        block |= {"attention.q_norm": (config.head_dim,), "attention.k_norm": (config.head_dim,)}
     layers = [f"layers.{i}" for i in range(config.n_layers)]
     shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in block.items()}
     shapes |= {"tok_embeddings": (V, D), "norm": (D,)}
@@ -177,8 +182,10 @@ HF_FIELDS = {  # LlamaConfig's fields -> those of a config.json with the same va
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
+# Values of model_type: whether queries and keys have norms.
+MODEL_TYPES = {"llama": False, "qwen3": True}
 # The only values of a config.json that this project supports, in general and for scaled RoPE.
-SUPPORTED = dict(model_type="llama", hidden_act="silu", attention_bias=False, mlp_bias=False)
+SUPPORTED = dict(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
 SUPPORTED_SCALING = dict(
     rope_type="llama3", low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
 )
@@ -200,6 +207,9 @@ def hf_config(directory: Path) -> LlamaConfig:
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"{path} is damaged: its RoPE is {rope}")
+    if content["model_type"] not in MODEL_TYPES:
+        known = " and ".join(MODEL_TYPES)
+        raise UserError(f"{path} has model_type {content['model_type']}: only {known} work here")
     if content.get("quantization_config"):
         raise UserError(f"{path} has quantized weights: give the model they were made from")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -212,16 +222,13 @@ def hf_config(directory: Path) -> LlamaConfig:
     for key, value in supported.items():
         if content.get(key) != value:
             raise UserError(f"{path} has {key} {content.get(key)}: only {value} works here")
-    config = content.llama_config(
+    width = content.get("head_dim")  # not in every Llama's
+    return content.llama_config(
         rope_scaling=rope.get("factor") if rope_type == "llama3" else 1.0,
+        qk_norm=MODEL_TYPES[content["model_type"]],
+        **({} if width is None else {"head_dim": width}),
         **{name: content[key] for name, key in HF_FIELDS.items()},
     )
-    if content.get("head_dim") not in (None, config.head_dim):
-        raise UserError(
-            f"{path} has head_dim {content['head_dim']}: only {config.head_dim}, "
-            f"which is hidden_size / num_attention_heads, works here"
-        )
-    return config
 
 
 def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
@@ -287,8 +294,10 @@ def save_hf(
 
     scaling = SUPPORTED_SCALING | {"factor": config.rope_scaling}
     dtype = weights["tok_embeddings.weight"].dtype
+    kind = "Qwen3" if config.qk_norm else "Llama"
     content = SUPPORTED | {
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": kind.lower(),
+        "architectures": [f"{kind}ForCausalLM"],
         **{key: getattr(config, name) for name, key in HF_FIELDS.items()},
         "head_dim": config.head_dim,
         "rope_scaling": scaling if config.rope_scaling != 1.0 else None,
@@ -297,7 +306,7 @@ def save_hf(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(content, indent=1))
-    if tokenizer and tokenizer.file:
+    if tokenizer and tokenizer.file and tokenizer.word_pattern:  # else it is a copy of such files
         save_tokenizer(directory, tokenizer)
 
 
@@ -395,7 +404,10 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
 
     max_seq_len is lost, since params.json has no field for it. The output is always written, since
     Meta's code does not tie embeddings. Meta's code computes the feed-forward width as
-    int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`."""
+    int(ffn_dim_multiplier * int(8 * dim / 3)), rounded up to a multiple of `multiple_of`, and that
+    of a head as dim / n_heads. Raises UserError for a model that it cannot hold."""
+    if config.qk_norm or config.q_dim != config.dim:
+        raise UserError("Meta's format has no norms of q and k and no head_dim: export to another")
     tensors = {name: weight.read().clone() for name, weight in weights.items()}
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")

@@ -9,6 +9,7 @@ import functools
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,16 +24,18 @@ from plumbing.shards import assign_shard
 CONFIG = LlamaConfig(32, 4, 4, 2, 40, 64, norm_eps=0.01, rope_theta=1e6, rope_scaling=8.0)
 TOKENS = torch.arange(600)[None] ** 2 % 61  # [1, T]; longer than a short sliding window
 LOGITS = (-2.065278, -0.008952, -3.993807, -0.007986)  # of vocabulary entries 0 to 3, after TOKENS
+QWEN3 = replace(CONFIG, head_dim=12, qk_norm=True)
+QWEN3_LOGITS = (0.375690, 1.428518, 0.098595, 1.908493)
 CONTEXT = 32_768  # longer than a sliding window
 TOLERANCE = 1e-4  # angles in float32 make differences of some 1e-6, real changes 1e-2 or more
 
 
 @functools.cache
 @torch.no_grad()
-def small_logits() -> list[float] | None:
+def small_logits(config: LlamaConfig = CONFIG) -> list[float] | None:
     """Return what model.py computes in place of LOGITS; None where it cannot compute them."""
     try:
-        return with_fixed_weights(Llama(CONFIG).double())(TOKENS)[0, -1, :4].tolist()
+        return with_fixed_weights(Llama(config).double())(TOKENS)[0, -1, :4].tolist()
     except Exception:  # whatever a change does: it must not stop a run from being saved
         return None
 
@@ -44,9 +47,11 @@ def equal(logits: Sequence[float] | None, others: Sequence[float] | None) -> boo
     return all(abs(a - b) <= TOLERANCE for a, b in zip(logits, others, strict=True))
 
 
-def check_computes_llama() -> None:
-    """Raise UserError if model.py no longer computes the logits of a published Llama."""
-    if not equal(small_logits(), LOGITS) or not attends_to_everything():
+def check_computes_llama(qk_norm: bool = False) -> None:
+    """Raise UserError if model.py no longer computes the logits of a published Llama, or of a Qwen3
+    with `qk_norm`."""
+    computed, logits = (QWEN3, QWEN3_LOGITS) if qk_norm else (CONFIG, LOGITS)
+    if not equal(small_logits(computed), logits) or not attends_to_everything():
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
             "would compute other logits from the exported weights"

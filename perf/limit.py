@@ -285,7 +285,8 @@ def lora_peak(make: Callable, task: Task, threads: int) -> int:
     A step of a tiny model comes first, so that imports and libraries are loaded already."""
     torch.set_num_threads(threads)
     world = task.start_world()
-    config = replace(PRESETS["tiny"], dim=128, ffn_dim=256)  # multiples of 64, for 4 bits
+    # Multiples of 64, for 4 bits.
+    config = replace(PRESETS["tiny"], dim=128, ffn_dim=256, head_dim=0)
     tiny = build_on_meta(config, adapter_settings(task.model), base_bits=4)
     build(make, replace(task, model=tiny, batch=1, microbatch=1, seq_len=8), world)()
     before = peak_memory(world.device)

@@ -411,7 +411,7 @@ def report(
     if min(facts.shares.values()) < -0.05:
         lines.append("these times are too noisy: use a quieter machine or more --repeats")
     config = work.model.config  # as usual MFU counts all of attention's scores, half are masked
-    masked = 6 * config.n_layers * config.dim * work.seq_len
+    masked = 6 * config.n_layers * config.q_dim * work.seq_len
     figures = {
         "tokens_per_second": speed,
         "seconds": [lower, step, upper],

@@ -29,6 +29,8 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
     if args.model and args.model not in PRESETS:
         raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
     sizes = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
+    if sizes.keys() & {"dim", "n_heads"}:
+        sizes["head_dim"] = 0  # follows them
     try:
         if not initial:
             return replace(PRESETS[args.model or "tiny"], **sizes)

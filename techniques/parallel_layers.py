@@ -78,6 +78,7 @@ class OfHeads(ParallelStyle):
 
 REPLICATED, SEQUENCE_SHARDED = Replicate(), Shard(1)  # placements of x [B, T, D]
 NORM = SequenceParallel(use_local_output=False)
+HEAD_NORM = SequenceParallel(sequence_dim=2, use_local_output=True)  # of q, k [B, T, heads, E]
 COLUMNS = ColumnParallel()
 ROWS = RowParallel(output_layouts=SEQUENCE_SHARDED, use_local_output=False)
 

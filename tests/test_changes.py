@@ -1,5 +1,6 @@
-"""Eight changes that people make in class: seven are patches in tests/changes, and ZeRO-1 is in the
-code. Applied to a copy of the project, each is exact in every parallel configuration or refused."""
+"""Eight changes that people make in class: six are patches in tests/changes, and QK-norm and ZeRO-1
+are in the code. Applied to a copy of the project, each is exact in every parallel configuration or
+refused."""
 
 import math
 import re
@@ -165,10 +166,10 @@ SUM = "return torch.where(targets != IGNORE, losses, 0).sum()"
 LOSS = "return vocabulary.cross_entropy(logits, targets)"
 OUTPUT = "return self.output(x)"
 NORM = "self.norm(x if cache is None else x[:, -1:])"
-PROJECTIONS = """        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+PROJECTIONS = """        self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
 """
-KEYS = "k = self.rotate(self.wk(x).view(B, T, -1, self.head_dim), cos, sin)"
+KEYS = "k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))"
 VALUES = "v = self.wv(x).view(B, T, -1, self.head_dim)"
 ATTENTION = "self.attention(self.attention_norm(x), cos, sin, mask, cache)"
 LOOP = "            for block in self.layers.values():\n                x = block("
@@ -326,7 +327,7 @@ def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note,
 
 def test_other_code_than_trained_a_run_is_told(corpus, sums, tmp_path):
     """Generating, resuming and fine-tuning; another loss is not."""
-    no_rope = changed_copy(tmp_path / "copy", edits={KEYS: KEYS.replace("cos, sin", "1, 0")})
+    no_rope = changed_copy(tmp_path / "copy", edits={"rotate(k, cos, sin)": "rotate(k, 1, 0)"})
     z_loss = changed_copy(tmp_path / "z-loss", "z_loss")
     run = ["train.py", *flags(corpus, tmp_path / "run", steps=2, save_every=1), "--resume"]
     succeed(*run)
@@ -376,15 +377,6 @@ def gelu(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
     return functional_call(peer, weights, tokens)
 
 
-def qk_norm(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
-    norms = {n: w for n, w in weights.items() if "q_norm" in n or "k_norm" in n}
-    converted = to_hugging_face(CONFIG, {n: w for n, w in weights.items() if n not in norms})
-    for name, weight in norms.items():  # from pairs to halves, like the rows of wq and wk
-        name = f"model.{name.replace('attention', 'self_attn')}"
-        converted[name] = weight.view(-1, 2).T.flatten()
-    return hugging_face("Qwen3", converted, tokens, head_dim=CONFIG.head_dim)
-
-
 def sliding_window(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
     return hugging_face("Mistral", to_hugging_face(CONFIG, weights), tokens, sliding_window=3)
 
@@ -426,7 +418,7 @@ def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return 1e-4 * (logits.logsumexp(-1) ** 2)[targets != IGNORE].sum()
 
 
-MODELS = {"experts": experts, "gelu": gelu, "qk_norm": qk_norm, "sliding_window": sliding_window}
+MODELS = {"experts": experts, "gelu": gelu, "sliding_window": sliding_window}
 LOSSES = {"z_loss": z_loss}
 
 

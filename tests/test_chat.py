@@ -257,8 +257,6 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer):
         prompt, (ids, is_target) = encode_prompt(talk, tokenizer), encode(talk, tokenizer)
         assert ids[: len(prompt)] == prompt
         assert all(is_target[len(prompt) :]) and not is_target[len(prompt) - 1]
-        if tokenizer is BYTES:
-            assert prompt == tokenizer.encode_chat(talk[:-1])
         if talk[-2]["role"] == "user":
             assert encode_prompt(talk[:-1], tokenizer) == prompt  # for an answer yet to come
         everything = encode(talk, tokenizer, train_on_prompt=True)
@@ -364,7 +362,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     path = write(tmp_path / "few.jsonl", *answering(3))
     train, val, prompts, summary = open_samples([str(path)], BYTES, 128)
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
-    assert prompts == [(BYTES.encode_chat([user("say 2")]), "2")]
+    assert prompts == [(encode_prompt([user("say 2")], BYTES), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
     assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
     monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be

@@ -29,6 +29,10 @@ SCRIPTS = (
 SCRIPTS = SCRIPTS.split()
 
 
+# Programs that are not the project's. Most are not installed here.
+OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval".split()
+
+
 class Command(NamedTuple):
     page: str
     text: str
@@ -53,12 +57,12 @@ def shell_lines(page: Path) -> list[str]:
 
 
 def parse(page: Path, line: str) -> list[Command]:
-    """Return the project's commands in a line, without comments and ellipses. pip and pytest are
-    run by .ci/run, git apply by test_changes.py."""
+    """Return the project's commands in a line, without comments and ellipses. Of OTHERS, pip and
+    pytest are run by .ci/run, git apply by test_changes.py."""
     commands = []
     for part in line.split(" && "):
         words = [word for word in shlex.split(part, comments=True) if word != "..."]
-        if not words or words[0] in ("pip", "pytest", "git", "cut", "tensorboard"):
+        if not words or words[0] in OTHERS:
             continue
         if words[0] == "time":
             words = words[1:]

@@ -121,7 +121,7 @@ def test_attention_by_documents_is_attention_by_mask(with_kernel, checkpointing)
 @pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 12), (torch.float64, 6)])
 def test_without_a_kernel_there_is_a_mask(with_kernel, dtype, head_dim):
     """For another dtype, or for heads of a width that the kernel does not take."""
-    config = replace(CONFIG, dim=4 * head_dim)
+    config = replace(CONFIG, dim=4 * head_dim, head_dim=0)
     batch, model = batch_of(packed=True), Llama(config).to(dtype)
     masks = masks_of(model)
     model(batch.tokens, positions=batch.positions, documents=batch.documents)

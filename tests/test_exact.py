@@ -66,6 +66,7 @@ OPTIONS = dict(
     packed=(False, True),
     tied=(False, True),
     rope_scaling=(1.0, 8.0),
+    qk_norm=(False, True),
     generate=(False, True),
 )
 FAST = {1: 12, 2: 12, 4: 8}  # ranks: how many cases, which compute
@@ -77,7 +78,7 @@ CASE_TEST = "test_a_split_computes_what_one_process_computes"
 def make_case(ranks: int, drawn: dict) -> dict:
     """Return a case of exact.py. Raises UserError where the project refuses it, for options that
     have no effect together, and where there is no reference to compare with."""
-    names = "adapters", "base_bits", "microbatch", "packed", "tied", "rope_scaling", "generate"
+    names = "adapters base_bits microbatch packed tied rope_scaling qk_norm generate".split()
     more = {name: drawn[name] for name in names}
     options = {name: value for name, value in drawn.items() if name not in more}
     lora, bits, tp, cp = ADAPTERS[more["adapters"]], more["base_bits"], options["tp"], options["cp"]
@@ -98,6 +99,8 @@ def make_case(ranks: int, drawn: dict) -> dict:
     if bits == 4 or float8:  # which compute in blocks of features
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config = config | dict(tie_embeddings=more["tied"], rope_scaling=more["rope_scaling"])
+    if more["qk_norm"]:  # and heads that are wider together than the model, as in Qwen3
+        config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
     if parallel.pp > 1:
         config = config | dict(n_layers=parallel.pp * parallel.stages_per_rank + 1)
     seq = 24 if cp > 1 else 16 if float8 else SEQ

@@ -5,9 +5,11 @@ import torch
 import transformers
 from conftest import changed_copy, hugging_face_config, launch, refused, slow, succeed
 
+from checkpoint import load_pretrained, write_checkpoint
 from files import formats
 from files import published as fingerprint
 from files.published import fixed_weight
+from files.safetensors import StoredTensor
 from model import Llama
 from plumbing.processes import UserError
 
@@ -40,16 +42,16 @@ def exports(patch: str, edits: dict[str, str], data, directory) -> list:
     "patch, edits, message",
     [
         (
-            "qk_norm",
+            "experts",
             {},
-            "not a published Llama's: it has 8 unknown tensor(s): layers.0.attention.k",
+            "not a published Llama's: it lacks 12 tensor(s): layers.0.feed_forward.w1",
         ),
         slow("", PADDED, "tok_embeddings.weight [272, 96], not [267, 96]"),
         slow("", ON, "read back with window 0, not 64"),
         slow("", GEGLU, "model.py has been changed and no longer computes"),
         ("sliding_window", {"WINDOW = 64": "WINDOW = 4096"}, "no longer computes"),
     ],
-    ids=["qk-norm", "padded", "window", "geglu", "long-window"],
+    ids=["experts", "padded", "window", "geglu", "long-window"],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(patch, edits, message, corpus, tmp_path):
     for result in exports(patch, edits, corpus, tmp_path):
@@ -63,19 +65,34 @@ def test_another_loss_and_a_field_that_is_off_do_not_matter(corpus, tmp_path):
 
 
 def test_a_parameter_that_hugging_face_has_no_name_for():
-    with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.q_norm\.weight"):
-        formats.hf_name("layers.0.attention.q_norm.weight")
+    with pytest.raises(UserError, match=r"no parameter like layers\.0\.attention\.v_norm\.weight"):
+        formats.hf_name("layers.0.attention.v_norm.weight")
 
 
 @torch.no_grad()
-def test_the_fingerprint_is_that_of_transformers():
-    reference = transformers.LlamaForCausalLM(hugging_face_config(fingerprint.CONFIG)).double()
+@pytest.mark.parametrize(
+    "kind, config, expected",
+    [
+        ("Llama", fingerprint.CONFIG, fingerprint.LOGITS),
+        ("Qwen3", fingerprint.QWEN3, fingerprint.QWEN3_LOGITS),
+    ],
+)
+def test_the_fingerprint_is_that_of_transformers(kind, config, expected):
+    theirs = hugging_face_config(config, kind, head_dim=config.head_dim)
+    reference = getattr(transformers, f"{kind}ForCausalLM")(theirs).double()
     reference.load_state_dict({
-        formats.hf_name(name): formats.to_hf_rows(
-            name, fingerprint.CONFIG, fixed_weight(name, p)
-        )
-        for name, p in Llama(fingerprint.CONFIG).named_parameters()
+        formats.hf_name(name): formats.to_hf_rows(name, config, fixed_weight(name, p))
+        for name, p in Llama(config).named_parameters()
     })  # fmt: skip
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
-    torch.testing.assert_close(logits.tolist(), [*fingerprint.LOGITS], rtol=0, atol=1e-5)
-    fingerprint.check_computes_llama()
+    torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
+    fingerprint.check_computes_llama(config.qk_norm)
+
+
+def test_a_model_that_is_loaded_first_is_not_said_to_be_changed(tmp_path, capsys):
+    model = Llama(fingerprint.CONFIG)
+    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
+    write_checkpoint(tmp_path / "run", fingerprint.CONFIG, stored, None)
+    fingerprint.small_logits.cache_clear()
+    load_pretrained(tmp_path / "run")
+    assert "warning" not in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """finetune_lora.py as its users run it, against a loop written out in plain PyTorch."""
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 from exact import effective_weights
-from test_train import same_metrics
+from test_train import SIZES, same_metrics
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -23,7 +24,7 @@ from finetune_lora import load_adapter
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
 from model import IGNORE, Llama, LlamaConfig
-from text.chat import open_samples
+from text.chat import encode_prompt, open_samples
 from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
@@ -216,11 +217,34 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
-    prompt = load_tokenizer("bytes").encode_chat([{"role": "user", "content": "20 + 6?"}])
+    prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], load_tokenizer("bytes"))
     load_adapter(model := load_pretrained(base), checkpoint)
     (tokens,) = generate(model, [prompt], 12, temperature=0, stop=load_tokenizer("bytes").stop)
     expected = load_tokenizer("bytes").decode(t for t in tokens if t < 256)
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
+
+
+@pytest.mark.parametrize("documents", [1, 300])
+def test_a_base_that_never_saw_the_end_of_answers_is_told(documents, sums, tmp_path):
+    """A document ends with the token where another one follows."""
+    lines = [f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(900)]
+    n = len(lines) // documents
+    texts = ["".join(lines[i : i + n]) for i in range(0, len(lines), n)]
+    data, out = tmp_path / "text.jsonl", tmp_path / "base"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    if documents == 1:
+        (data := tmp_path / "text.txt").write_text(texts[0])
+    succeed("train.py", "--data", data, "--tokenizer", "bytes", "--out", out, *SIZES, "--steps", 30,
+            "--batch", 8, "--seq-len", 64, "--lr", 0.01, "--eval-every", 0)  # fmt: skip
+    given = flags(out, sums, tmp_path / "lora", steps=1, dtype="float32")
+    told = re.findall("note: the base never saw .*", succeed("finetune_lora.py", *given).out)
+    assert len(told) == (documents == 1)
+    if told:
+        step = next(out.glob("step-*"))
+        assert told[0].endswith(
+            f"or first run train.py --init {step} on documents, which end with it"
+        )
+        assert "<|eot_id|>, so answers will hardly end: begin with a model that" in told[0]
 
 
 @pytest.mark.slow

@@ -18,20 +18,27 @@ from files import formats
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
+from text.chat import encode_prompt
 from text.tokenizer import load_tokenizer, train_tokenizer
 
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
+QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
 
 
 # Both models have large weights, so that attention depends on positions and errors of RoPE show.
 
 
-def transformers_model(config: LlamaConfig) -> transformers.LlamaForCausalLM:
+def transformers_model(config: LlamaConfig):
     torch.manual_seed(0)
-    hf_config = hugging_face_config(config, initializer_range=0.2)
-    return transformers.LlamaForCausalLM(hf_config).eval()
+    kind = "Qwen3" if config.qk_norm else "Llama"
+    hf_config = hugging_face_config(config, kind, initializer_range=0.2, head_dim=config.head_dim)
+    model = getattr(transformers, f"{kind}ForCausalLM")(hf_config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):  # so that their order matters
+            torch.nn.init.uniform_(parameter, 0.5, 2)
+    return model
 
 
 def our_model(config: LlamaConfig, dtype=torch.float32) -> Llama:
@@ -39,7 +46,7 @@ def our_model(config: LlamaConfig, dtype=torch.float32) -> Llama:
     model.init_weights(seed=1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim == 2 else 1)
+            parameter.mul_(5 if parameter.ndim == 2 else torch.linspace(0.5, 2, len(parameter)))
     return model.to(dtype)
 
 
@@ -63,7 +70,7 @@ def logits_agree(model: Llama, reference) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, max_shard_size", [(PLAIN, "5GB"), (SCALED, "30KB"), (SMALL, "30KB")]
+    "config, max_shard_size", [(PLAIN, "5GB"), (SCALED, "30KB"), (SMALL, "30KB"), (QWEN3, "5GB")]
 )
 def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tmp_path):
     """Also where config.json is as transformers 4 writes it."""
@@ -86,7 +93,9 @@ def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tm
         assert formats.hf_config(old) == config
 
 
-@pytest.mark.parametrize("config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000)])
+@pytest.mark.parametrize(
+    "config, file_bytes", [(PLAIN, 10**9), (SCALED, 30_000), (SMALL, 30_000), (QWEN3, 10**9)]
+)
 def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAX_FILE_BYTES", file_bytes)
     model = our_model(config)
@@ -95,7 +104,9 @@ def test_transformers_loads_what_we_export(config, file_bytes, tmp_path, monkeyp
     assert (len(files) > 1) == (file_bytes == 30_000)
     largest = max(weight.nbytes for weight in stored(model).values())
     assert all(path.stat().st_size < max(file_bytes, largest) + 4000 for path in files)
-    loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    auto = transformers.AutoModelForCausalLM
+    loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded).__name__ == ("Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM")
     assert not any(info.values()), info
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (7, [8, 9])
     logits_agree(model, loaded)
@@ -197,6 +208,20 @@ def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_qwen3_is_exported_as_it_was(tmp_path):
+    """hf -> ours -> hf; and Meta's format cannot hold it."""
+    transformers_model(QWEN3).save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "run", None)
+    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
+    first, last = (tmp_path / place / "model.safetensors" for place in ("hf", "out"))
+    theirs, ours = safetensors.torch.load_file(first), safetensors.torch.load_file(last)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    for config in (QWEN3, replace(QWEN3, qk_norm=False)):
+        with pytest.raises(UserError, match="no norms of q and k and no head_dim"):
+            formats.save_meta(tmp_path, config, {})
+
+
 def tokenizers_agree(directory: Path) -> None:
     """Assert that tokenizer.model, tokenizer.json and transformers' reading of it agree."""
     a, b = (load_tokenizer(str(directory / f"tokenizer.{kind}")) for kind in ("model", "json"))
@@ -207,7 +232,7 @@ def tokenizers_agree(directory: Path) -> None:
     assert reference.decode(a.encode(text)) == text
     chat = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
     ids = reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert ids == a.encode_chat(chat) and ids.count(a.bos) == 1
+    assert ids == encode_prompt(chat, a) and ids.count(a.bos) == 1
     assert reference(text)["input_ids"] == a.encode(text, bos=True)  # as Meta's own files do
     assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop
 
@@ -245,7 +270,7 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
 @pytest.mark.slow
 def test_metas_tokenizer_is_kept(tmp_path, text):
     """From the command line: import, generate, train, and export the trained model."""
-    config = replace(SMALL, vocab_size=128_256, dim=32, n_layers=1, n_heads=2, ffn_dim=32)
+    config = LlamaConfig(32, 1, 2, 2, 32, 128_256, 131_072, rope_scaling=32.0, tie_embeddings=True)
     (tmp_path / "hf" / "original").mkdir(parents=True)
     formats.save_hf(tmp_path / "hf", config, stored(our_model(config)))
     tokenizer = shared("llama3.tokenizer.model")
@@ -267,7 +292,7 @@ def test_metas_tokenizer_is_kept(tmp_path, text):
 
 def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path):
     """Less than the largest file: 9 MB or 51 MB, of 103 MB in all."""
-    config = replace(PLAIN, dim=512, n_layers=8, n_heads=8, ffn_dim=1536, vocab_size=1500)
+    config = LlamaConfig(512, 8, 8, 2, 1536, vocab_size=1500)
     model = our_model(config)
     for place in ("hf", "meta"):
         (tmp_path / place).mkdir()
@@ -292,13 +317,16 @@ HF, META = "config.json", "params.json"
 @pytest.mark.parametrize(
     "file, changes, message",
     [
-        (HF, dict(model_type="mistral"), "has model_type mistral: only llama"),
+        (HF, dict(model_type="mistral"), "has model_type mistral: only llama and qwen3 work here"),
+        (HF, dict(model_type="qwen3"), "lacks 6 tensor(s): model.layers.0.self_attn.k_norm"),
+        (HF, dict(use_sliding_window=True), "has use_sliding_window True"),
         (HF, dict(attention_bias=True), "has attention_bias True"),
         (HF, dict(quantization_config={"bits": 4}), "has quantized weights"),
         (HF, dict(rope_scaling={"rope_type": "yarn", "factor": 2}), "RoPE of type 'yarn'"),
         (HF, dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor None"),
         (HF, dict(rope_scaling=3), "its RoPE is 3"),
-        (HF, dict(head_dim=16), "head_dim 16: only 8"),
+        (HF, dict(head_dim=16), "k_proj.weight [16, 48], not [32, 48]"),
+        (HF, dict(head_dim="wide"), "head_dim cannot be 'wide'"),
         (HF, dict(hidden_size=...), "has no 'hidden_size'"),
         (HF, dict(rms_norm_eps="small"), "norm_eps cannot be 'small'"),
         (HF, dict(num_hidden_layers=2), "has 9 unknown tensor(s): model.layers.2.input_layernorm"),

@@ -240,7 +240,10 @@ def test_peft_loads_our_adapters_beside_a_base_in_4_bits(tmp_path):
     pytest.importorskip("bitsandbytes")
     import transformers
 
-    config, lora = dataclasses.replace(CONFIG, dim=128, ffn_dim=256), LoRA(rank=4, dora=True)
+    config, lora = (
+        dataclasses.replace(CONFIG, dim=128, ffn_dim=256, head_dim=0),
+        LoRA(rank=4, dora=True),
+    )
     model, _ = in_peft(tmp_path, config, lora)
     how = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -33,12 +33,13 @@ SMALL = LlamaConfig(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=256
 )
 # Configurations that differ in what transformers treats differently.
-FIVE = {
+SIX = {
     "mha": replace(SMALL, n_kv_heads=4),
     "gqa": SMALL,
     "rope-8": replace(SMALL, rope_scaling=8.0),
     "rope-32": replace(SMALL, rope_scaling=32.0),
     "tied": replace(SMALL, tie_embeddings=True),
+    "qwen3": replace(SMALL, head_dim=24, qk_norm=True),
 }
 
 
@@ -82,7 +83,7 @@ def test_published_models_have_their_published_size(name, parameters):
 
 def test_heads_of_odd_width_are_refused():
     with pytest.raises(ValueError, match="heads of width 15"):
-        replace(SMALL, dim=60, n_heads=4)
+        replace(SMALL, dim=60, head_dim=0)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
@@ -148,18 +149,22 @@ def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
 def hugging_face(monkeypatch):
     """Builds transformers' model with our weights, in float64 throughout."""
     transformers = pytest.importorskip("transformers")
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
 
     def norm(self, x):  # theirs computes in float32 whatever the model's dtype
         variance = x.pow(2).mean(-1, keepdim=True)
         return self.weight * x * torch.rsqrt(variance + self.variance_epsilon)
 
-    monkeypatch.setattr(modeling.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", norm)
 
     def make(config: LlamaConfig, ours: Llama):
         # sdpa, since "eager" computes its softmax in float32
-        their_config = hugging_face_config(config, attn_implementation="sdpa", eos_token_id=None)
-        theirs = transformers.LlamaForCausalLM(their_config).double()
+        kind, more = ("Qwen3", {"head_dim": config.head_dim}) if config.qk_norm else ("Llama", {})
+        more |= dict(attn_implementation="sdpa", eos_token_id=None)
+        their_config = hugging_face_config(config, kind, **more)
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(their_config).double()
         weights = to_hugging_face(config, dict(ours.named_parameters()))
         loaded = theirs.load_state_dict(weights, strict=False)
         assert not loaded.unexpected_keys
@@ -169,9 +174,9 @@ def hugging_face(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", SIX)
 def test_logits_loss_and_every_gradient_equal_transformers(name, hugging_face):
-    config = FIVE[name]
+    config = SIX[name]
     ours = build(config)
     theirs = hugging_face(config, ours)
     tokens = tokens_of(config, 2, 48)
@@ -370,7 +375,7 @@ def test_sampling_follows_temperature_top_k_and_top_p():
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "tied"])
 def test_flops_by_formula_equal_flops_counted(name):
-    config = FIVE[name]
+    config = SIX[name]
     model = build(config)
     tokens = tokens_of(config, 2, 33)
     # The plain attention kernel: the fused one computes its scores a second time in backward.

@@ -73,8 +73,8 @@ def test_tensor_parallelism_refuses_what_has_no_place():
         return build_on_meta(LlamaConfig(**GROUPED))
 
     with torch.device("meta"):
-        attention(model := new_model()).q_norm = nn.RMSNorm(10)
-        refuses("layers.0.attention.q_norm.weight", model)
+        attention(model := new_model()).v_norm = nn.RMSNorm(10)
+        refuses("layers.0.attention.v_norm.weight", model)
         (model := new_model()).layers["0"].feed_forward.router = nn.Linear(40, 4, bias=False)
         refuses("layers.0.feed_forward.router.weight", model)
         attention(model := new_model()).wq = nn.Linear(40, 40, bias=True)

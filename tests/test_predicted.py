@@ -17,6 +17,7 @@ from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from plumbing.processes import UserError
 from techniques import float8, offload
 
+QWEN3 = replace(CHUNKY, head_dim=64, qk_norm=True)
 ADAPTERS = {
     "none": None,
     "rank 4": dict(rank=4),
@@ -25,7 +26,7 @@ ADAPTERS = {
     "dora": dict(rank=4, dora=True),
 }
 OPTIONS = dict(
-    config=("CHUNKY", "WIDE", "TIED"),
+    config=("CHUNKY", "WIDE", "TIED", "QWEN3"),
     dp=("ddp", "zero1", "fsdp", "hsdp"),
     tp=(1, 2, 4),
     cp=(1, 2, 4),
@@ -60,7 +61,7 @@ def make_step(ranks: int, drawn: dict) -> tuple[Work, dict]:
         raise UserError("without adapters or a pipeline, an option of them has no effect")
     if parallel.offload_activations and needs_real_tensors(parallel):
         raise UserError("on a CPU, offloaded activations would be counted twice")
-    config = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED)[more["config"]]
+    config = dict(CHUNKY=CHUNKY, WIDE=WIDE, TIED=TIED, QWEN3=QWEN3)[more["config"]]
     config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
     model = meta_model(config, trainable=not lora)
     work = step_of(model, parallel, more["microbatch"], more["microbatches"], 256)

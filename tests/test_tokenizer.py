@@ -12,7 +12,7 @@ from conftest import ROOT, shared, succeed
 from tiktoken.load import load_tiktoken_bpe
 
 from plumbing.processes import UserError
-from text.tokenizer import load_tokenizer, train_bpe, train_tokenizer
+from text.tokenizer import WORD_PATTERN, load_tokenizer, train_bpe, train_tokenizer
 
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 
@@ -89,8 +89,7 @@ def test_ids_without_a_token_are_left_out(small_bpe):
     assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
 
 
-OTHER_BPE = {"pre_tokenizer": {"type": "ByteLevel"}, "model": {"vocab": {}}}
-SENTENCEPIECE = {"pre_tokenizer": {"pretokenizers": []}, "model": {"vocab": {"▁a": 3}}}
+HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WORD_PATTERN}
 
 
 @pytest.mark.parametrize(
@@ -100,12 +99,11 @@ SENTENCEPIECE = {"pre_tokenizer": {"pretokenizers": []}, "model": {"vocab": {"�
         ("model", "!! 0\n", "line 1"),
         ("model", "YQ== 5\n", "expected ids 0, 1, 2"),
         ("model", "", "expected ids 0, 1, 2"),
-        ("json", "[]", "is not a Llama 3 tokenizer: TypeError"),
-        ("json", "{", "is not a Llama 3 tokenizer: JSONDecodeError"),
-        ("json", "{}", "is not a Llama 3 tokenizer: KeyError 'pre_tokenizer'"),
-        ("json", '{"pre_tokenizer": null}', "is not a Llama 3 tokenizer: AttributeError"),
-        ("json", json.dumps(OTHER_BPE), r"it pre-tokenizes with \[\]"),
-        ("json", json.dumps(SENTENCEPIECE), "is not a Llama 3 tokenizer: KeyError"),
+        ("json", "[]", "no tokenizer: "),
+        ("json", "{", "no tokenizer: "),
+        ("json", "{}", "no tokenizer: "),
+        ("json", json.dumps(HALF_A_FILE), "is damaged: KeyError 'model'"),
+        ("json", json.dumps(HALF_A_FILE)[:-1], "is damaged: JSONDecodeError"),
     ],
 )
 def test_tokenizer_files_that_are_damaged_or_of_other_models_are_refused(

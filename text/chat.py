@@ -22,7 +22,7 @@ import itertools
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -164,6 +164,87 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 
 # ----------------------------------------------------------------- from conversations to tokens
 
+# What a chat template contains -> what it writes before and after the message of a `role`, which
+# comes after one of role `last`. A template is a program in Jinja; these are what the common ones
+# write, but that they leave spaces around a message. A space before an answer is part of it.
+FORMS = {
+    "<|im_start|>": lambda role, last: (f"<|im_start|>{role}\n", "<|im_end|>\n"),  # ChatML
+    "<|start_header_id|>": lambda role, last: (  # Llama 3's
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"
+    ),
+    "<<SYS>>": lambda role, last: {  # Llama 2's
+        "system": ("[INST] <<SYS>>\n", "\n<</SYS>>\n\n"),
+        "user": ({None: "[INST] ", "system": ""}.get(last, "<s>[INST] "), " [/INST]"),
+        "assistant": (" ", " </s>"),
+    }[role],
+    "<|assistant|>": lambda role, last: (f"<|{role}|>\n", "</s>\n"),  # TinyLlama's
+}  # fmt: skip
+
+
+def form_of(tokenizer: Tokenizer) -> Callable[[str, str | None], tuple[str, str]]:
+    """Return the entry of FORMS for a tokenizer's chat template; without a template, ChatML if
+    there are tokens for it, else headings in plain text.
+
+    Raise UserError for another template."""
+    for text, form in FORMS.items():
+        if text in tokenizer.template or (not tokenizer.template and text in tokenizer.special):
+            return form
+    if tokenizer.template:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has a chat template of another form than those with "
+            f"{', '.join(FORMS)}: replace it by one of them"
+        )
+    end = next(token for token, i in tokenizer.special.items() if i == tokenizer.eos)
+    return lambda role, last: (f"### {role.title()}:\n", end if role == "assistant" else "\n\n")
+
+
+def write_out(
+    messages: Conversation, tokenizer: Tokenizer, asks: bool
+) -> Iterator[tuple[str | int, bool]]:
+    """Yield the pieces of a conversation, texts and ids of special tokens, and whether each belongs
+    to an answer. It `asks` if the heading of an answer follows."""
+    form, template, last = form_of(tokenizer), tokenizer.template, None
+    names = "|".join(map(re.escape, tokenizer.special))
+
+    def split(text: str) -> list[str | int]:  # a text of the form, in which names are tokens
+        pieces = re.split(f"({names})", text)
+        return [tokenizer.special.get(piece, piece) for piece in pieces if piece]
+
+    if "bos_token" in template or not template:
+        yield from ((token, False) for token in tokenizer.beginning)
+    default = re.search(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}]+)<\|im_end\|>", template)
+    if default and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": default[1]}, *messages]
+    for message in messages:
+        role, is_answer = message["role"], message["role"] == "assistant"
+        before, after = form(role, last)
+        heading = before.rstrip(" ") if is_answer else before
+        yield from ((piece, False) for piece in split(heading))
+        yield before[len(heading) :] + message["content"].strip(), is_answer
+        for piece in split(after):
+            yield piece, is_answer
+            is_answer &= isinstance(piece, str)  # the first special token ends the answer
+        last = role
+    if asks:
+        yield from ((piece, False) for piece in split(form("assistant", last)[0].rstrip(" ")))
+
+
+def to_ids(pieces: Iterable[tuple[str | int, bool]], tokenizer: Tokenizer) -> Encoded:
+    """Return the ids of pieces, and whether each belongs to an answer.
+
+    Texts between two special tokens are encoded at once, since seams may matter. An answer is the
+    last of them, and begins where the ids of what is before it end."""
+    ids, of_answer = [], []
+    for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece[0], str)):
+        contents, flags = zip(*group)
+        if is_text:
+            before = "".join(itertools.compress(contents, (not flag for flag in flags)))
+            start, contents = len(tokenizer.encode(before)), tokenizer.encode("".join(contents))
+            flags = (i >= start for i in range(len(contents)))
+        ids += contents
+        of_answer += flags
+    return ids, of_answer
+
 
 def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool = False) -> Encoded:
     """Return the ids of a conversation up to its last answer, and for each id whether it is a
@@ -171,27 +252,17 @@ def encode(messages: Conversation, tokenizer: Tokenizer, train_on_prompt: bool =
 
     Targets are all answers, each with the token that ends it; with `train_on_prompt`, every id but
     the first. Names of special tokens in a message are encoded as ordinary text."""
-    end = tokenizer.special.get("<|eot_id|>", tokenizer.eos)
-    ids, is_target = [tokenizer.bos], [False]
-    prompt = []  # messages since the last answer
-    for message in messages:
-        if message["role"] != "assistant":
-            prompt.append(message)
-            continue
-        prompt_ids = tokenizer.encode_chat(prompt)[1:]  # without bos, which is in `ids`
-        answer_ids = [*tokenizer.encode(message["content"].strip()), end]
-        ids += prompt_ids + answer_ids
-        is_target += [train_on_prompt] * len(prompt_ids) + [True] * len(answer_ids)
-        prompt = []
-    return ids, is_target
+    ids, is_target = to_ids(write_out(messages, tokenizer, asks=False), tokenizer)
+    while not is_target[-1]:  # what separates it from another message
+        del ids[-1], is_target[-1]
+    return ids, [False] + [True] * (len(ids) - 1) if train_on_prompt else is_target
 
 
 def encode_prompt(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a conversation up to where the model is to answer, without a last message
     that is an answer. `encode` of the whole conversation begins with the same ids."""
     prompt = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    ids, _ = encode([*prompt, {"role": "assistant", "content": ""}], tokenizer)
-    return ids[:-1]  # without the end token of the empty answer
+    return to_ids(write_out(prompt, tokenizer, asks=True), tokenizer)[0]
 
 
 def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -> Conversation:

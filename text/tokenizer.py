@@ -34,6 +34,7 @@ WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+BYTES_PATTERN = r"(?s:.{1,256})"  # nothing is merged, so any division gives the same tokens
 # Llama 3's 256 special tokens in order of id. Smaller tokenizers have the first eleven, which
 # include all that have a meaning, so that models with any tokenizer can be fine-tuned on chat.
 SPECIAL = (
@@ -51,18 +52,26 @@ class Tokenizer:
     name: what load_tokenizer was given
     file: the file that the tokenizer was read from, if any
     vocab, special: ids of the ordinary and of the special tokens
+    pieces: bytes of all tokens by id
+    word_pattern: regular expression of the pre-tokenization; None in text/published.py
     bos, eos: ids of the tokens that begin and end a document
+    beginning: ids that stand before a text
+    template: chat template in Jinja; empty if the model has none
     stop: ids of the tokens that end generation"""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: Path | None = None):
         self.name, self.encoding, self.file = name, encoding, file
         self.vocab: dict[bytes, int] = encoding._mergeable_ranks
         self.special: dict[str, int] = encoding._special_tokens
+        self.pieces = {i: token for token, i in self.vocab.items()}
+        self.pieces |= {i: name.encode() for name, i in self.special.items()}
+        self.word_pattern = encoding._pat_str
         self.vocab_size = encoding.n_vocab  # ordinary and special tokens
-        self._known_ids = {*self.vocab.values(), *self.special.values()}
         # GPT-2 and its relatives have one token that both ends a document and begins the next.
         endoftext = self.special.get("<|endoftext|>")
         self.bos = self.special.get("<|begin_of_text|>", endoftext)
+        self.beginning = [self.bos]
+        self.template = CHAT_TEMPLATE if "<|eot_id|>" in self.special else ""
         # With small tokenizers, whose models are pretrained here, a document ends as an answer
         # does: fine-tuning cannot teach a model to end with a token that it has never seen.
         end = "<|eot_id|>" if len(self.special) == N_SMALL_SPECIAL else "<|end_of_text|>"
@@ -72,29 +81,11 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text. Names of special tokens in it are encoded as ordinary text."""
-        return [self.bos] * bos + self.encoding.encode_ordinary(text)
+        return self.beginning * bos + self.encoding.encode_ordinary(text)
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return the ids of a long text as uint32, faster than `encode`."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the ids of [{"role": ..., "content": ...}, ...] in Llama 3's chat format, followed
-        by the heading of the assistant's answer. A tokenizer without the special tokens of that
-        format has headings in plain text."""
-        if "<|eot_id|>" not in self.special:
-            texts = [f"### {m['role'].title()}:\n{m['content'].strip()}\n\n" for m in messages]
-            return self.encode("".join(texts) + "### Assistant:\n", bos=True)
-
-        def header(role: str) -> list[int]:
-            start, end = self.special["<|start_header_id|>"], self.special["<|end_header_id|>"]
-            return [start, *self.encode(role), end, *self.encode("\n\n")]
-
-        ids, end_of_turn = [self.bos], self.special["<|eot_id|>"]
-        for message in messages:
-            content = self.encode(message["content"].strip())
-            ids += [*header(message["role"]), *content, end_of_turn]
-        return ids + header("assistant")
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -103,26 +94,41 @@ class Tokenizer:
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
         """Return the bytes of ids. Ids without a token are left out: a model may generate some if
         its vocabulary is larger than the tokenizer's."""
-        return self.encoding.decode_bytes([token for token in tokens if token in self._known_ids])
+        return b"".join(self.pieces.get(token, b"") for token in tokens)
 
     @functools.cached_property
     def hash(self) -> str:
         """Fingerprint of all tokens and of the pre-tokenization. If two are equal, the tokenizers
         encode alike."""
         vocab = sorted(self.vocab.items(), key=lambda item: item[1])
-        meaning = repr((vocab, sorted(self.special.items()), self.encoding._pat_str))
+        meaning = repr((vocab, sorted(self.special.items()), self.word_pattern))
         return hashlib.sha256(meaning.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
         """Bytes of text in each token [V]: 0 for special tokens and for ids without a token."""
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        lengths[list(self.vocab.values())] = [len(token) for token in self.vocab]
+        lengths[list(self.pieces)] = [len(piece) for piece in self.pieces.values()]
+        lengths[list(self.special.values())] = 0
         return lengths
 
     def count_bytes(self, targets: np.ndarray) -> int:
         """Return the bytes of text in targets of any shape; what is below 0 counts as none."""
         return int(self.token_bytes[targets[targets >= 0]].sum())
+
+    def in_printable_characters(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        """Return the ordinary tokens in GPT-2's alphabet with their ids, and all merges, the
+        preferred ones first.
+
+        Meta's format has no merges: any two tokens that make a third may be merged, and a merge
+        with a lower resulting id is preferred."""
+        vocab = {"".join(map(CHARACTER_OF_BYTE.get, token)): i for token, i in self.vocab.items()}
+        merges = []
+        for token in sorted(vocab, key=vocab.get):
+            pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+            pairs = [pair for pair in pairs if all(part in vocab for part in pair)]
+            merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
+        return vocab, merges
 
     def save(self, directory: Path) -> dict[str, str]:
         """Write the tokenizer to DIRECTORY/tokenizer.model, unless its name is enough to load it.
@@ -143,13 +149,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     bytes             every byte is a token
     python-2048       a tokenizer of 2048 tokens (or any other number), trained on the default
                       corpus when it is first used
-    a path            a `tokenizer.model` in Meta's format, a `tokenizer.json` of Hugging Face's
-                      Llama 3, or a directory with one of them
+    a path            a `tokenizer.model` in Meta's format, a `tokenizer.json` of Hugging Face's,
+                      or a directory with one of them
     gpt2, ...         tiktoken's encodings, which tiktoken downloads"""
     if name == "bytes":
         vocab = {bytes([i]): i for i in range(256)}
-        # Nothing is merged, so any division into words gives the same tokens.
-        return Tokenizer(name, _encoding(name, vocab, r"(?s:.{1,256})"))
+        return Tokenizer(name, _encoding(name, vocab, BYTES_PATTERN))
     path = find_tokenizer(Path(name)) or Path(name)
     python_size = regex.fullmatch(r"python-(\d+)", name)
     if not path.is_file() and python_size:
@@ -157,6 +162,10 @@ def load_tokenizer(name: str) -> Tokenizer:
         if not path.exists():
             print(f"training tokenizer {name}, once, in {path}", file=sys.stderr)
             train_tokenizer(["python"], int(python_size[1]), path)
+    if path.suffix == ".json" and path.is_file() and not _is_llama_3(path):
+        from text.published import PublishedTokenizer
+
+        return PublishedTokenizer(name, path)
     if path.is_file():
         vocab = _read_tokenizer_json(path) if path.suffix == ".json" else _read_model_file(path)
         if sorted(vocab.values()) != list(range(len(vocab))) or len(vocab) < 256:
@@ -176,9 +185,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def find_tokenizer(directory: Path) -> Path | None:
     """Return the tokenizer file in a model directory. Meta's models on Hugging Face have it in the
-    subdirectory `original`."""
+    subdirectory `original`. A tokenizer.json is preferred to SentencePiece's file, which begins
+    with a line end."""
     names = ("tokenizer.model", "original/tokenizer.model", "tokenizer.json")
-    return next((directory / name for name in names if (directory / name).is_file()), None)
+    found = [directory / name for name in names if (directory / name).is_file()]
+    return min(found, key=lambda path: path.read_bytes()[:1] == b"\n", default=None)
 
 
 def _encoding(name: str, vocab: dict[bytes, int], word_pattern: str) -> tiktoken.Encoding:
@@ -220,30 +231,33 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE}
 CHARACTER_OF_BYTE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
 
-# Llama 3's chat format as a Jinja template, for transformers; the same as Tokenizer.encode_chat.
+# Llama 3's chat format as a Jinja template, for transformers; the same as in text/chat.py.
+# It is worded as Meta's is, by whose likeness ollama recognizes the format.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
-    "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.first %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{% endif %}"
 )
+
+
+def chat_template(directory: Path) -> str:
+    """Return the chat template of Hugging Face's files; empty if there is none, or several."""
+    jinja, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if jinja.exists():
+        return jinja.read_text()
+    template = json.loads(config.read_text()).get("chat_template") if config.exists() else ""
+    return template if isinstance(template, str) else ""
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     """Write a tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    vocab = {
-        "".join(CHARACTER_OF_BYTE[byte] for byte in token): i
-        for token, i in tokenizer.vocab.items()
-    }
-    # transformers wants a list of merges, the preferred ones first. Meta's format has none: any two
-    # tokens that make a third may be merged, and a merge with a lower resulting id is preferred.
-    merges = []
-    for token in sorted(vocab, key=vocab.get):
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [pair for pair in pairs if all(part in vocab for part in pair)]
-        merges += sorted(pairs, key=lambda pair: [vocab[part] for part in pair])
+    vocab, merges = tokenizer.in_printable_characters()
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    pattern = {"Regex": tokenizer.encoding._pat_str}
+    pattern = {"Regex": tokenizer.word_pattern}
     split = dict(type="Split", pattern=pattern, behavior="Isolated", invert=False)
     special = [{"id": i, "content": token, **flags} for token, i in tokenizer.special.items()]
     bos = next(token for token, i in tokenizer.special.items() if i == tokenizer.bos)
@@ -279,21 +293,19 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
+def _is_llama_3(path: Path) -> bool:
+    """Return whether a tokenizer.json divides text into words, and names tokens, as Llama 3's."""
+    content = path.read_text(errors="replace")
+    return json.dumps(WORD_PATTERN) in content and f'"{SPECIAL[0]}"' in content
+
+
 def _read_tokenizer_json(path: Path) -> dict[bytes, int]:
     """Return the ordinary tokens of a Llama 3 tokenizer.json with their ids."""
-    byte_of = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
     try:
-        content = json.loads(path.read_text())
-        pre_tokenizer = content["pre_tokenizer"]
-        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-        patterns = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
-        vocab = content["model"]["vocab"]
-        vocab = {bytes(byte_of[character] for character in token): i for token, i in vocab.items()}
+        vocab = json.loads(path.read_text())["model"]["vocab"]
+        return {bytes(map(BYTE_OF_CHARACTER.get, token)): i for token, i in vocab.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a Llama 3 tokenizer: {type(error).__name__} {error}")
-    if patterns != [WORD_PATTERN]:
-        raise UserError(f"{path} is not a Llama 3 tokenizer: it pre-tokenizes with {patterns}")
-    return vocab
+        raise UserError(f"{path} is damaged: {type(error).__name__} {error}")
 
 
 # ------------------------------------------------------------------------------------- training

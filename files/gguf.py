@@ -1,0 +1,197 @@
+"""Write GGUF files: a model with its tokenizer and its chat template, for llama.cpp and ollama.
+
+    "GGUF", version         then the numbers of tensors and of metadata
+    metadata                each a key, a type and a value
+    tensors                 each a name, a shape with the innermost size first, a type, and the
+                            offset of its data
+    data                    of each tensor in turn, at a multiple of ALIGNMENT bytes
+
+Numbers are little-endian. A string is its length and its bytes in UTF-8.
+"""
+
+import math
+import re
+import struct
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from files.formats import to_hf_rows
+from files.safetensors import StoredTensor, Weights
+from model import LlamaConfig, rope_angles
+from plumbing.processes import UserError
+from text.tokenizer import BYTES_PATTERN, WORD_PATTERN, Tokenizer
+
+VERSION, ALIGNMENT = 3, 32
+NAMES = {
+    "tok_embeddings": "token_embd", "norm": "output_norm", "output": "output",
+    "attention_norm": "attn_norm", "attention.wq": "attn_q", "attention.wk": "attn_k",
+    "attention.wv": "attn_v", "attention.wo": "attn_output", "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+}  # fmt: skip
+Q8_0 = "q8_0"  # 8 bits a weight, and for BLOCK weights in a row a scale in float16
+BLOCK = 32
+TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
+DType = torch.dtype | str
+NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
+# The patterns that divide text into words, and the names by which llama.cpp knows them. Of bytes
+# nothing is merged, so any will do.
+PRE_TOKENIZERS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
+
+
+def save_gguf(
+    path: Path,
+    config: LlamaConfig,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    template: str,
+    dtype: DType | None = None,
+) -> None:
+    """Write a file, reading one weight at a time: matrices in `dtype`, by default as they are, and
+    norms in float32.
+
+    Rows of wq and wk have Meta's order, as in llama.cpp's `llama`; but Hugging Face's in its
+    `qwen3`. `template` is the chat template in Jinja."""
+    dtype = dtype or weights["tok_embeddings.weight"].dtype
+    if config.qk_norm:
+        if config.rope_scaling != 1.0:
+            raise UserError("llama.cpp's Qwen3 has no scaled RoPE: give --format hf")
+        weights = {n: w.map(partial(to_hf_rows, n, config)) for n, w in weights.items()}
+    tensors = {gguf_name(name): weight for name, weight in weights.items()}
+    if config.rope_scaling != 1.0:
+        tensors["rope_freqs.weight"] = StoredTensor.of(slowdown(config))
+    types = {name: _type_of(tensor, dtype) for name, tensor in tensors.items()}
+    metadata = describe(config) | vocabulary(tokenizer, config.vocab_size)
+    metadata |= {"tokenizer.chat_template": template} if template else {}
+    header = b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))
+    header += b"".join(_string(key) + _typed(value) for key, value in metadata.items())
+    offset = 0
+    for name, tensor in tensors.items():
+        sizes = tensor.shape[::-1]
+        header += _string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        header += struct.pack("<IQ", TYPES[types[name]], offset)
+        offset += _aligned(_nbytes(tensor, types[name]))
+    with open(path, "wb") as file:
+        _write(file, header)
+        for name, tensor in tensors.items():
+            _write(file, encoded(tensor.read(), types[name]))
+
+
+def gguf_name(name: str) -> str:
+    """Return llama.cpp's name of a weight: layers.3.attention.wq.weight -> blk.3.attn_q.weight"""
+    layer, weight = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.weight", name).groups()
+    return f"blk.{layer}.{NAMES[weight]}.weight" if layer else f"{NAMES[weight]}.weight"
+
+
+def describe(config: LlamaConfig) -> dict[str, Any]:
+    """Return the metadata of a model's shape."""
+    shape = {
+        "context_length": config.max_seq_len,
+        "embedding_length": config.dim,
+        "block_count": config.n_layers,
+        "feed_forward_length": config.ffn_dim,
+        "attention.head_count": config.n_heads,
+        "attention.head_count_kv": config.n_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_theta,
+    }
+    kind = "qwen3" if config.qk_norm else "llama"
+    return {"general.architecture": kind} | {f"{kind}.{key}": v for key, v in shape.items()}
+
+
+def slowdown(config: LlamaConfig) -> Tensor:
+    """Return by how much scaled RoPE slows down each rotation, [E/2] float32."""
+
+    def speeds(config: LlamaConfig) -> Tensor:
+        cos, sin = rope_angles(config, torch.ones(1, 1))  # at position 1, an angle is a speed
+        return torch.atan2(sin, cos).flatten()
+
+    return speeds(replace(config, rope_scaling=1.0)) / speeds(config)
+
+
+def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
+    """Return the metadata of a tokenizer for a model with `size` tokens."""
+    if tokenizer.word_pattern not in PRE_TOKENIZERS:
+        raise UserError(
+            f"tokenizer {tokenizer.name} divides text in another way than Llama 3's: llama.cpp's "
+            f"own converter may make a GGUF file of what --format hf writes"
+        )
+    vocab, merges = tokenizer.in_printable_characters()
+    tokens, kinds = [f"[unused {i}]" for i in range(size)], np.full(size, UNUSED, "<i4")
+    for known, kind in ((vocab, NORMAL), (tokenizer.special, CONTROL)):
+        for token, i in known.items():
+            tokens[i], kinds[i] = token, kind
+    described = {
+        "model": "gpt2",
+        "pre": PRE_TOKENIZERS[tokenizer.word_pattern],
+        "tokens": tokens,
+        "token_type": kinds,
+        "merges": [" ".join(pair) for pair in merges],
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.eos,
+        "add_bos_token": True,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in described.items()}
+
+
+def encoded(tensor: Tensor, dtype: DType) -> bytes:
+    """Return the bytes of a tensor in a type.
+
+    Q8_0 divides a row into blocks of 32 weights: a block is its largest absolute value over 127 as
+    float16, and each weight over that, rounded, in 8 bits."""
+    if dtype != Q8_0:
+        return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    blocks = tensor.float().reshape(-1, BLOCK).numpy()
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    scaled = blocks * inverse
+    rounded = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled).astype(np.int8)
+    return np.hstack([scale.astype("<f2").view(np.int8), rounded]).tobytes()
+
+
+def _type_of(tensor: StoredTensor, dtype: DType) -> DType:
+    """Return the type in which to write a tensor: float32 for norms, and float16 for a matrix whose
+    rows are no whole number of blocks."""
+    if len(tensor.shape) == 1:
+        return torch.float32
+    return torch.float16 if dtype == Q8_0 and tensor.shape[-1] % BLOCK else dtype
+
+
+def _nbytes(tensor: StoredTensor, dtype: DType) -> int:
+    n = math.prod(tensor.shape)
+    return n // BLOCK * (2 + BLOCK) if dtype == Q8_0 else n * dtype.itemsize
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    file.write(content.ljust(_aligned(len(content)), b"\0"))
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _typed(value: Any) -> bytes:
+    """Return a metadata's type and value: a bool, an int, a float, a string, a list of strings, or
+    an array of int32 or float32."""
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    if isinstance(value, np.ndarray):
+        kind = {"i": 5, "f": 6}[value.dtype.kind]
+        return struct.pack("<IIQ", 9, kind, len(value)) + value.tobytes()
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    kind, form = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}[type(value)]
+    return struct.pack(f"<I{form}", kind, value)

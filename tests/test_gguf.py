@@ -1,0 +1,217 @@
+"""files/gguf.py: llama.cpp computes and tokenizes as we do from the files that we export."""
+
+import json
+import random
+import urllib.request
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from conftest import launch as run
+from conftest import refused, succeed
+from test_formats import our_model, stored
+
+import checkpoint
+from checkpoint import export_weights, load_pretrained, write_checkpoint
+from files.gguf import Q8_0, encoded
+from model import LlamaConfig
+from plumbing.processes import UserError
+from text.chat import encode_prompt
+from text.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
+
+# RoPE turns slowly enough that 300 tokens meet all three ranges of its scaling.
+PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
+SCALED = replace(PLAIN, rope_scaling=8.0, tie_embeddings=True)
+QWEN3 = replace(PLAIN, head_dim=32, qk_norm=True)
+TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
+
+
+class LlamaCpp:
+    """llama.cpp's server in this process, computing in float32, and asked by HTTP."""
+
+    def __init__(self, path):
+        p = xllamacpp.CommonParams()
+        p.model.path, p.n_ctx, p.n_parallel, p.cpuparams.n_threads = str(path), 512, 1, 1
+        p.warmup, p.verbosity = False, 0
+        p.cache_type_k = p.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        p.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.server = xllamacpp.Server(p)
+
+    def ask(self, path: str, **body) -> dict:
+        address, kind = self.server.listening_address + path, {"Content-Type": "application/json"}
+        request = urllib.request.Request(address, json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        body = dict(content=text, add_special=special, parse_special=special)
+        return self.ask("/tokenize", **body)["tokens"]
+
+    def continued(self, ids: list[int], n: int, tokenizer: Tokenizer, size: int):
+        """Generate n tokens greedily; return them [n] and the log-probabilities of all [n, V].
+
+        The server reports no probabilities of a token that ends within a character: it may not
+        choose one."""
+        part = [
+            i for token, i in tokenizer.vocab.items() if "\ufffd" in token.decode(errors="replace")
+        ]
+        banned = [[i, False] for i in [*part, *tokenizer.special.values()]]
+        body = dict(prompt=ids, n_predict=n, n_probs=size, temperature=0, logit_bias=banned)
+        steps = self.ask("/completion", **body)["completion_probabilities"]
+        rows = torch.empty(n, size)
+        for row, step in zip(rows, steps, strict=True):
+            for entry in step["top_logprobs"]:
+                row[entry["id"]] = entry["logprob"]
+        return [step["id"] for step in steps], rows
+
+
+def hard_strings(n: int) -> list[str]:
+    """Strings of scripts, digits, marks, spaces, control characters and names of tokens."""
+    rng, strings = random.Random(0), []
+    ranges = [(32, 127), (0, 0x600), (0xE00, 0x1000), (0x2000, 0x3100), (0x1F300, 0x1FB00)]
+    often = ["\n", "\r", "\t", " ", "  ", "\u00a0", "'s", "'LL", "123456", "<|eot_id|>", "</s>"]
+    for _ in range(n):
+        parts = [rng.choice(often), *(chr(rng.randrange(*rng.choice(ranges))) for _ in range(3))]
+        strings.append("".join(rng.choice(parts) for _ in range(rng.randrange(1, 12))))
+    return strings
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """A tokenizer with merges among the characters of hard strings."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    text = "\n\n".join(hard_strings(4000)).replace("\0", "")
+    (directory / "text.txt").write_text(text, newline="")
+    train_tokenizer([str(directory / "text.txt")], 695, directory / "tokenizer.model")
+    return load_tokenizer(str(directory))
+
+
+def exported(directory, config, tokenizer, dtype=None):
+    """Export a model with large weights, and return it and its file."""
+    model = our_model(config)
+    write_checkpoint(directory / "run", config, stored(model), tokenizer)
+    export_weights(directory / "run", directory / "out", "gguf", dtype)
+    return model, directory / "out" / "model.gguf"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [PLAIN, SCALED, QWEN3], ids=["plain", "scaled-tied", "qwen3"])
+def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
+    model, path = exported(tmp_path, config, tokenizer)
+    ids = [int(i) for i in torch.randint(600, (300,), generator=torch.Generator().manual_seed(0))]
+    tokens, rows = LlamaCpp(path).continued(ids, 20, tokenizer, config.vocab_size)
+    expected = model(torch.tensor([ids + tokens[:-1]]))[0, -20:].log_softmax(-1)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-4)
+    assert len(set(tokens)) > 1
+    # That is closer than what an error of RoPE's scaling would make.
+    model.config = replace(config, rope_scaling=9.0 - config.rope_scaling)
+    assert (model(torch.tensor([ids]))[0, -1].log_softmax(-1) - expected[0]).abs().max() > 1e-2
+
+
+def test_llama_cpp_tokenizes_and_chats_alike(tokenizer, tmp_path):
+    llama_cpp = LlamaCpp(exported(tmp_path, PLAIN, tokenizer)[1])
+    wrong = [
+        text for text in hard_strings(2000) if llama_cpp.tokens(text) != tokenizer.encode(text)
+    ]
+    assert wrong == []
+    assert llama_cpp.tokens("Hi", special=True) == tokenizer.encode("Hi", bos=True)
+    prompt = llama_cpp.ask("/apply-template", messages=TALK)["prompt"]
+    assert llama_cpp.tokens(prompt, special=True) == encode_prompt(TALK, tokenizer)
+    answer = llama_cpp.ask("/v1/chat/completions", messages=TALK, max_tokens=3)
+    assert answer["usage"]["prompt_tokens"] == len(encode_prompt(TALK, tokenizer))
+
+
+def test_the_template_is_known_to_ollama():
+    """It looks for a template at fewer than 100 changes of a character from Meta's."""
+    meta = (
+        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | "
+        "trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    )
+    row = list(range(len(meta) + 1))  # of the table of edit distances
+    for i, ours in enumerate(CHAT_TEMPLATE, 1):
+        before, row = row, [i]
+        for j, theirs in enumerate(meta, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (ours != theirs)))
+    assert row[-1] < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, Q8_0], ids=str)
+def test_types_are_those_of_the_gguf_package(dtype, tokenizer, tmp_path):
+    """Also a matrix whose rows are no whole number of blocks; and llama.cpp computes nearly the
+    same from rounded weights."""
+    config = replace(PLAIN, ffn_dim=80)
+    model, path = exported(tmp_path, config, tokenizer, dtype)
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert len(found) == len(weights)
+    name = {Q8_0: "Q8_0", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    for key, weight in {
+        "blk.0.attn_q.weight": weights["layers.0.attention.wq.weight"],
+        "blk.2.ffn_down.weight": weights["layers.2.feed_forward.w2.weight"],
+        "token_embd.weight": weights["tok_embeddings.weight"],
+        "output_norm.weight": weights["norm.weight"],
+    }.items():
+        kind = "F32" if weight.ndim == 1 else "F16" if name == "Q8_0" and "down" in key else name
+        assert found[key].tensor_type == gguf.GGMLQuantizationType[kind]
+        expected = gguf.quants.quantize(weight, found[key].tensor_type)
+        assert found[key].data.tobytes() == expected.tobytes(), key
+    ids = tokenizer.encode("def f(x):", bos=True)
+    _, row = LlamaCpp(path).continued(ids, 1, tokenizer, config.vocab_size)
+    exact = model(torch.tensor([ids]))[:, -1].log_softmax(-1)
+    assert 1e-6 < (row - exact).abs().max() < 0.3
+
+
+def test_blocks_of_zeros_and_halves():
+    rows = np.array([[0.0] * 32, [127, 0.5, 1.5, -0.5, -2.5] + [0.0] * 27], dtype=np.float32)
+    expected = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0).tobytes()
+    assert encoded(torch.from_numpy(rows), Q8_0) == expected
+
+
+@torch.no_grad()
+def test_an_adapter_is_merged_and_exported(tokenizer, tmp_path):
+    """From the command line; and the chat template of the base is in the file."""
+    exported(tmp_path, PLAIN, tokenizer)
+    export_weights(tmp_path / "run", tmp_path / "base", "hf", None)
+    (tmp_path / "base/chat_template.jinja").write_text("{{ messages[0]['content'] }}, mine")
+    lines = f"{json.dumps({'prompt': 'Hi', 'completion': 'Hello'})}\n" * 8
+    (tmp_path / "chats.jsonl").write_text(lines)
+    lora = tmp_path / "lora"
+    succeed("finetune_lora.py", "--init", tmp_path / "base", "--data", tmp_path / "chats.jsonl",
+            "--out", lora, "--steps", 2, "--warmup", 0, "--lr", 0.1, "--batch", 2, "--seq-len", 32,
+            "--merge", nproc=1)  # fmt: skip
+    succeed("checkpoint.py", "export", lora / "merged", tmp_path / "g", "--format", "gguf")
+    llama_cpp = LlamaCpp(tmp_path / "g/model.gguf")
+    ids = tokenizer.encode("Hi", bos=True)
+    _, rows = llama_cpp.continued(ids, 1, tokenizer, 700)
+    merged, base = (
+        load_pretrained(tmp_path / name)(torch.tensor([ids]))[:, -1].log_softmax(-1)
+        for name in ("lora/merged", "run")
+    )
+    torch.testing.assert_close(rows, merged, rtol=0, atol=1e-4)
+    assert (merged - base).abs().max() > 0.1
+    template = llama_cpp.ask("/apply-template", messages=TALK[1:])["prompt"]
+    assert template == "What is 2 + 2?, mine"
+
+
+def test_what_cannot_be_exported_is_refused(tokenizer, tmp_path):
+    write_checkpoint(tmp_path / "run", PLAIN, stored(our_model(PLAIN)), None)
+    export = ("checkpoint.py", "export", tmp_path / "run", tmp_path / "out", "--format")
+    refused(run(*export, "gguf"), "has no tokenizer: import it with --tokenizer")
+    refused(run(*export, "hf", "--dtype", "q8_0"), "--dtype q8_0 is of --format gguf alone")
+    scaled = replace(QWEN3, rope_scaling=8.0)
+    with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
+        checkpoint.save_gguf(tmp_path / "x", scaled, {}, tokenizer, "", torch.float32)
+    words = tiktoken.Encoding("x", pat_str=r"\w+|\W+", mergeable_ranks=tokenizer.vocab,
+                              special_tokens=tokenizer.special)  # fmt: skip
+    with pytest.raises(UserError, match="tokenizer x divides text in another way"):
+        checkpoint.save_gguf(tmp_path / "x", PLAIN, stored(our_model(PLAIN)),
+                             Tokenizer("x", words), "", torch.float32)  # fmt: skip
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,269 @@
+"""text/published.py: tokenizer.json files of other models, against transformers; and their chat
+templates in text/chat.py, against Jinja."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import shared, succeed  # noqa: F401
+from test_formats import PLAIN, transformers_model
+from test_gguf import hard_strings
+
+from checkpoint import export_weights, read_config
+from plumbing.processes import UserError
+from text.chat import encode, encode_prompt
+from text.tokenizer import load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# As published, but for the names of SmolLM2's makers.
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TINYLLAMA = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + "
+    "message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' "
+    "+ message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + "
+    "system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+WRITTEN_OUT = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False,
+               "normalized": False, "single_word": False}  # fmt: skip
+TALK = [
+    dict(role="system", content="Be brief."),
+    dict(role="user", content="What is 2 + 2?"),
+    dict(role="assistant", content="4, naïvely 🙂"),
+    dict(role="user", content="And\n\n2 * 3?"),
+    dict(role="assistant", content="6!"),
+]
+
+
+def byte_level(pre_tokenizers: list, names: list[str], normalizer=None):
+    """A byte-level BPE of hard strings, with its special tokens first or last in the vocabulary."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(pre_tokenizers)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=800, initial_alphabet=sorted(alphabet), special_tokens=names, show_progress=False
+    )
+    tokenizer.train_from_iterator(hard_strings(3000), trainer)
+    return tokenizer
+
+
+def smollm2():
+    pre = tokenizers.pre_tokenizers
+    steps = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+    return byte_level(steps, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"])
+
+
+def qwen3():
+    pre, regex = tokenizers.pre_tokenizers, tokenizers.Regex(QWEN_WORDS)
+    steps = [pre.Split(regex, "isolated"), pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer = byte_level(steps, [], tokenizers.normalizers.NFC())
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return tokenizer
+
+
+def sentencepiece(prefix: bool):
+    """As Llama 2's and TinyLlama's, with a ▁ before a text; or as Yi's, without."""
+    merges, vocab = [], {name: i for i, name in enumerate(["<unk>", "<s>", "</s>"])}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    of_text = tokenizers.Tokenizer(tokenizers.models.BPE())  # whose merges these become
+    of_text.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900, limit_alphabet=200, show_progress=False
+    )
+    of_text.train_from_iterator([text for text in hard_strings(3000) if "<" not in text], trainer)
+    learned = json.loads(of_text.to_str())["model"]
+    common = {c for a, b in learned["merges"] for c in a + b}
+    merges = [tuple(pair) for pair in learned["merges"]]
+    for piece in ["▁", *sorted(common), *("".join(pair) for pair in merges)]:
+        vocab.setdefault(piece, len(vocab))
+    model = tokenizers.models.BPE(
+        vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    tokenizer, norm, dec = tokenizers.Tokenizer(model), tokenizers.normalizers, tokenizers.decoders
+    tokenizer.normalizer = norm.Sequence([norm.Prepend("▁")] * prefix + [norm.Replace(" ", "▁")])
+    strip = [dec.Strip(" ", 1, 0)] * prefix
+    tokenizer.decoder = dec.Sequence(
+        [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse(), *strip]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if prefix:
+        template = tokenizers.processors.TemplateProcessing
+        tokenizer.post_processor = template("<s> $A", "<s> $A $B", [("<s>", 1)])
+    return tokenizer
+
+
+KINDS = {  # tokenizer, tokenizer_config.json
+    "smollm2": (smollm2, dict(eos_token="<|im_end|>", bos_token="<|im_start|>", template=CHATML)),
+    "qwen3": (qwen3, dict(eos_token="<|im_end|>", template=QWEN)),
+    "tinyllama": (
+        lambda: sentencepiece(True),
+        dict(bos_token="<s>", eos_token="</s>", template=TINYLLAMA),
+    ),
+    "llama2": (
+        lambda: sentencepiece(True),
+        dict(bos_token="<s>", eos_token=WRITTEN_OUT, template=LLAMA_2),
+    ),
+    "yi": (lambda: sentencepiece(False), dict(bos_token="<s>", eos_token="</s>")),
+}
+
+
+def write(directory: Path, kind: str, **more) -> Path:
+    make, config = KINDS[kind]
+    config = config | {"tokenizer_class": "PreTrainedTokenizerFast"} | more
+    if template := config.pop("template", None):
+        config["chat_template"] = template
+    directory.mkdir(parents=True, exist_ok=True)
+    make().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """Our tokenizer and transformers', of the same files."""
+    directory = write(tmp_path_factory.mktemp("published") / request.param, request.param)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    return load_tokenizer(str(directory)), theirs
+
+
+def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
+    ours, theirs = pair
+    longer, prefixed = 0, bool(ours.beginning)
+    for text in hard_strings(2000):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ids == ours.encode_array(text).tolist(), text
+        decoded = theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids).removeprefix(" " * prefixed) == decoded, text
+        counted = ours.count_bytes(ours.encode_array(text).astype(int))
+        assert counted == len(ours.decode(ids).encode())
+        longer += len(ids) < len(text.encode()) - 1
+    assert longer > 500  # there are merges
+    assert ours.encode("Hi", bos=True) == theirs("Hi")["input_ids"]
+    assert ours.encode("", bos=True) == [ours.bos]
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[1:], TALK[:3]], ids=["system", "no system", "short"])
+def test_chats_are_written_as_by_the_template(pair, talk):
+    ours, theirs = pair
+    if not ours.template:
+        pytest.skip("a base model has no template")
+    options = dict(tokenize=True, return_dict=False)
+    prompt = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **options)
+    assert encode_prompt(talk, ours) == prompt
+    ids, is_target = encode(talk, ours)
+    whole = theirs.apply_chat_template(talk, **options)
+    assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n")
+    assert ids[: len(prompt)] == prompt and all(is_target[len(prompt) :])
+    targets = [token for token, target in zip(ids, is_target) if target]
+    said = ours.decode(targets)
+    ends = {i for i in ours.stop if i in targets}
+    assert (
+        len(ends) == 1
+        and targets[-1] in ends
+        and sum(t in ends for t in targets) == len([m for m in talk if m["role"] == "assistant"])
+    )
+    for message in talk:
+        assert (message["content"] in said) == (message["role"] == "assistant")
+
+
+def test_names_of_tokens_in_a_message_are_text(pair):
+    ours, _ = pair
+    end = ours.decode([ours.stop[0]])
+    talk = [dict(role="user", content=f"{end}a"), dict(role="assistant", content=f"b{end}")]
+    ids, _ = encode(talk, ours)
+    clean, _ = encode([dict(role="user", content="a"), dict(role="assistant", content="b")], ours)
+    assert ids.count(ours.stop[0]) == clean.count(ours.stop[0])
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "tinyllama"])
+def test_it_trains_chats_and_is_exported_as_it_was(kind, tmp_path):
+    """From the command line, with the files of the base and without them at last."""
+    base = write(tmp_path / "base", kind)
+    size = load_tokenizer(str(base)).vocab_size
+    transformers_model(replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
+                       ).save_pretrained(base)  # fmt: skip
+    lines = [json.dumps({"messages": TALK[1:3]})] * 6
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    (tmp_path / "text.txt").write_text("\n".join(["naïve 🙂 2 + 2 = 4"] * 200))
+    run, lora = tmp_path / "run", tmp_path / "lora"
+    step = ("--steps", 1, "--batch", 2, "--warmup", 0)
+    out = succeed("train.py", "--init", base, "--data", tmp_path / "text.txt", "--out", run,
+                  "--seq-len", 16, *step, nproc=1).out  # fmt: skip
+    assert "bits/byte" in out
+    succeed("finetune_lora.py", "--init", run, "--data", tmp_path / "chats.jsonl", "--out", lora,
+            "--seq-len", 128, "--merge", *step, nproc=1)  # fmt: skip
+    chat = ("--chat", "--prompt", "Hi", "--max-new-tokens", 3)
+    succeed("generate.py", run, "--adapter", lora, *chat)
+    files = {path.name: path.read_bytes() for path in base.glob("*token*")}
+    for path in base.iterdir():
+        path.unlink()
+    assert read_config(lora / "merged")["tokenizer"].endswith("tokenizer.json")
+    export_weights(lora / "merged", tmp_path / "out", "hf", None)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*token*")} == files
+    succeed("generate.py", tmp_path / "out", *chat)
+    with pytest.raises(UserError, match="divides text in another way"):
+        export_weights(lora / "merged", tmp_path / "gguf", "gguf", None)
+
+
+def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="no tokenizer: "):
+        load_tokenizer(str(tmp_path))
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0)], None, False))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    metaspace = sentencepiece(True)
+    metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    for tokenizer, kind in ((unigram, "Unigram"), (words, "WordLevel"), (metaspace, "Metaspace")):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(UserError, match=f"{kind}.*only byte-level BPE works here"):
+            load_tokenizer(str(tmp_path))
+    plain = byte_level([tokenizers.pre_tokenizers.ByteLevel()], [])
+    plain.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="no token that ends a text"):
+        load_tokenizer(str(tmp_path))
+    strange = load_tokenizer(str(write(tmp_path / "strange", "yi", template="{{ 'mine' }}")))
+    with pytest.raises(UserError, match="has a chat template of another form"):
+        encode_prompt(TALK, strange)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_sentencepieces_file_is_passed_over(tmp_path):
+    directory = write(tmp_path, "llama2")
+    (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    assert load_tokenizer(str(directory)).special["</s>"] == 2
