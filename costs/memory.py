@@ -87,7 +87,7 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
         in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
         in_feed_forward += 8 * tokens * max(F / tp, D, config.q_dim / tp)
-    # The norm of q has four copies in float32, when feed-forward and attention have freed theirs.
+    # The norm of q casts two tensors and makes two, after feed-forward and attention freed theirs.
     q = config.qk_norm * (not work.fused) * tokens * config.q_dim * w / tp
     in_norm = q * (8 if w < 4 else 2) - (3 * gate + q) * (not freed_at_once)
     block_backward = recomputed + stream / tp + max(in_feed_forward, in_norm)
