@@ -61,7 +61,7 @@ from files.directories import (
     new_directory,
     open_weights,
     read_config,
-    remove_checkpoint,
+    remove_old,
     save_stored_tensors,
     sync,
     verify,
@@ -247,15 +247,8 @@ class Saver:
         seconds = time.monotonic() - started
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
-        link, new_link = self.out / "best", self.out / ".best"
-        if rank == 0 and best:
-            new_link.unlink(missing_ok=True)
-            new_link.symlink_to(final.name)
-            os.replace(new_link, link)
-        if rank == 0 and self.keep:
-            for old in checkpoints(self.out)[: -self.keep]:
-                if old.name != link.resolve().name:
-                    remove_checkpoint(old)
+        if rank == 0:
+            remove_old(final, self.keep, best)
 
     def _on_every_rank(self, work: Callable) -> list:
         """Return the results of work() on all ranks, when all ranks are done.
@@ -395,13 +388,8 @@ def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) 
     """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
     merged = Merged(stored, adapter, config)
-    write_checkpoint(
-        target,
-        config,
-        merged.weights,
-        tokenizer,
-        dict(init=str(base.resolve()), adapter=adapter.name),
-    )
+    flags = dict(init=str(base.resolve()), adapter=adapter.name)
+    write_checkpoint(target, config, merged.weights, tokenizer, flags)
     print(merged.describe())
 
 

@@ -84,14 +84,17 @@ def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
     else:  # what need not be saved exists in the recomputation all the same
         recomputed += max(0.0, more)
     gate = tokens * F * w / tp  # its gradient exists with that of up, or w2's input's with w2
-    block_backward = recomputed + stream / tp + gate + max(gate, matrix_in_4_bits)
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
-    block_backward += freed_at_once * gate
+    in_feed_forward = gate + max(gate, matrix_in_4_bits) + freed_at_once * gate
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
-        block_backward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
+        in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
-        block_backward += 8 * tokens * max(F / tp, D)
+        in_feed_forward += 8 * tokens * max(F / tp, D, config.q_dim / tp)
+    # The norm of q casts two tensors and makes two, after feed-forward and attention freed theirs.
+    q = config.qk_norm * (not work.fused) * tokens * config.q_dim * w / tp
+    in_norm = q * (8 if w < 4 else 2) - (3 * gate + q) * (not freed_at_once)
+    block_backward = recomputed + stream / tp + max(in_feed_forward, in_norm)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
     logits = loss_bytes(work, output > 0)

@@ -423,6 +423,19 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise
 
 
+def remove_old(newest: Path, keep: int, is_best: bool) -> None:
+    """Let OUT/best link to the newest checkpoint if it is the best so far. With `keep`, remove all
+    but so many of the newest, and the best."""
+    link, new_link = newest.with_name("best"), newest.with_name(".best")
+    if is_best:
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(newest.name)
+        os.replace(new_link, link)
+    for old in checkpoints(newest.parent)[: -keep or 0]:
+        if old.name != link.resolve().name:
+            remove_checkpoint(old)
+
+
 def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, or print a warning where that fails.
 

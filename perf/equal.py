@@ -126,13 +126,14 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def own_part(expected: Tensor, found: Tensor, world: World, batch_size: int) -> Tensor:
     """Return the part of `expected` [B, T, ...] that this rank computes: its rows, its tokens along
-    cp and, unless `found` was gathered over tp and has them all, its features."""
+    cp and, unless `found` was gathered over tp and has them all, its features or heads."""
     rows = batch_size // world.data_size
     part = expected[world.data_rank * rows : (world.data_rank + 1) * rows]
     if world.cp_mesh is not None:
         part = own_tokens(part, world.cp_mesh.get_local_rank(), world.parallel.cp)
-    if part.shape != found.shape:
-        part = chunk_of(part, world.mesh["tp"], 0, part.ndim - 1)
+    for dim, (n, own) in enumerate(zip(part.shape, found.shape)):
+        if n != own and dim > 1:
+            part = chunk_of(part, world.mesh["tp"], 0, dim)
     return part
 
 
