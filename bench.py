@@ -266,6 +266,13 @@ def check_adamw(args: argparse.Namespace) -> None:
         raise UserError("this command measures AdamW: leave out --optimizer muon")
 
 
+def check_same_step(args: argparse.Namespace) -> None:
+    if args.dp == "diloco":
+        raise UserError(
+            "--dp diloco is another training, which this command does not know: --dp hsdp"
+        )
+
+
 def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
     if not args.lora and (args.dora or args.base_bits == 4):
@@ -344,6 +351,7 @@ def step_lora(args: argparse.Namespace) -> str:
 
 
 def equal(args: argparse.Namespace) -> str:
+    check_same_step(args)
     args.out, args.resume = args.out or Path("out"), True  # nothing is written
     args.dtype, args.compile, args.float8 = "float64", False, "none"
     args.offload = args.offload_activations = False
@@ -359,6 +367,7 @@ def equal(args: argparse.Namespace) -> str:
 
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
+    check_same_step(args)
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
         report = read_measurement(args.measured)

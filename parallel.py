@@ -50,18 +50,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-    PrepareModuleInput,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import widest_float
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
-from techniques import async_tp, offload, optimizers, pipeline
+from techniques import async_tp, diloco, offload, optimizers, pipeline
 from techniques.chunked_loss import chunked_loss
 from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
@@ -103,12 +99,15 @@ class ParallelConfig:
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
     float8: str = "none"  # or one of techniques/float8.py's RECIPES
     async_tp: bool = False  # tensor parallelism overlaps its collectives with matrix products
+    every: int = 50  # steps between DiLoCo's outer steps, which are Nesterov's SGD with:
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self):
         strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
         if self.tp * self.pp > 1 and strategy and not strategy.splits_layers:
             raise UserError(f"--dp {self.dp} does not combine with {flag}: use --dp fsdp")
-        for technique in (pipeline, offload, optimizers):
+        for technique in (pipeline, offload, optimizers, diloco):
             technique.check_combination(self)
 
     @property
@@ -217,6 +216,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
             parallel.strategy.apply(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
+    diloco.keep_outer_copy(model, parallel)
     if parallel.pp > 1:
         return pipeline.Pipeline(model, stages, world, partial(gradient_sync, parallel))
     if parallel.strategy.uses_fsdp or world.size == 1:
@@ -301,10 +301,10 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     parallel = world.parallel
     check_shardable(model, parallel.reshard)
     bf16 = parallel.dtype == torch.bfloat16
-    dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
+    across = ("replicate",) * (parallel.replicate > 1 and not parallel.strategy.apart)
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
-        mesh=world.mesh[dims],
+        mesh=world.mesh[(*across, "shard")],
         mp_policy=MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
@@ -331,6 +331,7 @@ class Strategy:
     grads_in_buckets: bool = False  # gradients are views of DDP's buckets
     automatic: bool = True  # --dp auto may choose it
     splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
+    apart: bool = False  # replicas train by themselves, so that a step is not the others'
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
         """Return the number of ranks along shard, of `data_ranks` ranks of data parallelism,
@@ -346,6 +347,7 @@ STRATEGIES = {
     "zero1": Strategy(ZeRO1, "rank", UPDATES, automatic=False, splits_layers=False),
     "hsdp": Strategy(fsdp, "node", sharded=EVERYTHING, uses_fsdp=True),
     "fsdp": Strategy(fsdp, "world", sharded=EVERYTHING, uses_fsdp=True),
+    "diloco": Strategy(fsdp, "node", EVERYTHING, uses_fsdp=True, automatic=False, apart=True),
 }
 
 

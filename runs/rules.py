@@ -15,7 +15,15 @@ from parallel import STRATEGIES, ParallelConfig, Strategy
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from runs.flags import MODEL_SIZES
-from techniques import async_tp, context_parallel, float8, optimizers, parallel_layers, pipeline
+from techniques import (
+    async_tp,
+    context_parallel,
+    diloco,
+    float8,
+    optimizers,
+    parallel_layers,
+    pipeline,
+)
 from techniques.nf4 import check_blocks
 from techniques.schedules import STAGES
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -116,6 +124,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
     check_work(work)
     if getattr(args, "base_bits", 16) == 4:
         check_blocks(config, args.tp)
+    check_meetings(args)
     if args.steps in args.skip_steps:
         raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
     if checkpoints(args.out) and not args.resume:
@@ -124,9 +133,26 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
         )
 
 
+def check_meetings(args: argparse.Namespace) -> None:
+    """Raise UserError unless replicas that train by themselves meet before each evaluation and at
+    the end, so that the weights are the same on all of them."""
+    if args.dp != "diloco":
+        for flag in ("every", "outer_lr", "outer_momentum"):
+            if getattr(args, flag) is not None:
+                raise UserError(f"--{flag.replace('_', '-')} is for --dp diloco")
+        return
+    every = args.every or ParallelConfig.every
+    for flag in ("steps", "eval_every"):
+        if rest := getattr(args, flag) % every:
+            shown, multiple = flag.replace("_", "-"), getattr(args, flag) - rest + every
+            raise UserError(
+                f"--{shown} must be a multiple of --every {every}: use --{shown} {multiple}"
+            )
+
+
 def check_work(work: Work) -> None:
     """Raise UserError for a step that a technique cannot do."""
-    for technique in (context_parallel, async_tp, pipeline, float8, optimizers):
+    for technique in (context_parallel, async_tp, pipeline, float8, optimizers, diloco):
         technique.check(work)
 
 
