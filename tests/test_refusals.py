@@ -59,7 +59,7 @@ REFUSALS = """
 2 | train --dp zero1 --pp 2 | --dp zero1 does not combine with --pp ... --dp fsdp
 2 | train --dp diloco --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
 2 | train --dp diloco --optimizer muon | --dp diloco trains by AdamW: give --optimizer adamw
-2 | train --dp diloco --optimizer adamw --every 2 | --steps must be a multiple of --every 2: use --steps 6
+2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
 2 | train --dp hsdp --every 2 | --every is for --dp diloco
 2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
 2 | train --cp 3 | --cp 3 must divide the 2 ranks
