@@ -15,15 +15,7 @@ from parallel import STRATEGIES, ParallelConfig, Strategy
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from runs.flags import MODEL_SIZES
-from techniques import (
-    async_tp,
-    context_parallel,
-    diloco,
-    float8,
-    optimizers,
-    parallel_layers,
-    pipeline,
-)
+from techniques import async_tp, context_parallel, float8, optimizers, parallel_layers, pipeline
 from techniques.nf4 import check_blocks
 from techniques.schedules import STAGES
 from text.tokenizer import DEFAULT_TOKENIZER
@@ -141,18 +133,18 @@ def check_meetings(args: argparse.Namespace) -> None:
             if getattr(args, flag) is not None:
                 raise UserError(f"--{flag.replace('_', '-')} is for --dp diloco")
         return
+    if "targets" in args:  # LoRA's
+        raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
     every = args.every or ParallelConfig.every
-    for flag in ("steps", "eval_every"):
-        if rest := getattr(args, flag) % every:
-            shown, multiple = flag.replace("_", "-"), getattr(args, flag) - rest + every
-            raise UserError(
-                f"--{shown} must be a multiple of --every {every}: use --{shown} {multiple}"
-            )
+    for flag, given in (("--steps", args.steps), ("--eval-every", args.eval_every)):
+        if given % every:
+            multiple = math.ceil(given / every) * every
+            raise UserError(f"{flag} must be a multiple of --every {every}: use {flag} {multiple}")
 
 
 def check_work(work: Work) -> None:
     """Raise UserError for a step that a technique cannot do."""
-    for technique in (context_parallel, async_tp, pipeline, float8, optimizers, diloco):
+    for technique in (context_parallel, async_tp, pipeline, float8, optimizers):
         technique.check(work)
 
 

@@ -34,22 +34,12 @@ def check_combination(parallel) -> None:
     """Raise UserError for a ParallelConfig with which DiLoCo does not combine."""
     if parallel.dp != "diloco":
         return
-    for flag, given in {
-        "--pp": parallel.pp > 1,
-        "--cp": parallel.cp > 1,
-        "--offload": parallel.offload,
-    }.items():
-        if given:
+    others = {"--pp": parallel.pp > 1, "--cp": parallel.cp > 1, "--offload": parallel.offload}
+    for flag, is_given in others.items():
+        if is_given:
             raise UserError(f"--dp diloco does not combine with {flag}: use --dp hsdp")
     if parallel.optimizer == "muon":
         raise UserError("--dp diloco trains by AdamW: give --optimizer adamw")
-
-
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) of which DiLoCo would not train all parameters."""
-    frozen = not all(parameter.requires_grad for parameter in work.model.parameters())
-    if work.parallel.dp == "diloco" and frozen:
-        raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
 
 
 def keep_outer_copy(model: nn.Module, parallel) -> None:

@@ -126,7 +126,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "the drift itself.": plus(W, drift, -LR),
         "The ranks' own weights stayed as they were: all go on from the outer copy.": local,
     }
-    yield compare.tensors("first meeting", first, expected, mistakes, "those of the outer step")
+    yield compare.tensors("weights", first, expected, mistakes, "those of the outer step")
 
     changed = any(any(of_rank) for of_rank in results["changed"])
     yield Property(
@@ -152,7 +152,7 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         ),
     }
     right = nesterov(expected, again, plus(again, drift, MOMENTUM))
-    yield compare.tensors("second meeting", second, right, mistakes, "those of the outer step")
+    yield compare.tensors("weights again", second, right, mistakes, "those of the outer step")
     copies = [of_rank[-1] for of_rank in results["outer"]]
     yield compare.tensors("outer copy", copies, right, (), "the weights after the second meeting")
     nbytes = sum(weight.nbytes for weight in W.values())
@@ -163,7 +163,6 @@ def properties(results: dict[str, list], size: int, seed: int) -> Iterator[Prope
         "{:,}; weights have {:,}",
         {
             0: "Nothing was sent.",
-            2 * nbytes: "This is twice what is needed: the drift is all that travels.",
-            3 * nbytes: "The optimizer's moments travel, too, twice the bytes of the weights.",
+            size * nbytes: f"{compare.ALL_GATHERED} An all-reduce puts out one sum.",
         },
     )
