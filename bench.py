@@ -16,6 +16,8 @@ torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             first differs
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
+python bench.py drill --kills 20 --nproc-per-node 2 [flags of train.py]
+                            train, kill ranks and resume: the weights, what failures cost
 python bench.py gpu --out gpu.json
                             all that one GPU can tell, for nine minutes at a time
 """
@@ -24,6 +26,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -43,6 +46,7 @@ from model import PRESETS
 from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
+from perf.drill import measure_drill
 from perf.equal import measure_equality
 from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
@@ -187,6 +191,11 @@ def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
                         help="run in small, on a CPU; nothing that is measured means anything")
 
 
+def add_drill_flags(parser: argparse.ArgumentParser) -> None:
+    add_integers(parser, kills=(20, "failures"), nproc_per_node=(2, "processes of the training"))
+    add_pretraining_flags(parser)
+
+
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     add_integers(parser, gpus=(8, "GPUs of the whole cluster"), per_node=(8, "GPUs of a node"),
@@ -264,6 +273,13 @@ def batch_sizes(text: str) -> tuple[int, int]:
 def check_adamw(args: argparse.Namespace) -> None:
     if args.optimizer == "muon":
         raise UserError("this command measures AdamW: leave out --optimizer muon")
+
+
+def check_same_step(args: argparse.Namespace) -> None:
+    if args.dp == "diloco":
+        raise UserError(
+            "--dp diloco is another training, which this command does not know: --dp hsdp"
+        )
 
 
 def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
@@ -344,6 +360,7 @@ def step_lora(args: argparse.Namespace) -> str:
 
 
 def equal(args: argparse.Namespace) -> str:
+    check_same_step(args)
     args.out, args.resume = args.out or Path("out"), True  # nothing is written
     args.dtype, args.compile, args.float8 = "float64", False, "none"
     args.offload = args.offload_activations = False
@@ -357,8 +374,21 @@ def equal(args: argparse.Namespace) -> str:
     return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
 
 
+def drill(args: argparse.Namespace) -> str:
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--kills", "--nproc-per-node", "--out"):
+        own.add_argument(flag)
+    _, given = own.parse_known_args(sys.argv[2:])  # the flags of train.py, but for --out
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(Path(train.__file__))
+    command = [*torchrun, f"--nproc-per-node={args.nproc_per_node}", script, *given]
+    out, save_every = args.out or Path("out/drill"), args.save_every or args.steps
+    return measure_drill(command, out, args.kills, save_every, args.seed)
+
+
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
+    check_same_step(args)
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
         report = read_measurement(args.measured)
@@ -402,6 +432,7 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
+    "drill": (add_drill_flags, drill),
     "gpu": (
         add_gpu_flags,
         lambda args: measure_gpu(args.out, args.parts, args.docs, args.rehearse),

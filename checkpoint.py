@@ -75,6 +75,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
+from techniques.diloco import named_for_checkpoint
 from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
@@ -148,16 +149,17 @@ class Saver:
         if not state:
             warning = f"warning: {kind} has no state, so checkpoints hold none"
             print_rank_zero(warning, file=sys.stderr)
-        mine = [{name: t.nbytes for name, t in named.items()} for named in (weights, state)]
-        of_ranks = self._on_every_rank(lambda: mine)
-        names = {(" ".join(weights), " ".join(state)) for weights, state in of_ranks}
+        tensors = named_for_checkpoint(self.model, weights, state)
+        mine = [{name: t.nbytes for name, t in named.items()} for named in tensors]
+        of_ranks = self._on_every_rank(lambda: (" ".join(state), *mine))
+        names = {(" ".join(weights), state) for state, weights, _ in of_ranks}
         if len({weights for weights, _ in names}) < len(names):
             raise UserError(
                 f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
                 f"DTensors, of which each rank holds a shard"
             )
         sizes, self.holders = {}, defaultdict(list)  # name -> bytes, name -> ranks that hold it
-        for rank, (weights, state) in enumerate(of_ranks):
+        for rank, (_, weights, state) in enumerate(of_ranks):
             sizes |= weights | state
             for name in weights | state:
                 self.holders[name].append(rank)
@@ -190,13 +192,14 @@ class Saver:
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        tensors = {"optimizer": self._written_by_this_rank(optimizer_state(self.optimizer))}
-        factors = {}
+        named = _weights(self.model), optimizer_state(self.optimizer)
+        weights, state = named_for_checkpoint(self.model, *named)
+        tensors, factors = {"optimizer": self._written_by_this_rank(state)}, {}
         if self.lora:
             first = {ranks[0] for ranks in self.holders.values()}
             factors = gather_adapters(self.model, sorted(first), self.group)
         else:
-            tensors["weights"] = self._written_by_this_rank(_weights(self.model))
+            tensors["weights"] = self._written_by_this_rank(weights)
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
@@ -244,8 +247,7 @@ class Saver:
                 f"cannot save {final}: {failure_reason(error)}; {free:,.1f} GB are free there. "
                 f"The last checkpoint is {last}: make room, and --resume goes on from it"
             )
-        seconds = time.monotonic() - started
-        saved = f"saved {final}: {self.size / 1e9:.3g} GB in {seconds:.1f} s"
+        saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
         if rank == 0:
             remove_old(final, self.keep, best)
@@ -325,9 +327,10 @@ def resume(
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
-    else:
-        load_tensors(_weights(model), directory / "weights")
-    load_tensors(optimizer_state(optimizer), directory / "optimizer")
+    weights, state = named_for_checkpoint(model, _weights(model), optimizer_state(optimizer))
+    if not lora:
+        load_tensors(weights, directory / "weights")
+    load_tensors(state, directory / "optimizer")
     return metadata["step"]
 
 

@@ -6,8 +6,7 @@ r"""Split one training over many processes: mesh, DDP, FSDP, HSDP, tensor parall
              --master-addr HOST train.py                   two nodes; on the second: --node-rank 1
 
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
-A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out. Each technique
-here is one page, and those of techniques/ one file; `parallelize` puts them together.
+A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out.
 
 Ranks form a mesh of four dimensions, and each technique works along some of them:
 
@@ -57,7 +56,7 @@ from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import widest_float
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
-from techniques import async_tp, offload, optimizers, pipeline
+from techniques import async_tp, diloco, offload, optimizers, pipeline
 from techniques.chunked_loss import chunked_loss
 from techniques.float8 import use_float8
 from techniques.nf4 import check_shardable
@@ -100,12 +99,15 @@ class ParallelConfig:
     cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
     float8: str = "none"  # or one of techniques/float8.py's RECIPES
     async_tp: bool = False  # tensor parallelism overlaps its collectives with matrix products
+    every: int = 50  # steps between DiLoCo's outer steps, which are Nesterov's SGD with:
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self):
         strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
         if self.tp * self.pp > 1 and strategy and not strategy.splits_layers:
             raise UserError(f"--dp {self.dp} does not combine with {flag}: use --dp fsdp")
-        for technique in (pipeline, offload, optimizers):
+        for technique in (pipeline, offload, optimizers, diloco):
             technique.check_combination(self)
 
     @property
@@ -190,8 +192,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel, model.world = world.parallel, world  # whose ranks share Muon's work
-    # rank, ranks and stages of a rank, along pp
-    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank
+    place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # along pp
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
@@ -214,6 +215,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
             parallel.strategy.apply(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
+    diloco.keep_outer_copy(model, parallel)
     if parallel.pp > 1:
         return pipeline.Pipeline(model, stages, world, partial(gradient_sync, parallel))
     trains = any(parameter.requires_grad for parameter in model.parameters())
@@ -254,8 +256,7 @@ def ddp(model: Llama, world: World) -> nn.Module:
     25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
-    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks.
-    With --tp or --pp, `fsdp` with shard = 1 takes its place (ParallelConfig.strategy)."""
+    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -280,7 +281,6 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     again in backward, except embedding, last norm and output, which stay unsharded. A step:
     reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
     1.5 times what DDP sends. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
-    (Slices are padded to equal size: costs/traffic.py counts the padding.)
 
     With several microbatches a step, `reshard` says what is sharded again after each use:
         none      nothing: one all-gather of the weights and one reduce-scatter of the gradients a
@@ -294,15 +294,14 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
     all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits
     (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
-    labs/fsdp shards one matrix by hand, labs/lora a model with adapters.
-    """
+    labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     check_shardable(model, parallel.reshard)
     bf16 = parallel.dtype == torch.bfloat16
-    dims = ("replicate", "shard") if parallel.replicate > 1 else ("shard",)
+    across = ("replicate",) * (parallel.replicate > 1 and not parallel.strategy.apart)
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
-        mesh=world.mesh[dims],
+        mesh=world.mesh[(*across, "shard")],
         mp_policy=MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bf16 else None,
             reduce_dtype=torch.float32 if bf16 else None,
@@ -329,10 +328,10 @@ class Strategy:
     grads_in_buckets: bool = False  # gradients are views of DDP's buckets
     automatic: bool = True  # --dp auto may choose it
     splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
+    apart: bool = False  # replicas train by themselves, so that a step is not the others'
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
-        """Return the number of ranks along shard, of `data_ranks` ranks of data parallelism,
-        `in_node` of which lie in one node."""
+        """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
 
 
@@ -344,6 +343,7 @@ STRATEGIES = {
     "zero1": Strategy(ZeRO1, "rank", UPDATES, automatic=False, splits_layers=False),
     "hsdp": Strategy(fsdp, "node", sharded=EVERYTHING, uses_fsdp=True),
     "fsdp": Strategy(fsdp, "world", sharded=EVERYTHING, uses_fsdp=True),
+    "diloco": Strategy(fsdp, "node", EVERYTHING, uses_fsdp=True, automatic=False, apart=True),
 }
 
 

@@ -45,6 +45,7 @@ from runs import records
 from runs.flags import add_pretraining_flags
 from runs.records import Totals
 from runs.setup import Job, build, prepare_pretraining, resume, setup
+from techniques import diloco
 from techniques.context_parallel import share_sequences
 from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.pipeline import Pipeline
@@ -136,26 +137,30 @@ def update(
     tokens = (batch.targets != IGNORE).sum()
     squared_norm = local_squared_norm(parameters, world.size)
     rows = world.all_gather_scalars([loss, tokens, batch.text_bytes, squared_norm, bool(stop)])
-    loss, tokens, text_bytes, squared_norm, stops = rows.sum(0)
+    loss, tokens, text_bytes, _, stops = rows.sum(0)
     tp, pp = world.parallel.tp, world.parallel.pp
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
     # DDP and FSDP have divided the gradients by the number of data ranks; here we want the sum.
-    scale = world.parallel.replicate * world.parallel.shard / tokens
-    norm = squared_norm.sqrt() * scale
+    # DiLoCo's replicas each have gradients, targets and a norm of their own; else there is one.
+    n, own = diloco.replicas_apart(world)
+    replicas = rows.view(n, -1, rows.shape[1])
+    scales = replicas.shape[1] / replicas[..., 1].sum(1)
+    norms = replicas[..., 3].sum(1).sqrt() * scales
     if clip:
-        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
+        scales = scales * (clip / (norms + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     shards = [to_local(parameter.grad) for parameter in parameters]
-    torch._foreach_mul_(shards, scale.to(shards[0]))
+    torch._foreach_mul_(shards, scales[own].to(shards[0]))
 
     # The only point where the host waits for the device: what is not finite must not be used.
-    results = torch.stack([loss, tokens, text_bytes, norm, stops])
+    results = torch.stack([loss, tokens, text_bytes, norms.mean(), stops])
     loss, tokens, text_bytes, norm, stops = results.tolist()
     if not math.isfinite(loss + norm):
         raise UserError(records.describe_not_finite(step, rows[:, 0]))
     optimizer.step()
     zero_gradients(optimizer, world)
+    diloco.outer_step(parameters, world, step)
     return Totals(loss, round(tokens), round(text_bytes), norm, stops > 0)
 
 

@@ -217,6 +217,7 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     elements = {kind: trainable_elements(model, parallel, kind) for kind in EVERYTHING}
     _, _, tensors = _trained_parts(model)
     optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
+    optimizer += elements["optimizer"] * 2 * g * parallel.strategy.apart  # DiLoCo's outer state
     if parallel.optimizer == "muon":  # one momentum for each of these, and no count
         for batch in batches_of_muon(model, parallel):
             optimizer -= sum(own * moment + 4 for _, own in batch)

@@ -123,7 +123,9 @@ def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
     requested = work.parallel
     room = process.minimum(usable_memory(process.device, process.per_node))
-    choices = {f"--dp {dp}": dict(dp=dp, reshard="auto") for dp in STRATEGIES}
+    choices = {
+        f"--dp {dp}": dict(dp=dp, reshard="auto") for dp, s in STRATEGIES.items() if not s.apart
+    }
     for reshard in ("none", "adapters"):
         choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
     parts = []
@@ -362,7 +364,7 @@ def data_parallel_choices(data_ranks: int, of_copy: int) -> Iterator[tuple[str, 
     HSDP's shard size may be any divisor of the ranks, not only the ranks of a node. A strategy that
     would be another one on these ranks is left out."""
     for dp, strategy in STRATEGIES.items():
-        if of_copy > 1 and not strategy.splits_layers:
+        if strategy.apart or (of_copy > 1 and not strategy.splits_layers):
             continue
         for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
             sizes = {"replicate": data_ranks // shard, "shard": shard}

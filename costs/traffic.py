@@ -88,6 +88,17 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
     return {key: (calls[key], payload[key]) for key in calls}
 
 
+def predict_outer_traffic(work: Work) -> Traffic:
+    """Return the collectives of DiLoCo's outer step; {} for other strategies."""
+    parallel = work.parallel
+    if not parallel.strategy.apart or parallel.replicate == 1:
+        return {}
+    (_, root), (_, block) = sizes_of(work.model, parallel, parallel.shard).values()
+    elements = (root + len(work.model.layers) * block) // parallel.shard
+    calls = len(list(work.model.parameters()))
+    return {("replicate", "all-reduce"): (calls, elements * parallel.grad_bytes)}
+
+
 # What follows yields (mesh dimension, collective, calls, payload bytes of a call).
 
 
@@ -120,7 +131,8 @@ def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator
         gathered = trainable * w + (0 if reshard == "adapters" else frozen_bytes)
         yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered
         yield "shard", "reduce-scatter", n * (m if reshard == "all" else 1), trainable * g
-        yield "replicate", "all-reduce", n, trainable // parallel.shard * g
+        if not parallel.strategy.apart:
+            yield "replicate", "all-reduce", n, trainable // parallel.shard * g
 
 
 TRAFFIC = {ddp: _ddp, ZeRO1: _zero1, fsdp: _fsdp}  # keys are the values of Strategy.apply

@@ -48,8 +48,8 @@ from plumbing.processes import UserError, run
 
 # In the order of teaching.
 ORDER = """
-ring mean ddp accumulate buckets zero1 fsdp bytes hsdp tp logits context pipeline recompute memory
-lora float8 nf4 hang resume
+ring mean ddp accumulate buckets zero1 fsdp bytes hsdp rarely tp logits context pipeline recompute
+memory lora float8 nf4 hang resume
 """.split()
 NAMES = sorted(
     (path.parent.name for path in LABS.glob("*/check.py")),

@@ -123,8 +123,15 @@ def add_parallel_flags(parser: argparse.ArgumentParser, about: str | None = None
                           help="data parallelism: which state each rank holds a shard of "
                                "(default: auto, by what fits in memory)")
     parallel.add_argument("--shard", type=positive_int,
-                          help="ranks that share one copy of the model with --dp hsdp (default: "
-                               "the ranks of a node)")
+                          help="ranks that share one copy of the model with --dp hsdp or diloco "
+                               "(default: the ranks of a node)")
+    parallel.add_argument("--every", type=positive_int,
+                          help=f"with --dp diloco: steps between two exchanges of the replicas "
+                               f"(default: {ParallelConfig.every})")
+    for name, what in (("lr", "learning rate"), ("momentum", "Nesterov momentum")):
+        parallel.add_argument(f"--outer-{name}", type=nonnegative_float,
+                              help=f"with --dp diloco: {what} of the step at an exchange "
+                                   f"(default: {getattr(ParallelConfig, f'outer_{name}')})")
     parallel.add_argument("--tp", type=positive_int, default=1,
                           help="tensor parallelism: ranks that share every matrix product and see "
                                "the same sequences (default: %(default)s)")

@@ -13,7 +13,7 @@ from torch import nn
 import checkpoint
 from costs.memory import prediction_caveat
 from costs.search import choose_parallel, usable_memory, what_would_fit
-from costs.traffic import describe_traffic, predict_traffic
+from costs.traffic import describe_traffic, predict_outer_traffic, predict_traffic
 from costs.work import Work
 from data import Windows, open_windows
 from files.directories import newest_undamaged
@@ -180,6 +180,9 @@ def build(
         print_rank_zero(records.describe_mesh(world, work.microbatches))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
+        if outer := predict_outer_traffic(work):
+            sent = describe_traffic(outer, parallel)
+            print_rank_zero(f"every {parallel.every} steps, also {sent}")
         print_rank_zero(prediction_caveat(job.whole))
     print_rank_zero(generation_caveat(job.whole.config))
     print_rank_zero(layers_caveat(job.whole, parallel.float8))

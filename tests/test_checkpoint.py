@@ -147,7 +147,7 @@ def test_state_that_differs_between_ranks_is_refused(tmp_path, monkeypatch):
     model, optimizer = trained()
 
     def on_two_ranks(self, work):  # the other has the same weights, and no state
-        return [work(), [work()[0], {}]]
+        return [work(), ("", work()[1], {})]
 
     monkeypatch.setattr(checkpoint.Saver, "_on_every_rank", on_two_ranks)
     with pytest.raises(UserError, match="ranks hold the state of different parameters"):

@@ -71,8 +71,8 @@ FAULTS = {
         ("other if place.is_shard(1) else place", "place"),
     ],
     "train": [
-        ("world.parallel.replicate * world.parallel.shard / tokens", "world.data_size / tokens"),
-        ("norm = squared_norm.sqrt() * scale", "norm = rows[world.rank, 3].sqrt() * scale"),
+        ("replicas.shape[1] / replicas", "world.data_size / replicas"),
+        ("replicas[..., 3].sum(1).sqrt()", "replicas[:, world.rank, 3].sqrt()"),
         ("loss = loss / tp  #", "loss = loss * 1  #"),
     ],
 }  # fmt: skip

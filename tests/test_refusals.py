@@ -61,6 +61,11 @@ REFUSALS = """
 2 | train --dp hsdp --shard 3 | --shard 3 ... 2 ranks
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp zero1 --pp 2 | --dp zero1 does not combine with --pp ... --dp fsdp
+2 | train --dp diloco --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
+2 | train --dp diloco --optimizer muon | --dp diloco trains by AdamW: give --optimizer adamw
+2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
+2 | train --dp hsdp --every 2 | --every is for --dp diloco
+2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
 2 | train --cp 3 | --cp 3 must divide the 2 ranks
 2 | train --cp 2 --tp 2 | --cp 2 must divide the 1 ranks ... --tp 2
 2 | train --cp 2 --seq-len 30 | --seq-len 30 ... the 4 chunks of --cp 2 ... use --seq-len 32
@@ -142,7 +147,8 @@ REFUSALS = """
 1 | bench.py speed | 'speed' ... choose from
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
 1 | step --plot x.svg | --plot draws a pipeline: give --pp 2
-1 | step --shard 2 | --shard 2 is for --dp hsdp
+1 | step --shard 2 | --shard 2 is for --dp hsdp or --dp diloco
+1 | bench.py plan --dp diloco | --dp diloco is another training
 1 | step --repeats 0 | expected an integer of at least 1
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3

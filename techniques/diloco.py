@@ -1,0 +1,92 @@
+"""DiLoCo: replicas train by themselves and meet rarely (Douillard et al. 2023, arXiv:2311.08105).
+
+    outer copy W, equal everywhere          what travels: the drift, once in H steps
+
+            +-- step -- step -- .. -- step --> w0 -- W - w0 --+
+    W = w --|             H steps                             |-- mean --> Nesterov --> new W = w
+            +-- step -- step -- .. -- step --> w1 -- W - w1 --+
+
+Replicas lie along replicate, by default one a node as HSDP's; each has its own weights w, optimizer
+and clipped norm, and divides its gradient by its own targets. Within it FSDP shards. After each
+--every H steps the mean of the drifts W - w is the gradient of an outer step, Nesterov's SGD on W,
+and all go on from the new W. Replicas count alike, also where one had more targets. With H = 1,
+plain SGD within and --outer-lr 1 --outer-momentum 0 it is DDP, if replicas have equal targets.
+
+State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded as w.
+Communication over replicate, every H steps: all-reduce of P g / shard bytes, a call a parameter.
+Over shard, every step: as FSDP.
+Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
+optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too,
+with as many replicas. A step of --skip-steps that ends H steps has no outer step.
+Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
+training than all other strategies, and its loss is worse for the same tokens.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plumbing.processes import UserError
+from plumbing.shards import to_local
+
+
+def check_combination(parallel) -> None:
+    """Raise UserError for a ParallelConfig with which DiLoCo does not combine."""
+    if parallel.dp != "diloco":
+        return
+    others = {"--pp": parallel.pp > 1, "--cp": parallel.cp > 1, "--offload": parallel.offload}
+    for flag, is_given in others.items():
+        if is_given:
+            raise UserError(f"--dp diloco does not combine with {flag}: use --dp hsdp")
+    if parallel.optimizer == "muon":
+        raise UserError("--dp diloco trains by AdamW: give --optimizer adamw")
+
+
+def keep_outer_copy(model: nn.Module, parallel) -> None:
+    """Give each parameter of an initialized model its outer copy, and the outer momentum."""
+    if parallel.strategy.apart:
+        for parameter in model.parameters():
+            parameter.outer = parameter.detach().clone()
+            parameter.outer_momentum = torch.zeros_like(parameter.outer)
+
+
+def replicas_apart(world) -> tuple[int, int]:
+    """Return the number of replicas that train by themselves, and which is this rank's: without
+    DiLoCo all ranks train together, and are number 0 of 1."""
+    if not world.parallel.strategy.apart:
+        return 1, 0
+    return world.parallel.replicate, world.mesh.get_local_rank("replicate")
+
+
+@torch.no_grad()
+def outer_step(parameters: list[Tensor], world, step: int) -> None:
+    """After every H-th step, take the outer step; all ranks call it (labs/rarely writes it)."""
+    parallel = world.parallel
+    if not parallel.strategy.apart or step % parallel.every:
+        return
+    lr, momentum = parallel.outer_lr, parallel.outer_momentum
+    for parameter in parameters:
+        local = to_local(parameter)
+        outer, sums = to_local(parameter.outer), to_local(parameter.outer_momentum)
+        drift = outer - local
+        if parallel.replicate > 1:
+            dist.all_reduce(drift, group=world.mesh.get_group("replicate"))
+        drift /= parallel.replicate
+        sums.mul_(momentum).add_(drift)
+        outer.sub_(drift.add_(sums, alpha=momentum), alpha=lr)
+        local.copy_(outer)
+
+
+def named_for_checkpoint(
+    model: nn.Module, weights: dict[str, Tensor], state: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights and optimizer state by the names that a checkpoint gives them. With DiLoCo its
+    weights are the outer copy, and what is a replica's own becomes NAME.replica-R."""
+    world = getattr(model, "world", None)
+    if not world or not world.parallel.strategy.apart:
+        return weights, state
+    (_, replica), named = replicas_apart(world), dict(model.named_parameters())
+    own = {f"{name}.local": tensor for name, tensor in weights.items()} | state
+    own = {f"{name}.replica-{replica}": tensor for name, tensor in own.items()}
+    momenta = {f"{name}.outer_momentum": named[name].outer_momentum for name in weights}
+    return {name: named[name].outer for name in weights}, momenta | own

@@ -1,0 +1,146 @@
+"""DiLoCo: equal to DDP where it should be, else to plain PyTorch; counted, saved and resumed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import launch, metrics, refused, succeed
+from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw
+from test_train import flags
+from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
+
+from checkpoint import load_pretrained
+from costs.memory import predict_memory
+from costs.work import Work
+from model import IGNORE, LlamaConfig
+from parallel import ParallelConfig
+from perf.instruments import build_on_meta
+
+EVERY, STEPS = 3, 6
+OUTER = dict(outer_lr=0.7, outer_momentum=0.9)
+ALONE = dict(dp="diloco", every=EVERY, **OUTER)
+AS_DDP = dict(dp="diloco", every=1, outer_lr=1.0, outer_momentum=0.0)
+SGD = dict(sgd=0.5, clip=0.0, full=True, steps=4)
+CONFIG = FOUR_HEADS | TIED
+CASES = {  # of two ranks, of four
+    2: {
+        "ddp": case(CONFIG, **AS_DDP | dict(dp="ddp", replicate=2)) | SGD,
+        "as ddp": case(CONFIG, **AS_DDP, replicate=2) | SGD,
+        "apart": case(CONFIG, 2, **ALONE, replicate=2) | dict(steps=STEPS),
+    },
+    4: {
+        "shards": case(CONFIG, 2, **ALONE, replicate=2, shard=2) | dict(steps=STEPS),
+        "tp": case(FOUR_HEADS, 2, **ALONE, replicate=2, tp=2) | dict(steps=STEPS),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request, tmp_path_factory):
+    directory, nproc = tmp_path_factory.mktemp("apart"), request.param
+    given, results = directory / "cases.json", directory / "results.pt"
+    given.write_text(json.dumps(list(CASES[nproc].values())))
+    succeed("tests/workers/apart.py", given, results, nproc=nproc, timeout=300)
+    return nproc, dict(zip(CASES[nproc], torch.load(results, weights_only=False), strict=True))
+
+
+def plain_diloco(config: dict, replicas: int = 2) -> dict:
+    """Train replicas one after another in plain PyTorch; return what assert_same compares."""
+    batch, outer, rows, first_gradients = batch_of(False), None, [], None
+    models, steps = [], []
+    for _ in range(replicas):
+        model = build(config, None).double()
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        initialize(model)
+        models.append(model)
+        steps.append(plain_adamw(dict(model.named_parameters()), 1e-2))
+    outer = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    first = {name: p.detach().clone() for name, p in outer.items()}
+    nesterov = torch.optim.SGD(outer.values(), OUTER["outer_lr"], OUTER["outer_momentum"],
+                               nesterov=True)  # fmt: skip
+    for step in range(1, STEPS + 1):
+        loss, norms, parts = 0.0, [], (slice(i, i + BATCH // 2) for i in (0, BATCH // 2))
+        for model, adamw, part in zip(models, steps, parts):
+            targets = batch.targets[part]
+            logits = model(batch.tokens[part])
+            mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+            mean.backward()
+            loss += mean.item() * (targets != IGNORE).sum().item()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            adamw()
+            model.zero_grad()
+        first_gradients = first_gradients or gradients  # of the last replica, as the worker's
+        targets = (batch.targets != IGNORE).sum().item()
+        rows.append((loss / targets, targets, sum(norms) / replicas))
+        if step % EVERY == 0:
+            for name, p in outer.items():
+                p.grad = sum(p.detach() - m.get_parameter(name).detach() for m in models) / replicas
+            nesterov.step()
+            for model in models:
+                for name, p in model.named_parameters():
+                    p.data.copy_(outer[name])
+    return dict(rows=rows, gradients=first_gradients, first=first, last=outer)
+
+
+def test_it_is_ddp_or_plain_pytorch(trained):
+    nproc, results = trained
+    if nproc == 2:
+        ours, ddp = results["as ddp"], results["ddp"]
+        for result in (ours, ddp):  # gradients and norms are a replica's own
+            result["gradients"], result["rows"] = {}, [row[:2] for row in result["rows"]]
+        assert_same(ours, ddp)
+    for name, given in CASES[nproc].items():
+        if "sgd" not in given:
+            assert_same(results[name], plain_diloco(given["config"]))
+
+
+def test_an_outer_step_sends_what_is_predicted_and_other_steps_nothing_to_replicas(trained):
+    nproc, results = trained
+    for name, given in CASES[nproc].items():
+        result = results[name]
+        result["predicted"] = result["predicted"] | result["outer"]  # the step that was counted
+        assert_traffic(result, given, nproc)
+        assert (("replicate", "all-reduce") in result["outer"]) == (name != "ddp")
+
+
+def test_memory_has_the_outer_copy_and_its_momentum():
+    model = build_on_meta(LlamaConfig(**CONFIG))
+    hsdp, alone = (
+        predict_memory(Work(model, ParallelConfig(dp=dp, replicate=2, shard=2), 8, 2, 13))
+        for dp in ("hsdp", "diloco")
+    )
+    shard = hsdp["parameters"]
+    assert alone == hsdp | {name: hsdp[name] + 2 * shard for name in ("optimizer", "peak")}
+
+
+@pytest.mark.parametrize("nproc, shard", [(2, 1), (4, 2)])
+def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, shard):
+    more = dict(dp="diloco", every=4, shard=shard, steps=8, eval_every=4, keep=0)
+    whole, out = tmp_path / "whole", tmp_path / "resumed"
+    given = flags(corpus, whole, **more | dict(save_every=2))
+    told = succeed("train.py", *given, nproc=nproc).out
+    assert "every 4 steps, also " in told
+    out.mkdir()
+    shutil.copytree(whole / "step-00000006", out / "step-00000006")
+    again = succeed("train.py", *flags(corpus, out, **more), "--resume", nproc=nproc)
+    assert "resumed from" in again.out
+    rows = metrics(whole)[6:], metrics(out)
+    for key in ("step", "loss", "grad_norm"):
+        assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key
+    assert rows[0][-1]["val_loss"] == rows[1][-1]["val_loss"]
+    saved, resumed = (
+        dict(load_pretrained(o, torch.float64).named_parameters()) for o in (whole, out)
+    )
+    assert all(torch.equal(saved[name], resumed[name]) for name in saved)
+    between, before = (
+        dict(load_pretrained(whole / f"step-0000000{n}", torch.float64).named_parameters())
+        for n in (6, 4)
+    )
+    assert all(torch.equal(between[name], before[name]) for name in saved)  # the outer copy
+    if nproc == 2:  # replicas have weights of their own, so another number of them has none
+        refused(launch("train.py", *flags(corpus, out, **more | dict(steps=12)), "--resume"),
+                "cannot load", "replica-")  # fmt: skip
