@@ -27,8 +27,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3445, "techniques": 2838, "text": 1003, "files": 1453, "runs": 1217,
-    "costs": 1819, "perf": 3440, "plumbing": 938, "labs": 10652, "tests": 14723,
+    "top": 3446, "techniques": 2828, "text": 1003, "files": 1453, "runs": 1209,
+    "costs": 1819, "perf": 3440, "plumbing": 938, "labs": 10651, "tests": 14726,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
