@@ -332,6 +332,7 @@ def comm(args: argparse.Namespace) -> str:
 
 def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> str:
     """Set up a training as a script does, of which `prepare` is, and measure its step."""
+    check_same_step(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     if args.plot and args.pp == 1:
