@@ -48,13 +48,13 @@ def test_an_error_of_the_training_is_told(corpus, tmp_path):
     refused(launch(*drill(corpus, out, 1, microbatch=3)), "--microbatch 3", str(out / "whole.log"))
 
 
-@pytest.mark.parametrize("kills, dp", [slow(1, "fsdp"), slow(2, "diloco")])
+@pytest.mark.parametrize("kills, dp", [slow(3, "fsdp"), slow(3, "diloco")])
 def test_a_training_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, kills, dp):
     more = dict(dp=dp, steps=200, save_every=9) | (dict(every=8, shard=1) if dp == "diloco" else {})
     out = succeed(*drill(corpus, tmp_path / "out", kills, **more), timeout=600).out
     assert "final weights are equal, bit for bit" in out
     killed = re.findall(r"step (\d+): \d of 2 ranks killed, (\d+) steps or ", out)
-    assert len(killed) == int(re.search(r"(\d+) failures", out)[1]) <= kills
+    assert 0 < len(killed) == int(re.search(r"(\d+) failures", out)[1]) <= kills
     assert all(int(lost) <= max(9, int(step)) for step, lost in killed)
     assert re.search(r"goodput \d+\.\d%\n", out)
     started_again = "s to the next step" in out  # not if it was killed after the last step
