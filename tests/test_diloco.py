@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, metrics, refused, succeed
+from conftest import launch, metrics, refused, slow, succeed
 from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw
 from test_train import flags
 from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
@@ -117,7 +117,7 @@ def test_memory_has_the_outer_copy_and_its_momentum():
     assert alone == hsdp | {name: hsdp[name] + 2 * shard for name in ("optimizer", "peak")}
 
 
-@pytest.mark.parametrize("nproc, shard", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("nproc, shard", [(2, 1), slow(4, 2)])
 def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, shard):
     more = dict(dp="diloco", every=4, shard=shard, steps=8, eval_every=4, keep=0)
     whole, out = tmp_path / "whole", tmp_path / "resumed"

@@ -43,6 +43,7 @@ def test_it_refuses_a_directory_that_exists(corpus, tmp_path):
     refused(launch(*drill(corpus, tmp_path, 1)), f"{tmp_path} exists: give another --out")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_training_is_told(corpus, tmp_path):
     out = tmp_path / "out"
     refused(launch(*drill(corpus, out, 1, microbatch=3)), "--microbatch 3", str(out / "whole.log"))
