@@ -62,7 +62,7 @@ REFUSALS = """
 2 | train --dp zero1 --tp 2 | --dp zero1 does not combine with --tp ... --dp fsdp
 2 | train --dp zero1 --pp 2 | --dp zero1 does not combine with --pp ... --dp fsdp
 2 | train --dp diloco --every 5 --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
-2 | train --dp diloco --every 5 --optimizer muon | --dp diloco trains by AdamW: give --optimizer adamw
+2 | train --dp diloco --every 5 --optimizer muon | trains by AdamW: give --optimizer adamw
 2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
 2 | train --dp hsdp --every 2 | --every is for --dp diloco
 2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
