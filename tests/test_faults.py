@@ -13,7 +13,7 @@ from test_exact import QUICK, SLOWER, assert_result, train_all, train_references
 STEP = 3
 FAULTS = {
     "parallel": [
-        ("world.mesh[dims],", 'world.mesh[("shard",)],'),  # HSDP without its all-reduce
+        ('[(*across, "shard")],', '[("shard",)],'),  # HSDP without its all-reduce
         ("set_requires_gradient_sync(last or", "set_requires_gradient_sync(not last or"),
         ("set_requires_all_reduce(last)", "set_requires_all_reduce(not last)"),
         ("with runner.no_sync() if waits else", "with runner.no_sync() if last else"),
