@@ -412,10 +412,11 @@ def _narrow(config: LlamaConfig) -> LlamaConfig:
         return config
     kv = config.n_kv_heads
     heads = dict(n_heads=config.n_heads // kv, n_kv_heads=1)
-    narrower = 2 ** int(math.log2(max(1, config.dim // kv // 256)))
-    narrower = math.gcd(config.head_dim // 2, narrower)
-    sizes = dict(dim=config.dim // (kv * narrower), ffn_dim=config.ffn_dim // (kv * narrower))
-    heads |= dict(head_dim=config.head_dim // narrower)
+    # Heads, too, become narrower, by a power of two that leaves their width even.
+    most = 2 ** int(math.log2(max(1, config.dim // kv // 256)))
+    n = math.gcd(config.head_dim // 2, most)
+    heads |= dict(head_dim=config.head_dim // n)
+    sizes = dict(dim=config.dim // (kv * n), ffn_dim=config.ffn_dim // (kv * n))
     return replace(config, vocab_size=256, **sizes, **heads)
 
 

@@ -51,8 +51,7 @@ def measure_drill(command: list[str], out: Path, kills: int, save_every: int, se
             if not (ranks := ranks_of(process)):  # it has ended
                 break
             victims = ranks if len(lines) % 2 else [dice.choice(ranks)]
-            for victim in victims:
-                os.kill(victim, signal.SIGKILL)
+            kill(victims)
             died, reached = time.monotonic(), max(done, last_step(killed))
             process.wait()
         lost = reached - newest(killed)
@@ -87,9 +86,14 @@ def running(command: list[str], out: Path) -> Iterator[subprocess.Popen]:
     try:
         yield process
     finally:
-        for left in [*ranks_of(process), process.pid] if process.poll() is None else []:
-            os.kill(left, signal.SIGKILL)
+        kill([*ranks_of(process), process.pid] if process.poll() is None else [])
         process.wait()
+
+
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process, signal.SIGKILL)
 
 
 def check_ended(process: subprocess.Popen, out: Path) -> None:

@@ -367,7 +367,7 @@ class WithoutInit(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
-            return None
+            return args[0] if args else kwargs["tensor"]
         return function(*args, **(kwargs or {}))
 
 
