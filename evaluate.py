@@ -83,7 +83,7 @@ def row_sums(
     model: Llama, dataset: Windows | Packed, rows: list[int], microbatch: int, world: World
 ) -> Tensor:
     """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
-    text: [len(rows), 3], equal on all ranks. The bytes of a batch stand in its first row.
+    text: [len(rows), 3], equal on all ranks. A batch's bytes are in its first row.
 
     Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
     last batch is padded with rows without targets."""
@@ -93,14 +93,16 @@ def row_sums(
         dataset.multiple = 2 * world.parallel.cp * tp  # of tokens, which these ranks share
     sums = torch.zeros(len(padded), 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
-    for start in range(world.data_rank, len(padded), microbatch * step):
-        mine = slice(start, start + microbatch * step, step)
-        batch = share_sequences(dataset.batch(padded[mine]), world).to(world.device)
-        # Of a pipeline's ranks the last alone has the losses, the others 0.
-        sums[mine, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
-        sums[mine, 1] = (batch.targets != IGNORE).sum(1).to(sums)
-        sums[start, 2] = batch.text_bytes
-    model.loss = whole_loss
+    try:
+        for start in range(world.data_rank, len(padded), microbatch * step):
+            mine = slice(start, start + microbatch * step, step)
+            batch = share_sequences(dataset.batch(padded[mine]), world).to(world.device)
+            # Of a pipeline's ranks the last alone has the losses, the others 0.
+            sums[mine, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
+            sums[mine, 1] = (batch.targets != IGNORE).sum(1).to(sums)
+            sums[start, 2] = batch.text_bytes
+    finally:
+        model.loss = whole_loss
     if world.size > 1:
         dist.all_reduce(sums, group=world.group)
     # Ranks along tp have the same losses and targets, along pp the same targets.

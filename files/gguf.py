@@ -27,7 +27,7 @@ from model import LlamaConfig, rope_angles
 from plumbing.processes import UserError
 from text.tokenizer import BYTES_PATTERN, WORD_PATTERN, Tokenizer
 
-VERSION, ALIGNMENT = 3, 32
+VERSION, ALIGNMENT = 3, 32  # that of files that name no other
 NAMES = {
     "tok_embeddings": "token_embd", "norm": "output_norm", "output": "output",
     "attention_norm": "attn_norm", "attention.wq": "attn_q", "attention.wk": "attn_k",
@@ -40,8 +40,8 @@ BLOCK = 32
 TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
 DType = torch.dtype | str
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
-# The patterns that divide text into words, and the names by which llama.cpp knows them. Of bytes
-# nothing is merged, so any will do.
+# The patterns that divide text into words, and the names by which llama.cpp knows them. A
+# tokenizer of bytes merges nothing, so that any name will do.
 PRE_TOKENIZERS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
 
 
@@ -100,9 +100,9 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "attention.head_count_kv": config.n_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "rope.dimension_count": config.head_dim,
-        "rope.freq_base": config.rope_theta,
+        "rope.freq_base": float(config.rope_theta),
     }
     kind = "qwen3" if config.qk_norm else "llama"
     return {"general.architecture": kind} | {f"{kind}.{key}": v for key, v in shape.items()}
@@ -185,12 +185,11 @@ def _string(text: str) -> bytes:
 
 def _typed(value: Any) -> bytes:
     """Return a metadata's type and value: a bool, an int, a float, a string, a list of strings, or
-    an array of int32 or float32."""
+    an array of int32."""
     if isinstance(value, list):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
     if isinstance(value, np.ndarray):
-        kind = {"i": 5, "f": 6}[value.dtype.kind]
-        return struct.pack("<IIQ", 9, kind, len(value)) + value.tobytes()
+        return struct.pack("<IIQ", 9, 5, len(value)) + value.astype("<i4").tobytes()
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     kind, form = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}[type(value)]

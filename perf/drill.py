@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from files.directories import checkpoints, open_weights
 from perf.questions import goodput
 from plumbing.processes import UserError
@@ -25,8 +27,8 @@ def measure_drill(command: list[str], out: Path, kills: int, save_every: int, se
     """Run the drill of the training that a `command` without --out starts, and return its report.
 
     The seconds from the first step after a start to the next kill are drawn from an exponential
-    distribution, so that `kills` are expected in the time of all steps. In turn one rank dies and
-    all do. Needs Linux, which tells torchrun's children."""
+    distribution, so that `kills` are expected in the time of all steps. One rank and all ranks
+    die in turns. Needs Linux's /proc."""
     if out.exists():
         raise UserError(f"{out} exists: give another --out")
     whole, killed, dice = out / "whole", out / "killed", random.Random(seed)
@@ -54,7 +56,7 @@ def measure_drill(command: list[str], out: Path, kills: int, save_every: int, se
             kill(victims)
             died, reached = time.monotonic(), max(done, last_step(killed))
             process.wait()
-        lost = reached - newest(killed)
+        lost = max(0, reached - newest(killed))  # a save may come before its line
         lines.append(
             f"step {reached}: {len(victims)} of {len(ranks)} ranks killed, {lost} steps or "
             f"{lost * step:.1f} s lost"
@@ -129,9 +131,8 @@ def last_step(out: Path) -> int:
 def difference(whole: Path, killed: Path) -> str:
     """Return in words by how much the final weights of two runs differ."""
     (_, expected), (_, found) = (open_weights(checkpoints(out)[-1]) for out in (whole, killed))
-    largest = max(
-        (expected[name].read().double() - found[name].read().double()).abs().max().item()
-        for name in expected
-    )
-    differ = f"differ by up to {largest:.3g}" if largest else "are equal, bit for bit"
-    return f"final weights {differ}"
+    pairs = [(expected[name].read(), found[name].read()) for name in expected]
+    if all(torch.equal(ours, theirs) for ours, theirs in pairs):
+        return "final weights are equal, bit for bit"
+    largest = max((ours.double() - theirs.double()).abs().max().item() for ours, theirs in pairs)
+    return f"final weights differ by up to {largest:.3g}"

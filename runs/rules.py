@@ -157,6 +157,8 @@ def check_meetings(args: argparse.Namespace) -> None:
     if "targets" in args:  # LoRA's
         raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
     every = args.every or ParallelConfig.every
+    if met := [step for step in args.skip_steps if step % every == 0]:
+        raise UserError(f"--skip-steps {met[0]} ends --every {every} steps: choose another --every")
     for flag, given in (("--steps", args.steps), ("--eval-every", args.eval_every)):
         if given % every:
             multiple = math.ceil(given / every) * every

@@ -6,18 +6,19 @@
     W = w --|             H steps                             |-- mean --> Nesterov --> new W = w
             +-- step -- step -- .. -- step --> w1 -- W - w1 --+
 
-Replicas lie along replicate, by default one a node as HSDP's; each has its own weights w, optimizer
-and clipped norm, and divides its gradient by its own targets. Within it FSDP shards. After each
---every H steps the mean of the drifts W - w is the gradient of an outer step, Nesterov's SGD on W,
-and all go on from the new W. Replicas count alike, also where one had more targets. With H = 1,
-plain SGD within and --outer-lr 1 --outer-momentum 0 it is DDP, if replicas have equal targets.
+Replicas are along replicate, by default one per node, as HSDP's. Each has its own weights w,
+optimizer and clipped norm, and divides its gradient by its own targets. Within it FSDP shards.
+After each --every H steps the mean of the drifts W - w is the gradient of an outer step, Nesterov's
+SGD on W, and all go on from the new W. Replicas count alike, also where one had more targets.
+With H = 1, plain SGD within and --outer-lr 1 --outer-momentum 0 it is DDP, if replicas have equal
+targets.
 
 State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded as w.
-Communication over replicate, every H steps: all-reduce of P g / shard bytes, a call a parameter.
-Over shard, every step: as FSDP.
+Communication over replicate, every H steps: all-reduce of P g / shard bytes, in one call
+for each parameter. Over shard, every step: as FSDP.
 Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
 optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too,
-with as many replicas. A step of --skip-steps that ends H steps has no outer step.
+with as many replicas.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """
@@ -38,7 +39,7 @@ def check_combination(parallel) -> None:
     for flag, is_given in others.items():
         if is_given:
             raise UserError(f"--dp diloco does not combine with {flag}: use --dp hsdp")
-    if parallel.optimizer == "muon":
+    if parallel.optimizer != "adamw":
         raise UserError("--dp diloco trains by AdamW: give --optimizer adamw")
 
 

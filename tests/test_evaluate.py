@@ -308,6 +308,7 @@ BAD = {
     '{"question": "a", "choices": ["b", 3], "answer": 0}': "a choice is 3: give it as a string",
     '{"question": "a", "choices": ["b"], "answer": 1}': '"answer" is 1: give the number of a',
     '{"question": "a"}': '"answer" is None: give it as a string',
+    '{"question": "a", "answer": "b\\nc"}': '"answer" has several lines: give one',
     '{"question": "%s", "answer": "b"}' % ("1 " * 300): "tokens, and the model reads 256: leave",
     "": "holds no question",
 }

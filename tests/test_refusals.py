@@ -64,6 +64,7 @@ REFUSALS = """
 2 | train --dp diloco --every 5 --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
 2 | train --dp diloco --every 5 --optimizer muon | trains by AdamW: give --optimizer adamw
 2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
+2 | train --dp diloco --every 5 --steps 10 --skip-steps 5 | --skip-steps 5 ends --every 5 steps
 2 | train --dp hsdp --every 2 | --every is for --dp diloco
 2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
 2 | train --cp 3 | --cp 3 must divide the 2 ranks

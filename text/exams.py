@@ -41,10 +41,10 @@ class Exam:
                 check_string(choice, f"{where}: a choice is")
             if choices and answer not in range(len(choices)):
                 raise UserError(f'{where}: "answer" is {answer!r:.60}: give the number of a choice')
-            if not choices:
-                check_string(answer, f'{where}: "answer" is')
-            head = text.rstrip()  # a space belongs to the token of the next word
-            prompt = tokenizer.encode(head, bos=True)
+            if not choices and "\n" in check_string(answer, f'{where}: "answer" is').strip():
+                raise UserError(f'{where}: "answer" has several lines: give one')
+            # A space belongs to the token of the next word; before a choice, so does a line end.
+            prompt = tokenizer.encode(text.rstrip() if choices else text.rstrip(" "), bos=True)
             rows = [tokenizer.encode(f"{text} {choice}", bos=True) for choice in choices]
             if chat:
                 prompt = encode_prompt([{"role": "user", "content": text}], tokenizer)

@@ -46,6 +46,8 @@ class PublishedTokenizer(Tokenizer):
                 f"{path} has a {model['type']} and pre-tokenizes by {words:.100}: only byte-level "
                 f"BPE works here, and BPE that falls back to bytes, with its spaces in a normalizer"
             )
+        self.inner.no_truncation()
+        self.inner.no_padding()
         self.inner.encode_special_tokens = True  # their names in a text are ordinary text
         added = {token["content"]: token for token in content["added_tokens"]}
         self.special = {name: token["id"] for name, token in added.items() if token["special"]}
