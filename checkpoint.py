@@ -61,6 +61,7 @@ from files.directories import (
     new_directory,
     open_weights,
     read_config,
+    read_index,
     remove_old,
     save_stored_tensors,
     sync,
@@ -75,7 +76,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from techniques.diloco import named_for_checkpoint
+from techniques.diloco import OWN, named_for_checkpoint, replicas_in
 from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
@@ -101,7 +102,6 @@ class Saver:
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
     checkpoints are kept, and the best. labs/resume saves and resumes by hand.
-
     Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
 
     In the background, `save` copies this rank's tensors to CPU memory and returns; a thread writes
@@ -147,8 +147,7 @@ class Saver:
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
         if not state:
-            warning = f"warning: {kind} has no state, so checkpoints hold none"
-            print_rank_zero(warning, file=sys.stderr)
+            print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
         tensors = named_for_checkpoint(self.model, weights, state)
         mine = [{name: t.nbytes for name, t in named.items()} for named in tensors]
         of_ranks = self._on_every_rank(lambda: (" ".join(state), *mine))
@@ -196,8 +195,8 @@ class Saver:
         weights, state = named_for_checkpoint(self.model, *named)
         tensors, factors = {"optimizer": self._written_by_this_rank(state)}, {}
         if self.lora:
-            first = {ranks[0] for ranks in self.holders.values()}
-            factors = gather_adapters(self.model, sorted(first), self.group)
+            first = sorted({ranks[0] for ranks in self.holders.values()})
+            factors = gather_adapters(self.model, first, self.group)
         else:
             tensors["weights"] = self._written_by_this_rank(weights)
         if self.thread:
@@ -253,9 +252,7 @@ class Saver:
             remove_old(final, self.keep, best)
 
     def _on_every_rank(self, work: Callable) -> list:
-        """Return the results of work() on all ranks, when all ranks are done.
-
-        An exception on one rank is raised on all."""
+        """Return the results of work() on all ranks; an exception on one rank is raised on all."""
         results = [None] * dist.get_world_size()
         try:
             mine = work()
@@ -327,10 +324,12 @@ def resume(
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
-    weights, state = named_for_checkpoint(model, _weights(model), optimizer_state(optimizer))
+    saved = replicas_in(read_index(directory / "optimizer").state_dict_metadata)
+    named = _weights(model), optimizer_state(optimizer)
+    weights, state = named_for_checkpoint(model, *named, saved)
     if not lora:
         load_tensors(weights, directory / "weights")
-    load_tensors(state, directory / "optimizer")
+    load_tensors(state, directory / "optimizer", may_lack=OWN)
     return metadata["step"]
 
 

@@ -17,18 +17,23 @@ State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, shar
 Communication over replicate, every H steps: all-reduce of P g / shard bytes, in one call
 for each parameter. Over shard, every step: as FSDP.
 Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
-optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too,
-with as many replicas.
+optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
+With fewer replicas the others' steps since the outer one are lost; with more, the new ones begin
+as copies.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plumbing.processes import UserError
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import to_local
+
+OWN = ".replica-"  # in a checkpoint, between a name and the replica whose tensor it is
 
 
 def check_combination(parallel) -> None:
@@ -78,16 +83,26 @@ def outer_step(parameters: list[Tensor], world, step: int) -> None:
         local.copy_(outer)
 
 
+def replicas_in(names: Iterable[str]) -> int:
+    """Return how many replicas have saved state of their own by these names; 0 without DiLoCo."""
+    numbers = (name.rpartition(OWN)[2] for name in names if OWN in name)
+    return 1 + max(map(int, numbers), default=-1)
+
+
 def named_for_checkpoint(
-    model: nn.Module, weights: dict[str, Tensor], state: dict[str, Tensor]
+    model: nn.Module, weights: dict[str, Tensor], state: dict[str, Tensor], saved: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return weights and optimizer state by the names that a checkpoint gives them. With DiLoCo its
-    weights are the outer copy, and what is a replica's own becomes NAME.replica-R."""
+    weights are the outer copy, and what is a replica's own becomes NAME.replica-R. If another
+    number of replicas has `saved`, some are left out, or some begin as copies of others."""
     world = getattr(model, "world", None)
     if not world or not world.parallel.strategy.apart:
         return weights, state
-    (_, replica), named = replicas_apart(world), dict(model.named_parameters())
+    (n, replica), named = replicas_apart(world), dict(model.named_parameters())
+    if saved not in (0, n):
+        print_rank_zero(f"note: {saved} replicas were saved, and {n} go on")
+        replica %= saved
     own = {f"{name}.local": tensor for name, tensor in weights.items()} | state
-    own = {f"{name}.replica-{replica}": tensor for name, tensor in own.items()}
+    own = {f"{name}{OWN}{replica}": tensor for name, tensor in own.items()}
     momenta = {f"{name}.outer_momentum": named[name].outer_momentum for name in weights}
     return {name: named[name].outer for name in weights}, momenta | own
