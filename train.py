@@ -16,7 +16,7 @@ microbatches of --microbatch sequences. The life of a batch:
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
-from plumbing.endings import signals_collected  # first, for Ctrl-C during the imports
+from plumbing.endings import end_if_restarted, signals_collected  # first: Ctrl-C during imports
 import argparse
 import contextlib
 import math
@@ -136,8 +136,10 @@ def update(
     parameters = with_gradients(optimizer)
     tokens = (batch.targets != IGNORE).sum()
     squared_norm = local_squared_norm(parameters, world.size)
-    rows = world.all_gather_scalars([loss, tokens, batch.text_bytes, squared_norm, bool(stop)])
-    loss, tokens, text_bytes, _, stops = rows.sum(0)
+    rows = world.all_gather_scalars(
+        [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
+    )
+    loss, tokens, text_bytes, *_ = rows.sum(0)
     tp, pp = world.parallel.tp, world.parallel.pp
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
@@ -154,14 +156,14 @@ def update(
     torch._foreach_mul_(shards, scales[own].to(shards[0]))
 
     # The only point where the host waits for the device: what is not finite must not be used.
-    results = torch.stack([loss, tokens, text_bytes, norms.mean(), stops])
-    loss, tokens, text_bytes, norm, stops = results.tolist()
+    results = torch.stack([loss, tokens, text_bytes, norms.mean(), rows[:, 4].max()])
+    loss, tokens, text_bytes, norm, signals = results.tolist()
     if not math.isfinite(loss + norm):
         raise UserError(records.describe_not_finite(step, rows[:, 0]))
     optimizer.step()
     zero_gradients(optimizer, world)
     diloco.outer_step(parameters, world, step)
-    return Totals(loss, round(tokens), round(text_bytes), norm, stops > 0)
+    return Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
 
 
 def zero_gradients(optimizer: Optimizer, world: World) -> None:
@@ -258,8 +260,10 @@ def train(
 
     if profiler:
         profiler.stop()
-    note = f"\nstopped at step {step}; the same command with --resume goes on" * totals.stop
-    print_rank_zero(f"checkpoint: {saved}{note}")
+    print_rank_zero(f"checkpoint: {saved}")
+    if totals.stop:
+        print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
+    end_if_restarted(totals.stop)
     return not totals.stop
 
 

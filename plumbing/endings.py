@@ -92,6 +92,13 @@ def end_interrupted() -> None:
     end(128 + signal.SIGINT, "interrupted", show=_is_rank_zero())
 
 
+def end_if_restarted(number: int) -> None:
+    """End this process if the signal was torchrun's, which restarts all ranks as a node comes or
+    goes (--max-restarts). Ranks that end with 0 are done, and the others would wait for them."""
+    if number == signal.SIGTERM and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+        end(1, "ended to be started again, since the nodes have changed", show=False)
+
+
 def _is_rank_zero() -> bool:
     return not _is_child and os.environ.get("RANK", "0") == "0"
 

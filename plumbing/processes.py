@@ -165,12 +165,19 @@ def init_distributed() -> Process:
         keep_freed_memory()
     address = None
     if "RANK" in os.environ:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # not of rank 0
+        if of_torchrun:
             address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
-        # After a restart by torchrun, the store still holds the keys of the previous attempt.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt {attempt}", store)
+        if of_torchrun:  # it still holds the keys of the attempt before a restart
+            attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0")
+                             for name in ("RESTART_COUNT", "MAX_RESTARTS"))  # fmt: skip
+            if int(most) and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+                raise UserError(  # nodes count attempts of their own, so that ranks would not meet
+                    "--max-restarts on several nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+                    "for torchrun, so that ranks meet after a restart"
+                )
+            store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
     register_gloo(address)

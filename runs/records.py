@@ -149,7 +149,7 @@ class Totals:
     tokens: int  # target tokens
     text_bytes: int  # bytes of text that the target tokens stand for
     grad_norm: float = 0.0
-    stop: bool = False  # some rank received a signal to stop
+    stop: int = 0  # the signal to stop with the largest number that a rank received
 
     @property
     def mean_loss(self) -> float:

@@ -1,12 +1,17 @@
 """DiLoCo: equal to DDP where it should be, else to plain PyTorch; counted, saved and resumed."""
 
+import contextlib
 import json
+import re
 import shutil
+import socket
+import sys
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, metrics, refused, slow, succeed
+from conftest import ROOT, launch, metrics, refused, slow, succeed
 from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw
 from test_train import flags
 from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
@@ -16,6 +21,7 @@ from costs.memory import predict_memory
 from costs.work import Work
 from model import IGNORE, LlamaConfig
 from parallel import ParallelConfig
+from perf.drill import kill, ranks_of, running
 from perf.instruments import build_on_meta
 
 EVERY, STEPS = 3, 6
@@ -141,6 +147,56 @@ def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, sha
         for n in (6, 4)
     )
     assert all(torch.equal(between[name], before[name]) for name in saved)  # the outer copy
-    if nproc == 2:  # replicas have weights of their own, so another number of them has none
-        refused(launch("train.py", *flags(corpus, out, **more | dict(steps=12)), "--resume"),
-                "cannot load", "replica-")  # fmt: skip
+
+
+@pytest.mark.parametrize("then", [1, slow(3)])
+def test_fewer_replicas_go_on_and_new_ones_begin_as_copies(corpus, tmp_path, then):
+    """Between outer steps; one that trains alone is then plain AdamW, but for the outer step."""
+    more, out = dict(dp="diloco", every=4, shard=1, batch=6), tmp_path / "out"
+    given = flags(corpus, out, **more | dict(steps=4, save_every=2))
+    succeed("train.py", *given, nproc=2)
+    shutil.rmtree(out / "step-00000004")
+    again = flags(corpus, out, **more | dict(steps=8))
+    told = succeed("train.py", *again, "--resume", nproc=then).out
+    assert f"note: 2 replicas were saved, and {then} go on" in told
+    assert [row["step"] for row in metrics(out)] == [*range(1, 9)]
+    together = flags(corpus, out, batch=6, steps=12, dp="fsdp")
+    refused(launch("train.py", *together, "--resume", nproc=2), "cannot load", "it lacks")
+
+
+@pytest.mark.slow
+def test_a_node_leaves_and_comes_back(corpus, tmp_path, monkeypatch):
+    """Each node has a torchrun. One is killed with its rank: the others restart from the last
+    checkpoint as two replicas, and from one that they save as three when it is started again."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    more = dict(dp="diloco", every=4, save_every=4, batch=6, steps=100_000)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+
+    def node(number: int):
+        options = "--nnodes=2:3 --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d".split()
+        options += [f"--rdzv-id={port}", f"--rdzv-endpoint=localhost:{port}"]
+        options += [f"--rdzv-conf=last_call_timeout=3,is_host={number == 0:d}"]
+        script = [ROOT / "train.py", *flags(corpus, tmp_path / "out", **more), "--resume"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+        return nodes.enter_context(running([*map(str, command)], tmp_path / str(number)))
+
+    def wait_for(replicas: int) -> None:
+        """Wait until so many replicas, after the last restart, have saved."""
+        deadline, last = time.monotonic() + 120, ""
+        while not re.match(rf"{replicas} .*?^saved", last, re.DOTALL | re.MULTILINE):
+            assert time.monotonic() < deadline, (tmp_path / "0.log").read_text()
+            time.sleep(0.2)
+            last = (tmp_path / "0.log").read_text().split("mesh: ")[-1]
+
+    with contextlib.ExitStack() as nodes:
+        _, _, third = map(node, range(3))
+        wait_for(3)
+        kill([*ranks_of(third), third.pid])
+        wait_for(2)
+        node(3)
+        wait_for(3)
+    log = (tmp_path / "0.log").read_text()
+    told = re.findall(r"note: (\d) replicas were saved, and (\d) go on", log)
+    assert told == [("3", "2"), ("2", "3")]
