@@ -69,7 +69,7 @@ from runs.flags import (
     add_parallel_flags,
     add_pretraining_flags,
 )
-from runs.rules import requested_parallel
+from runs.rules import check_meetings, requested_parallel
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
@@ -389,7 +389,7 @@ def drill(args: argparse.Namespace) -> str:
 
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
-    check_same_step(args)
+    check_meetings(args)
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
         report = read_measurement(args.measured)

@@ -14,7 +14,14 @@ import torch
 from costs.machines import Machine
 from costs.memory import predict_memory, state_bytes
 from costs.seconds import find_measured_group, group_shape, step_time
-from costs.traffic import DIMS, bytes_each, parts_of, predict_traffic, sent_bytes
+from costs.traffic import (
+    DIMS,
+    bytes_each,
+    parts_of,
+    predict_outer_traffic,
+    predict_traffic,
+    sent_bytes,
+)
 from costs.work import Work
 from parallel import STRATEGIES, ParallelConfig, World
 from plumbing.processes import (
@@ -250,6 +257,8 @@ class Plan:
         sent = Counter()
         for (dim, collective), cost in predict_traffic(self.work).items():
             sent[dim] += sent_bytes({(dim, collective): cost}, self.work.parallel)
+        outer = sent_bytes(predict_outer_traffic(self.work), self.work.parallel)
+        sent["replicate"] += outer // self.work.parallel.every
         return sent
 
     @functools.cached_property
@@ -303,7 +312,7 @@ def every_plan(
         data_ranks, rest = divmod(gpus, tp * pp)
         if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
             continue
-        choices = data_parallel_choices(data_ranks, tp * pp)
+        choices = data_parallel_choices(data_ranks, tp * pp, wanted["dp"])
         for (dp, shard), (cp, microbatch) in itertools.product(
             choices, list(shares_of_batch(data_ranks, work, wanted["cp"]))
         ):
@@ -357,14 +366,17 @@ def schedules(pp: int, microbatches: int, n_layers: int) -> Iterator[tuple[str, 
                 yield "interleaved", v
 
 
-def data_parallel_choices(data_ranks: int, of_copy: int) -> Iterator[tuple[str, int]]:
+def data_parallel_choices(
+    data_ranks: int, of_copy: int, wanted: str | None = None
+) -> Iterator[tuple[str, int]]:
     """Yield (strategy, shard size) for `data_ranks` ranks with different sequences, where `of_copy`
     ranks along tp and pp share theirs.
 
     HSDP's shard size may be any divisor of the ranks, not only the ranks of a node. A strategy that
-    would be another one on these ranks is left out."""
+    would be another one on these ranks is left out, and so is one that trains otherwise, unless it
+    is `wanted`."""
     for dp, strategy in STRATEGIES.items():
-        if strategy.apart or (of_copy > 1 and not strategy.splits_layers):
+        if strategy.apart > (dp == wanted) or (of_copy > 1 and not strategy.splits_layers):
             continue
         for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
             sizes = {"replicate": data_ranks // shard, "shard": shard}

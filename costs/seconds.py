@@ -56,6 +56,7 @@ from costs.traffic import (
     muon_flops,
     muon_traffic,
     parts_of,
+    predict_outer_traffic,
     predict_traffic,
 )
 from costs.work import Work
@@ -282,6 +283,9 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
         if not follows_update and (dim != "tp" or collective == "send"):
             hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
+    for (dim, collective), (calls, nbytes) in predict_outer_traffic(work).items():
+        seconds = collective_time(collective, nbytes / calls, dim, parallel, machine)
+        total[dim] += calls * seconds / parallel.every
     for dim in total:
         hidden = min(hideable[dim], computation[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden

@@ -3,6 +3,7 @@
 python bench.py plan --gpus 512 --model llama3.1-70b --tokens 15e12 --dollars 2.5 --mtbf 20000
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from html import escape
@@ -10,6 +11,7 @@ from operator import itemgetter
 
 from costs.search import Plan, order
 from perf.evidence import spread_of
+from plumbing.processes import UserError
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,30 @@ def sensitivity(plan: Plan) -> str:
         for name, fields in changes.items()
     )
     return f"Its time would change: {', '.join(told)}."
+
+
+def against_diloco(plan: Plan) -> list[str]:
+    """Return in a sentence over which links between nodes DiLoCo would take half of a plan's time,
+    with a replica per node; [] where it does not combine, does not fit or cannot."""
+    parallel, machine = plan.work.parallel, plan.machine
+    nodes, rest = divmod(parallel.size, machine.per_node)
+    sequences, left = divmod(plan.work.batch, parallel.size // parallel.tp)  # of a rank
+    frozen = any(not parameter.requires_grad for parameter in plan.work.model.parameters())
+    if nodes < 2 or rest or left or frozen or parallel.dp == "diloco":
+        return []
+    sizes = dict(replicate=nodes, shard=machine.per_node // parallel.tp, cp=1, pp=1)
+    with contextlib.suppress(UserError):
+        split = replace(parallel, dp="diloco", schedule="1f1b", stages_per_rank=1, **sizes)
+        microbatch = math.gcd(plan.work.microbatch, sequences)
+        apart = replace(plan.work, parallel=split, microbatch=microbatch)
+        for halvings in range(20 * Plan(apart, machine).fits):
+            slower = replace(machine, link=machine.link / 2**halvings)
+            if Plan(apart, slower).seconds < Plan(plan.work, slower).seconds / 2:
+                return [
+                    f"With --link {8 * slower.link / 1e9:.3g}gbit it would take twice as long as "
+                    f"--dp diloco --every {parallel.every}, which is another training."
+                ]
+    return []
 
 
 def best_batch(questions: list) -> tuple:

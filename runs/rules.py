@@ -154,8 +154,10 @@ def check_meetings(args: argparse.Namespace) -> None:
             if getattr(args, flag) is not None:
                 raise UserError(f"--{flag.replace('_', '-')} is for --dp diloco")
         return
-    if "targets" in args:  # LoRA's
+    if getattr(args, "lora", "targets" in args):
         raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
+    if "steps" not in args:  # of a plan
+        return
     every = args.every or ParallelConfig.every
     if met := [step for step in args.skip_steps if step % every == 0]:
         raise UserError(f"--skip-steps {met[0]} ends --every {every} steps: choose another --every")

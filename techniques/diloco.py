@@ -19,7 +19,7 @@ for each parameter. Over shard, every step: as FSDP.
 Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
 optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
 With fewer replicas the others' steps since the outer one are lost; with more, the new ones begin
-as copies.
+as copies: docs/cases.md starts a run that goes on when a node leaves, or comes back.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """

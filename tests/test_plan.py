@@ -41,6 +41,20 @@ def test_data_parallel_choices():
     assert list(data_parallel_choices(1, 1)) == [("ddp", 1)]
 
 
+def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
+    """Each of two nodes sends 4 bytes for each of P / 8 parameters of a rank, twice (n - 1)/n."""
+    given, rows = ("--model", "llama3.2-1b", "--gpus", 16, "--link", "1gbit", "--batch", 16), {}
+    for every in (10, 20):
+        file = tmp_path / f"{every}.json"
+        out = run(*given, "--dp", "diloco", "--every", every, "--shard", 8, "--json", file)
+        assert "--dp diloco --shard 8 " in out and f"--every {every}" in out
+        rows[every] = min(json.loads(file.read_text()), key=lambda row: row["seconds"])
+    seconds = 1.236e9 / 8 * 4 / 1.25e8
+    assert rows[10]["seconds"] - rows[20]["seconds"] == pytest.approx(seconds / 20, rel=0.01)
+    assert "twice as long as --dp diloco --every 50, which is another training" in run(*given)
+    assert "diloco" not in run(*given[:3], 8)
+
+
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     file = tmp_path / "plans.json"
     out = run("--model", "llama3.1-8b", "--gpus", 16, "--top", 99, "--json", file)
