@@ -149,7 +149,9 @@ REFUSALS = """
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
 1 | step --plot x.svg | --plot draws a pipeline: give --pp 2
 1 | step --shard 2 | --shard 2 is for --dp hsdp or --dp diloco
-1 | bench.py plan --dp diloco | --dp diloco is another training
+1 | bench.py plan --dp diloco --lora | --dp diloco is not for adapters
+1 | bench.py plan --every 9 | --every is for --dp diloco
+1 | bench.py equal --dp diloco | --dp diloco is another training
 1 | step --repeats 0 | expected an integer of at least 1
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
