@@ -168,17 +168,19 @@ def draw_apart(path: Path) -> None:
     labels = {"ddp": ("DDP", BLUE), "hsdp": ("HSDP", GREEN)}
     every = {8: ORANGE, 32: RED, 128: GREY}
     labels |= {f"diloco{h}": (f"DiLoCo --every {h}", color) for h, color in every.items()}
+    labels |= {f"mean{h}": ("without momentum", every[h]) for h in (8, 32)}
     figure, axes = new_figure(9, 3.4, columns=3, sharey=True)
     for ax, (link, title) in zip(axes, links.items()):
         for name, (label, color) in labels.items():
             of_seeds = measured["bits_per_byte"]["ddp" if name == "hsdp" else name].values()
             steps = [int(step) for step in next(iter(of_seeds))]
             means = [statistics.mean(values) for values in zip(*(s.values() for s in of_seeds))]
-            seconds = [step * measured["seconds"][link][name] for step in steps]
-            ax.plot(seconds, means, color=color, marker="o", markersize=3, label=label)
+            speed = measured["seconds"][link][name.replace("mean", "diloco")]
+            style = dict(linestyle="--" if "mean" in name else "-", color=color, label=label)
+            ax.plot([step * speed for step in steps], means, marker="o", markersize=3, **style)
         ax.set_title(title, loc="left")
         ax.set_xlim(left=0)
-    axes[0].legend(frameon=False)
+    axes[2].legend(frameon=False, fontsize=8)
     axes[0].set_ylabel("bits per byte")
     figure.supxlabel("seconds of training", color=GREY, fontsize=9)
     save(figure, path)

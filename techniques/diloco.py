@@ -20,6 +20,8 @@ Evaluations come right after an outer step, so they are of W. A checkpoint's wei
 optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
 With fewer replicas the others' steps since the outer one are lost; with more, the new ones begin
 as copies: docs/cases.md starts a run that goes on when a node leaves, or comes back.
+Nesterov's SGD with the paper's numbers, the default, moves W by up to 7 drifts: for long runs. In
+a short one from scratch give --outer-lr 1 --outer-momentum 0, the mean of the replicas.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """

@@ -110,8 +110,9 @@ def test_a_script_takes_the_flags(command, monkeypatch):
         args = parse_args(parser, *given)
         if command.script in ("train.py", "finetune_lora.py"):
             nodes = dict(zip(command.torchrun[::2], command.torchrun[1::2])).get("--nnodes", 1)
-            ranks = max(1, command.nproc) * int(nodes) // (args.tp * args.cp * args.pp)
-            assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
+            for n in map(int, str(nodes).split(":")):
+                ranks = max(1, command.nproc) * n // (args.tp * args.cp * args.pp)
+                assert args.batch % ranks == 0, f"{ranks} ranks cannot share --batch {args.batch}"
         raise Taken
 
     monkeypatch.setattr(Parser, "parse_args", parse_and_stop)
