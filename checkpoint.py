@@ -76,7 +76,7 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
 from plumbing.shards import allocate, assign_shard
-from techniques.diloco import OWN, named_for_checkpoint, replicas_in
+from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 # ---------------------------------------------------------------------------------- saving a run
@@ -195,8 +195,8 @@ class Saver:
         weights, state = named_for_checkpoint(self.model, *named)
         tensors, factors = {"optimizer": self._written_by_this_rank(state)}, {}
         if self.lora:
-            first = sorted({ranks[0] for ranks in self.holders.values()})
-            factors = gather_adapters(self.model, first, self.group)
+            first = {ranks[0] for ranks in self.holders.values()}
+            factors = gather_adapters(self.model, sorted(first), self.group)
         else:
             tensors["weights"] = self._written_by_this_rank(weights)
         if self.thread:
@@ -252,7 +252,7 @@ class Saver:
             remove_old(final, self.keep, best)
 
     def _on_every_rank(self, work: Callable) -> list:
-        """Return the results of work() on all ranks; an exception on one rank is raised on all."""
+        """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
         results = [None] * dist.get_world_size()
         try:
             mine = work()
@@ -329,7 +329,7 @@ def resume(
     weights, state = named_for_checkpoint(model, *named, saved)
     if not lora:
         load_tensors(weights, directory / "weights")
-    load_tensors(state, directory / "optimizer", may_lack=OWN)
+    load_tensors(state, directory / "optimizer", spare=left_out(model, saved))
     return metadata["step"]
 
 

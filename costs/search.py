@@ -376,7 +376,8 @@ def data_parallel_choices(
     would be another one on these ranks is left out, and so is one that trains otherwise, unless it
     is `wanted`."""
     for dp, strategy in STRATEGIES.items():
-        if strategy.apart > (dp == wanted) or (of_copy > 1 and not strategy.splits_layers):
+        is_other_training = strategy.apart and dp != wanted
+        if is_other_training or (of_copy > 1 and not strategy.splits_layers):
             continue
         for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):
             sizes = {"replicate": data_ranks // shard, "shard": shard}

@@ -168,7 +168,7 @@ def draw_apart(path: Path) -> None:
     labels = {"ddp": ("DDP", BLUE), "hsdp": ("HSDP", GREEN)}
     every = {8: ORANGE, 32: RED, 128: GREY}
     labels |= {f"diloco{h}": (f"DiLoCo --every {h}", color) for h, color in every.items()}
-    labels |= {f"mean{h}": ("without momentum", every[h]) for h in (8, 32)}
+    labels |= {f"mean{h}": (f"--every {h}, plain averaging", every[h]) for h in (8, 32)}
     figure, axes = new_figure(9, 3.4, columns=3, sharey=True)
     for ax, (link, title) in zip(axes, links.items()):
         for name, (label, color) in labels.items():

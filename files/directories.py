@@ -308,22 +308,20 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_tensors(
-    tensors: dict[str, Tensor], directory: Path, alone: bool = False, may_lack: str = ""
+    tensors: dict[str, Tensor], directory: Path, alone: bool = False, spare: tuple[str, ...] = ()
 ) -> None:
     """Fill tensors, or this rank's shards of DTensors, from weights/ or optimizer/ by name.
 
     All ranks call it together, or one rank `alone`, without communication.
-    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more whose name has
-    not `may_lack` in it."""
+    Raises UserError if the directory lacks a tensor or, unless `alone`, has one more whose name
+    does not end with one of `spare`."""
     saved = read_index(directory).state_dict_metadata.keys()
     needed = set(tensors)
     if dist.is_initialized() and not alone:  # in a pipeline, ranks have different ones
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, needed)
         needed = set().union(*of_ranks)
-    left_out = set() if alone else saved - needed
-    if may_lack:
-        left_out = {name for name in left_out if may_lack not in name}
+    left_out = {name for name in saved - needed if not alone and not name.endswith(spare)}
     for which, names in {"it": needed - saved, "this run": left_out}.items():
         if names:
             raise UserError(

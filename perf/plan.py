@@ -34,7 +34,7 @@ from perf.instruments import (
     needs_real_tensors,
     write_json,
 )
-from perf.questions import Run, about_run, against_diloco, plot, sensitivity
+from perf.questions import Run, about_run, compare_with_diloco, plot, sensitivity
 from plumbing.processes import UserError
 from runs.flags import flags_of
 from runs.records import write_atomically
@@ -126,7 +126,7 @@ def plan_cluster(
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
         *([longest_that_fits(question)] if question.adapters else []),
         *about_run(best, run),
-        *([] if question.machine.measured else [sensitivity(best), *against_diloco(best)]),
+        *([] if question.machine.measured else [sensitivity(best), *compare_with_diloco(best)]),
         describe_best(best),
         *filter(None, [prediction_caveat(question.work.model)]),
         "",

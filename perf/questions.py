@@ -3,7 +3,7 @@
 python bench.py plan --gpus 512 --model llama3.1-70b --tokens 15e12 --dollars 2.5 --mtbf 20000
 """
 
-import contextlib
+import itertools
 import math
 from dataclasses import dataclass, replace
 from html import escape
@@ -82,28 +82,31 @@ def sensitivity(plan: Plan) -> str:
     return f"Its time would change: {', '.join(told)}."
 
 
-def against_diloco(plan: Plan) -> list[str]:
-    """Return in a sentence over which links between nodes DiLoCo would take half of a plan's time,
-    with a replica per node; [] where it does not combine, does not fit or cannot."""
+def compare_with_diloco(plan: Plan) -> list[str]:
+    """Return a sentence with the speed of links between nodes at which DiLoCo, with a replica per
+    node, takes less than half of a plan's time; [] where it does not fit or does not combine."""
     parallel, machine = plan.work.parallel, plan.machine
-    nodes, rest = divmod(parallel.size, machine.per_node)
-    sequences, left = divmod(plan.work.batch, parallel.size // parallel.tp)  # of a rank
+    nodes, data_ranks = parallel.size // machine.per_node, parallel.size // parallel.tp
+    sequences, rest = divmod(plan.work.batch, data_ranks)
     frozen = any(not parameter.requires_grad for parameter in plan.work.model.parameters())
-    if nodes < 2 or rest or left or frozen or parallel.dp == "diloco":
+    if nodes < 2 or rest or frozen or parallel.dp == "diloco":
         return []
-    sizes = dict(replicate=nodes, shard=machine.per_node // parallel.tp, cp=1, pp=1)
-    with contextlib.suppress(UserError):
+    sizes = dict(replicate=nodes, shard=data_ranks // nodes, cp=1, pp=1)
+    try:
         split = replace(parallel, dp="diloco", schedule="1f1b", stages_per_rank=1, **sizes)
-        microbatch = math.gcd(plan.work.microbatch, sequences)
-        apart = replace(plan.work, parallel=split, microbatch=microbatch)
-        for halvings in range(20 * Plan(apart, machine).fits):
-            slower = replace(machine, link=machine.link / 2**halvings)
-            if Plan(apart, slower).seconds < Plan(plan.work, slower).seconds / 2:
-                return [
-                    f"With --link {8 * slower.link / 1e9:.3g}gbit it would take twice as long as "
-                    f"--dp diloco --every {parallel.every}, which is another training."
-                ]
-    return []
+    except UserError:
+        return []
+    work = replace(plan.work, parallel=split, microbatch=math.gcd(plan.work.microbatch, sequences))
+    if not Plan(work, machine).fits:
+        return []
+    slower = [replace(machine, link=machine.link / 2**halvings) for halvings in range(20)]
+    links = (m.link for m in slower if 2 * Plan(work, m).seconds < Plan(plan.work, m).seconds)
+    told = (
+        f"With --link {8 * link / 1e9:.3g}gbit it would take twice as long as --dp diloco --every "
+        f"{parallel.every}, which is another training."
+        for link in links
+    )
+    return list(itertools.islice(told, 1))
 
 
 def best_batch(questions: list) -> tuple:

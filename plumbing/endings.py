@@ -94,7 +94,7 @@ def end_interrupted() -> None:
 
 def end_if_restarted(number: int) -> None:
     """End this process if the signal was torchrun's, which restarts all ranks as a node comes or
-    goes (--max-restarts). Ranks that end with 0 are done, and the others would wait for them."""
+    goes (--max-restarts). Exit code 0 would mean that this rank is done: others would wait."""
     if number == signal.SIGTERM and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         end(1, "ended to be started again, since the nodes have changed", show=False)
 

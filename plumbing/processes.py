@@ -165,18 +165,13 @@ def init_distributed() -> Process:
         keep_freed_memory()
     address = None
     if "RANK" in os.environ:
-        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # not of rank 0
-        if of_torchrun:
+        store_is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if store_is_torchruns:
+            check_restarts()
             address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
-        if of_torchrun:  # it still holds the keys of the attempt before a restart
-            attempt, most = (os.environ.get(f"TORCHELASTIC_{name}", "0")
-                             for name in ("RESTART_COUNT", "MAX_RESTARTS"))  # fmt: skip
-            if int(most) and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise UserError(  # nodes count attempts of their own, so that ranks would not meet
-                    "--max-restarts on several nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-                    "for torchrun, so that ranks meet after a restart"
-                )
+        if store_is_torchruns:  # after a restart it still holds the keys of the previous attempt
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt {attempt}", store)
     else:
         store, rank, size = dist.HashStore(), 0, 1
@@ -193,6 +188,18 @@ def init_distributed() -> Process:
         atexit.register(_stop_watching, watcher)
         signal.signal(signal.SIGTERM, _exit_late)
     return Process(rank, size, local_rank, per_node, device)
+
+
+def check_restarts() -> None:
+    """Raise UserError if torchrun may restart ranks on several nodes, and they would use its store:
+    each node counts attempts by itself, so ranks would look for each other under other numbers."""
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if several and may_restart and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        raise UserError(
+            "--max-restarts on several nodes: first export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "each, or ranks do not meet after a restart"
+        )
 
 
 def keep_freed_memory() -> None:

@@ -154,9 +154,9 @@ def check_meetings(args: argparse.Namespace) -> None:
             if getattr(args, flag) is not None:
                 raise UserError(f"--{flag.replace('_', '-')} is for --dp diloco")
         return
-    if getattr(args, "lora", "targets" in args):
+    if getattr(args, "lora", "targets" in args):  # of bench.py, else of finetune_lora.py
         raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
-    if "steps" not in args:  # of a plan
+    if "steps" not in args:  # a plan has no end
         return
     every = args.every or ParallelConfig.every
     if met := [step for step in args.skip_steps if step % every == 0]:

@@ -18,10 +18,10 @@ Communication over replicate, every H steps: all-reduce of P g / shard bytes, in
 for each parameter. Over shard, every step: as FSDP.
 Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
 optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
-With fewer replicas the others' steps since the outer one are lost; with more, the new ones begin
-as copies: docs/cases.md starts a run that goes on when a node leaves, or comes back.
-Nesterov's SGD with the paper's numbers, the default, moves W by up to 7 drifts: for long runs. In
-a short one from scratch give --outer-lr 1 --outer-momentum 0, the mean of the replicas.
+Resuming with fewer replicas loses the steps of the missing ones since the last outer step; with
+more, new ones begin as copies. docs/cases.md shows a run that survives the loss of a node.
+The defaults of the outer step are the paper's, and move W by up to 7 drifts as momentum builds up.
+In short runs from scratch the plain mean has learnt more: --outer-lr 1 --outer-momentum 0.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """
@@ -89,6 +89,13 @@ def replicas_in(names: Iterable[str]) -> int:
     """Return how many replicas have saved state of their own by these names; 0 without DiLoCo."""
     numbers = (name.rpartition(OWN)[2] for name in names if OWN in name)
     return 1 + max(map(int, numbers), default=-1)
+
+
+def left_out(model: nn.Module, saved: int) -> tuple[str, ...]:
+    """Return how the names of those of `saved` replicas end that this run does not go on with."""
+    world = getattr(model, "world", None)
+    n = replicas_apart(world)[0] if world else saved
+    return tuple(f"{OWN}{replica}" for replica in range(n, saved))
 
 
 def named_for_checkpoint(

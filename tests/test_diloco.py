@@ -23,6 +23,7 @@ from model import IGNORE, LlamaConfig
 from parallel import ParallelConfig
 from perf.drill import kill, ranks_of, running
 from perf.instruments import build_on_meta
+from plumbing.processes import UserError, check_restarts
 
 EVERY, STEPS = 3, 6
 OUTER = dict(outer_lr=0.7, outer_momentum=0.9)
@@ -149,19 +150,34 @@ def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, sha
     assert all(torch.equal(between[name], before[name]) for name in saved)  # the outer copy
 
 
-@pytest.mark.parametrize("then", [1, slow(3)])
-def test_fewer_replicas_go_on_and_new_ones_begin_as_copies(corpus, tmp_path, then):
-    """Between outer steps; one that trains alone is then plain AdamW, but for the outer step."""
+@pytest.mark.parametrize("before, then", [(1, 2), slow(2, 1), slow(2, 3)])
+def test_fewer_replicas_go_on_and_new_ones_begin_as_copies(corpus, tmp_path, before, then):
+    """Between outer steps. Copies of the only replica have its loss in the first step."""
     more, out = dict(dp="diloco", every=4, shard=1, batch=6), tmp_path / "out"
     given = flags(corpus, out, **more | dict(steps=4, save_every=2))
-    succeed("train.py", *given, nproc=2)
+    succeed("train.py", *given, nproc=before)
+    alone = metrics(out)
     shutil.rmtree(out / "step-00000004")
     again = flags(corpus, out, **more | dict(steps=8))
     told = succeed("train.py", *again, "--resume", nproc=then).out
-    assert f"note: 2 replicas were saved, and {then} go on" in told
-    assert [row["step"] for row in metrics(out)] == [*range(1, 9)]
+    assert f"note: {before} replicas were saved, and {then} go on" in told
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [*range(1, 9)]
+    if before == 1:
+        assert rows[2]["loss"] == pytest.approx(alone[2]["loss"], rel=1e-12)
+        assert rows[3]["loss"] != alone[3]["loss"]  # by then they have trained apart
     together = flags(corpus, out, batch=6, steps=12, dp="fsdp")
     refused(launch("train.py", *together, "--resume", nproc=2), "cannot load", "it lacks")
+
+
+def test_restarts_on_several_nodes_need_a_store_for_each(monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    check_restarts()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(UserError, match="first export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_restarts()
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    check_restarts()
 
 
 @pytest.mark.slow
