@@ -33,15 +33,22 @@ def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     five moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
     along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
     are in CPU memory, but count here. labs/memory asks for a formula of DDP and FSDP."""
-    model, parallel = work.model, work.parallel
-    parts, ranks = parts_of(model, parallel), {*range(parallel.pp)}
+    ranks = _ranks_with_most(work.parallel) if pp_rank is None else [pp_rank]
+    return max((_memory_of_rank(work, r) for r in ranks), key=lambda memory: memory["peak"])
+
+
+def fits(work: Work, room: float) -> bool:
+    """Return whether no rank's peak is above `room` bytes, without a look at more ranks than that
+    takes."""
+    return all(_memory_of_rank(work, r)["peak"] <= room for r in _ranks_with_most(work.parallel))
+
+
+def _ranks_with_most(parallel: ParallelConfig) -> list[int]:
+    """Return the ranks of a pipeline of which one has the largest peak."""
+    ranks = {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
-    of_ranks = [
-        _memory_of_rank(work, parts[rank], rank)
-        for rank in (ranks if pp_rank is None else [pp_rank])
-    ]
-    return max(of_ranks, key=lambda memory: memory["peak"])
+    return sorted(ranks)
 
 
 def state_bytes(work: Work) -> int:
@@ -49,8 +56,9 @@ def state_bytes(work: Work) -> int:
     return sum(_state(parts_of(work.model, work.parallel)[0], work.parallel).values())
 
 
-def _memory_of_rank(work: Work, model: Llama, pp_rank: int) -> dict[str, int]:
-    """Return the same for one rank of a pipeline; `model` is that rank's part of work.model."""
+def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
+    """Return what predict_memory does for one rank of a pipeline."""
+    model = parts_of(work.model, work.parallel)[pp_rank]
     parallel, tokens, microbatches = work.parallel, work.tokens, work.microbatches
     config, g, w = model.config, parallel.grad_bytes, parallel.weight_bytes
     L, D, F, tp = len(model.layers), config.dim, config.ffn_dim, parallel.tp

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from costs.machines import Machine
-from costs.memory import predict_memory, state_bytes
+from costs.memory import fits, predict_memory, state_bytes
 from costs.seconds import find_measured_group, group_shape, step_time
 from costs.traffic import (
     DIMS,
@@ -40,8 +40,8 @@ ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", 
 
 
 def first_that_fits(works: Iterable[Work], room: float) -> Work | None:
-    """Return the first step that is predicted to take less than `room` bytes on every rank."""
-    return next((work for work in works if predict_memory(work)["peak"] < room), None)
+    """Return the first step that is predicted to fit into `room` bytes on every rank."""
+    return next((work for work in works if fits(work, room)), None)
 
 
 def usable_memory(device: torch.device, processes: int) -> int:
@@ -249,7 +249,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether the peak fits in a GPU's memory."""
         usable = USABLE_FRACTION * self.machine.memory
-        return self.least <= usable and self.memory["peak"] <= usable
+        return self.least <= usable and fits(self.work, usable)
 
     @functools.cached_property
     def sent(self) -> dict[str, int]:

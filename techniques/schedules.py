@@ -106,6 +106,7 @@ def lines_of(name: str, p: int = 1, m: int = 1, v: int = 1) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
+@functools.cache
 def has_w(name: str) -> bool:
     """Return whether a schedule splits backward."""
     return "W" in "".join(lines_of(name))

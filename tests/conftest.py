@@ -21,8 +21,10 @@ SHARED = ROOT.parent / "shared" / "data"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # what runs here is small, and other processes run beside it
-# A script's background jobs ignore Ctrl-C, which the processes of the tests would inherit.
+# A script's background jobs ignore Ctrl-C, and those of nohup SIGHUP. The processes of the tests
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config) -> None:
@@ -33,6 +35,10 @@ def pytest_configure(config) -> None:
     # Modules of plumbing/ ignore these, too, but pytest forgets their filters.
     for warning in ("torch.distributed is disabled", "FSDP2-wrapped module .* a view tensor"):
         config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
+def asks_for_slow(config) -> bool:
+    return "slow" in config.option.markexpr.replace("not slow", "")
 
 
 @pytest.hookimpl(tryfirst=True)

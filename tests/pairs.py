@@ -4,9 +4,11 @@ import functools
 import itertools
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import pytest
+
+SHORT, LONG = 1_000, 16_000  # steps of a walk: some pairs, and all of them
 
 
 def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator[dict]:
@@ -25,7 +27,7 @@ def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator
 
 
 def pairwise(
-    options: dict[str, tuple], possible: Callable[[dict], bool], seed, steps: int = 16_000
+    options: dict[str, tuple], possible: Callable[[dict], bool], seed, steps: int
 ) -> list[dict]:
     """Return few cases of a random walk that cover every pair of values in it: in each turn, the
     case with most pairs that are not covered yet (a greedy cover)."""
@@ -49,9 +51,9 @@ def case_name(case: dict, options: dict[str, tuple]) -> str:
     return " ".join(named).replace("=True", "") or "plain"
 
 
-def with_slow(names: Iterable[str], quick: Iterable[str]) -> list:
-    """Return pytest parameters, marked slow but for the `quick` ones."""
+def with_slow(cases: dict[str, tuple], quick: Container[str]) -> list:
+    """Return pytest parameters, marked slow but for those whose names are `quick`."""
     return [
-        pytest.param(name, id=name, marks=[pytest.mark.slow] * (name not in quick))
-        for name in names
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in quick))
+        for name, case in cases.items()
     ]

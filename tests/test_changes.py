@@ -275,7 +275,7 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
 @pytest.mark.parametrize(
     "edits, style, split",
     [
-        (SHARED, "", dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
+        slow(SHARED, "", dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
         (SCALES, "OfHeads()", dict(tp=2)),
         slow(SCALES, "NORM", dict(tp=2)),
         slow(SCALES, "COLUMNS", dict(tp=2)),

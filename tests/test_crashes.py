@@ -110,7 +110,7 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
     dice = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
     out, whole = tmp_path / "run", tmp_path / "whole"
-    steps = 20 + 20 * kills
+    steps = 10 + 20 * kills
     arguments = large(corpus, whole, steps=steps, **more)
     uninterrupted = Forks("train.py", *arguments, nproc=nproc, timeout=600)
     arguments = [*large(corpus, out, steps=steps, save_every=1, keep=2, **more), "--resume"]
@@ -290,9 +290,9 @@ def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc,
     refused(launch(*resume, nproc=nproc), str(older), name)
 
 
-@pytest.mark.parametrize("held, host", [(2, "elsewhere"), (9, "elsewhere"), (9, "")])
+@pytest.mark.parametrize("held, host", [(1, "elsewhere"), (9, "elsewhere"), (9, "")])
 def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, held, host):
-    monkeypatch.setattr(directories, "LOCK_SECONDS", 5)
+    monkeypatch.setattr(directories, "LOCK_SECONDS", 2)
     hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
     hold += "f.write(f'process 1 on {sys.argv[2]}'); f.flush(); print(flush=True); "
     hold += "time.sleep(float(sys.argv[3]))"
@@ -301,10 +301,10 @@ def test_the_lock_of_another_node_is_waited_for(tmp_path, capsys, monkeypatch, h
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         refusal = pytest.raises(UserError, match=f"in use by process 1 on {owner}: wait for it")
-        with refusal if held > 5 else contextlib.nullcontext():
+        with refusal if held > 2 else contextlib.nullcontext():
             lock_directory(tmp_path)
         process.kill()
-    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 5 s at most\n"
+    told = f"{tmp_path} is in use by process 1 on elsewhere: waiting for 2 s at most\n"
     assert capsys.readouterr().err == told * bool(host)
 
 

@@ -44,7 +44,7 @@ CASES = {  # of two ranks, of four
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[2, slow(4)])
 def trained(request, tmp_path_factory):
     directory, nproc = tmp_path_factory.mktemp("apart"), request.param
     given, results = directory / "cases.json", directory / "results.pt"

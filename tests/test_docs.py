@@ -152,6 +152,7 @@ def test_the_readme_is_short():
     assert len(README.read_text().split()) <= 1200
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     copy = tmp_path / "docs"

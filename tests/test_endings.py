@@ -76,8 +76,9 @@ def test_ctrl_c_just_before_files_are_written(tmp_path):
     entered = "    with ctrl_c_raises(), temp"
     _, copy = with_fault(tmp_path, "data", entered, f"    os.kill(os.getpid(), 2)\n{entered}")
     text = tmp_path / "text.txt"
-    text.write_text("one two three\n" * 500_000)
-    interrupted(finish(start(copy / "data.py", "tokenize", text, "--out", tmp_path / "tokens")))
+    text.write_text("one two three\n" * 2_000_000)
+    command = copy / "data.py", "tokenize", text, "--tokenizer", "bytes"
+    interrupted(finish(start(*command, "--out", tmp_path / "tokens")))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +281,7 @@ def two_nodes(corpus: Path, out: Path, rates=(1e-2, 1e-2)) -> list[subprocess.Po
     return nodes
 
 
+@pytest.mark.slow
 def test_nodes_started_with_different_flags_are_refused_in_one_line_each(corpus, tmp_path):
     """Which torchrun repeats, with the exit code, at the end of its report."""
     for result in map(finish, two_nodes(corpus, tmp_path / "run", rates=(1e-2, 2e-2))):

@@ -181,7 +181,7 @@ def questions_of(exam: Path) -> list[dict]:
     return [json.loads(line) for line in exam.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("nproc, split", [(0, ""), (2, "--tp 2"), slow(2, "--dp fsdp")])
+@pytest.mark.parametrize("nproc, split", [(0, ""), slow(2, "--tp 2"), slow(2, "--dp fsdp")])
 def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
     """The base in 4 bits alone; then with an adapter, as a chat, and on conversations."""
     tokenizer, model = load_tokenizer(str(base)), load_pretrained(base, torch.float64)
@@ -271,6 +271,7 @@ json.dump([found["results"], samples], open("found.json", "w"), default=str)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_LM_EVAL, reason="needs lm-eval")
 def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
     """Of the exported model: accuracies are equal, and log-likelihoods to 1e-5."""

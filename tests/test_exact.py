@@ -2,16 +2,19 @@
 
 Cases are chosen by pairwise testing: any two values of two OPTIONS occur together in some case,
 unless the project refuses them together. The fast tests take the FAST cases on each number of ranks
-that cover most pairs; `-m slow` the others, compiled ones too, and some that are new each day."""
+that cover most pairs of a short draw; `-m slow` all cases of a long one, compiled ones too, and
+some that are new each day."""
 
+import functools
 import itertools
 import os
-from collections.abc import Iterable
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
 import exact
 import pytest
+from conftest import asks_for_slow
 from exact import (
     FOUR_HEADS,
     GROUPED,
@@ -27,7 +30,7 @@ from exact import (
     parallel_config,
     train,
 )
-from pairs import case_name, pairwise, random_walk, with_slow
+from pairs import LONG, SHORT, case_name, pairwise, random_walk, with_slow
 from workers.train_cases import BATCH, SEQ
 
 from costs.work import Work
@@ -69,8 +72,8 @@ OPTIONS = dict(
     qk_norm=(False, True),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 12, 4: 8}  # ranks: how many cases, which compute
-FEW = 12  # attentions a step at most
+FAST = {1: 12, 2: 12, 4: 6}  # ranks: how many cases, which compute
+FEW = 8  # attentions a step at most
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
@@ -121,41 +124,52 @@ def drawn_today(ranks: int) -> list[dict]:
     return list(itertools.islice(steps, 100, 900, 100))
 
 
-PAIRWISE = {ranks: pairwise(OPTIONS, can_make(make_case, ranks), seed=ranks) for ranks in (1, 2, 4)}
-TODAY = {ranks: drawn_today(ranks) for ranks in PAIRWISE}
-CASES = {
-    f"{ranks} ranks: {case_name(drawn, OPTIONS)}": (ranks, make_case(ranks, drawn))
-    for cases in (TODAY, PAIRWISE)
-    for ranks in cases
-    for drawn in cases[ranks]
-}
+def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
+    """Return name -> (ranks, case of exact.py)."""
+    return {
+        f"{ranks} ranks: {case_name(options, OPTIONS)}": (ranks, make_case(ranks, options))
+        for ranks in drawn
+        for options in drawn[ranks]
+    }
 
 
-def is_short(name: str) -> bool:
-    _, given = CASES[name]
-    return attentions(given, given["config"]["n_layers"] / given["parallel"]["pp"]) <= FEW
+def draw(steps: int) -> dict[str, tuple[int, dict]]:
+    possible = {ranks: can_make(make_case, ranks) for ranks in FAST}
+    return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, steps) for ranks in FAST})
 
 
-COMPILED = [given for _, given in CASES.values() if given["parallel"]["compile"]]
-for i, given in enumerate(COMPILED):  # two thirds are traced and differentiated without kernels
-    given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
-EAGER = {
-    ranks: [f"{ranks} ranks: {case_name(d, OPTIONS)}" for d in drawn if not d["compile"]]
-    for ranks, drawn in PAIRWISE.items()
-}
-QUICK = [  # those with most new pairs
-    name for ranks, names in EAGER.items() for name in list(filter(is_short, names))[: FAST[ranks]]
-]
-SLOWER = [name for names in EAGER.values() for name in names if name not in QUICK]
+def quick_cases() -> dict[str, tuple[int, dict]]:
+    quick, left = {}, Counter(FAST)
+    for name, (ranks, given) in draw(SHORT).items():
+        parallel = given["parallel"]
+        few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= FEW
+        if few and left[ranks] and not parallel["compile"]:
+            quick[name] = ranks, given
+            left[ranks] -= 1
+    return quick
 
 
-def train_all(directory: Path, names: Iterable[str], within=()) -> dict:
-    """Train the cases of these names, in one launch for each number of ranks."""
+QUICK = quick_cases()
+
+
+@functools.cache
+def slower_cases() -> dict[str, tuple[int, dict]]:
+    """Return all others: drawing them takes some seconds."""
+    drawn = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG)
+    slower = {name: case for name, case in drawn.items() if name not in QUICK}
+    compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
+    for i, given in enumerate(compiled):  # two thirds are traced and differentiated without kernels
+        given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
+    return slower
+
+
+def train_all(directory: Path, cases: dict[str, tuple[int, dict]], within=()) -> dict:
+    """Train cases in one launch for each number of ranks."""
     results = {}
-    for ranks in PAIRWISE:
-        cases = {name: CASES[name][1] for name in names if CASES[name][0] == ranks}
-        if cases:
-            results |= train(directory, ranks * (ranks > 1), cases, timeout=1800, within=within)
+    for ranks in FAST:
+        ours = {name: given for name, (n, given) in cases.items() if n == ranks}
+        if ours:
+            results |= train(directory, ranks * (ranks > 1), ours, timeout=1800, within=within)
     return results
 
 
@@ -171,14 +185,14 @@ def unsplit(given: dict) -> dict:
     return given | {"parallel": parallel}
 
 
-def train_references(directory: Path, names: Iterable[str]) -> dict:
-    cases = [unsplit(CASES[name][1]) for name in names if is_rounded(CASES[name][1])]
-    return train(directory, 0, {str(given): given for given in cases}) if cases else {}
+def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dict:
+    unsplit_cases = [unsplit(given) for _, given in cases.values() if is_rounded(given)]
+    references = {str(given): given for given in unsplit_cases}
+    return train(directory, 0, references) if references else {}
 
 
-def assert_result(name: str, result: dict, references: dict) -> None:
+def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:
     """Assert that the result of a case equals its reference."""
-    ranks, given = CASES[name]
     reference = references[str(unsplit(given))] if is_rounded(given) else None
     exact.assert_case(result, given, ranks, reference)
 
@@ -189,17 +203,24 @@ def test_every_strategy_schedule_and_recipe_is_drawn():
     assert set(OPTIONS["float8"]) == {"none", *RECIPES}
 
 
+def pytest_generate_tests(metafunc) -> None:
+    if metafunc.function.__name__ == CASE_TEST:
+        slower = slower_cases() if asks_for_slow(metafunc.config) else {}
+        metafunc.parametrize("ranks, given", with_slow(QUICK | slower, QUICK))
+
+
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
     """Return the results of the selected cases, and of the references that they need."""
     items = [item for item in request.session.items if item.originalname == CASE_TEST]
-    names = [item.callspec.params["name"] for item in items]
+    calls = [item.callspec for item in items]
+    cases = {call.id: (call.params["ranks"], call.params["given"]) for call in calls}
     directory = tmp_path_factory.mktemp("cases")
-    return train_all(directory, names), train_references(directory, names)
+    return train_all(directory, cases), train_references(directory, cases)
 
 
-@pytest.mark.parametrize("name", with_slow(CASES, QUICK))
-def test_a_split_computes_what_one_process_computes(trained, name):
+def test_a_split_computes_what_one_process_computes(trained, request, ranks, given):
     results, references = trained
+    name = request.node.callspec.id
     print(f"SEED={SEED} pytest -m 'slow or not slow' 'tests/test_exact.py::{CASE_TEST}[{name}]'")
-    assert_result(name, results[name], references)
+    assert_result(ranks, given, results[name], references)

@@ -9,7 +9,7 @@ from test_labs import ANSWERS, WRONG, check_module, lab, student_file
 
 from labs.machinery.answers import starter_of
 
-QUICK = "mean ddp zero1 nf4 pipeline".split()  # labs whose checks are quick
+QUICK = "mean zero1 pipeline".split()  # labs whose checks are quick
 
 
 @pytest.mark.parametrize("name", [name if name == "mean" else slow(name) for name in ANSWERS])

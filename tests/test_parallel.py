@@ -29,10 +29,10 @@ from techniques.recompute import recompute_and_compile
 # What more is asked of a few splits than test_exact.py asks of all.
 TWO = {
     "ddp in buckets": case(ODD | dict(dim=240, ffn_dim=1400), dp="ddp", replicate=2),
-    "fsdp tied": case(ODD | TIED, 1, packed=True, dp="fsdp", shard=2) | {"generate": True},
-    "lora ddp": case(ODD | TIED, 1, lora=RANK_3, dp="ddp", replicate=2),
-    "lora fsdp": case(ODD, 1, lora=RANK_3, dp="fsdp", shard=2),
-    "lora tp": case(GROUPED | TIED, 1, lora=RANK_3, dp="fsdp", tp=2),
+    "fsdp tied": case(ODD | TIED, packed=True, dp="fsdp", shard=2) | {"generate": True, "steps": 1},
+    "lora ddp": case(ODD | TIED, lora=RANK_3, dp="ddp", replicate=2) | {"steps": 1},
+    "lora fsdp": case(ODD, lora=RANK_3, dp="fsdp", shard=2) | {"steps": 1},
+    "lora tp": case(GROUPED | TIED, lora=RANK_3, dp="fsdp", tp=2) | {"steps": 1},
 }
 
 

@@ -191,7 +191,11 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
 
 @pytest.mark.parametrize(
     "dp, shard, more",
-    [("zero1", 1, ["--pp", 1]), ("fsdp", 4, []), ("ddp", 1, ["--pp", 4, "--schedule", "1f1b"])],
+    [
+        slow("zero1", 1, ["--pp", 1]),
+        ("fsdp", 4, []),
+        slow("ddp", 1, ["--pp", 4, "--schedule", "1f1b"]),
+    ],
 )
 def test_check_counts_what_was_predicted(dp, shard, more):
     """On GPUs with 11 MB, DDP does not fit."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import ROOT, launch, refused, succeed
+from conftest import ROOT, launch, refused, slow, succeed
 
 from costs.memory import predict_memory
 from costs.traffic import predict_traffic, sent_bytes
@@ -194,7 +194,7 @@ ROUNDS = {  # form -> a seed, what a student should type, and what not
 }
 
 
-@pytest.mark.parametrize("form", predict.FORMS)
+@pytest.mark.parametrize("form", [slow(f) if f == "bytes" else f for f in predict.FORMS])
 def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeypatch):
     seed, right, wrong = ROUNDS[form]
     counted = []

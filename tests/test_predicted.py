@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import step_of
+from conftest import asks_for_slow, step_of
 from exact import can_make, check_step, meta_model, parallel_config
-from pairs import case_name, pairwise, with_slow
+from pairs import LONG, SHORT, case_name, pairwise, with_slow
 from test_cost import CHUNKY, TIED, WIDE
 
 from costs.memory import predict_memory
@@ -69,24 +69,31 @@ def make_step(ranks: int, drawn: dict) -> tuple[Work, dict]:
     return work, more
 
 
-STEPS = {
-    f"{ranks} ranks: {case_name(drawn, OPTIONS)}": make_step(ranks, drawn)
-    for ranks in (1, 3, 8)
-    for drawn in pairwise(OPTIONS, can_make(make_step, ranks), seed=ranks)
-}
-# Steps in which a rank computes few blocks. The fast tests take some, tp and bfloat16 among them.
-SHORT = [
-    name
-    for name, (work, _) in STEPS.items()
-    if work.microbatches * work.model.config.n_layers // work.parallel.pp <= 4
-]
+def draw(steps: int) -> dict[str, tuple[Work, dict]]:
+    return {
+        f"{ranks} ranks: {case_name(drawn, OPTIONS)}": make_step(ranks, drawn)
+        for ranks in (1, 3, 8)
+        for drawn in pairwise(OPTIONS, can_make(make_step, ranks), ranks, steps)
+    }
 
 
-@pytest.mark.parametrize("name", with_slow(STEPS, SHORT[2::6]))
-def test_a_step_holds_and_sends_what_is_predicted(name, monkeypatch):
+def is_short(work: Work) -> bool:
+    return work.microbatches * work.model.config.n_layers // work.parallel.pp <= 4
+
+
+def pytest_generate_tests(metafunc) -> None:
+    """Take some steps in which a rank computes few blocks, tp and bfloat16 among them; all, where
+    slow tests are asked for: drawing them takes some seconds."""
+    drawn = draw(SHORT)
+    quick = [name for name, (work, _) in drawn.items() if is_short(work)][::9]
+    steps = {name: drawn[name] for name in quick}
+    steps |= draw(LONG) if asks_for_slow(metafunc.config) else {}
+    metafunc.parametrize("work, drawn", with_slow(steps, quick))
+
+
+def test_a_step_holds_and_sends_what_is_predicted(work, drawn, monkeypatch):
     """State and traffic are equal to the byte, the peak within 5 %; within 15 % with adapters or a
     backward in two parts, and 20 % in float8, where many temporary matrices make the peak."""
-    work, drawn = STEPS[name]
     is_fake = not needs_real_tensors(work.parallel)
     monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # count as on a GPU
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small

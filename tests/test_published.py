@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import shared, succeed  # noqa: F401
+from conftest import shared, slow, succeed  # noqa: F401
 from test_formats import PLAIN, transformers_model
 from test_gguf import hard_strings
 
@@ -208,7 +208,7 @@ def test_names_of_tokens_in_a_message_are_text(pair):
     assert ids.count(ours.stop[0]) == clean.count(ours.stop[0])
 
 
-@pytest.mark.parametrize("kind", ["smollm2", "tinyllama"])
+@pytest.mark.parametrize("kind", ["smollm2", slow("tinyllama")])
 def test_it_trains_chats_and_is_exported_as_it_was(kind, tmp_path):
     """From the command line, with the files of the base and without them at last."""
     base = write(tmp_path / "base", kind)

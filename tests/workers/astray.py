@@ -1,4 +1,4 @@
-"""What a rank does in a step that the others do not do: test_endings.py puts it into train.py."""
+"""What a rank does in a step that the others do not do: test_stuck.py puts it into train.py."""
 
 import os
 import signal
