@@ -27,12 +27,12 @@ from techniques.schedules import SCHEDULES, STEADY, Action, has_w, make_schedule
 def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     """Return the bytes of tensors on a rank during a step: of each kind, and the `peak` of all.
 
-    `parameters`, `gradients` and `optimizer` are exact. `gathered` are
-    unsharded weights, and gradients that are not sharded yet; `activations` what forward saves and
-    what is being computed, logits included. They do not all peak together: `peak` is the largest of
-    five moments of a step, within a few percent. In a pipeline all are those of rank `pp_rank`
-    along pp, by default of the one with the largest peak. With --offload, parameters and optimizer
-    are in CPU memory, but count here. labs/memory asks for a formula of DDP and FSDP."""
+    `parameters`, `gradients` and `optimizer` are exact. `gathered` are unsharded weights, and
+    gradients that are not sharded yet; `activations` what forward saves and what is being computed,
+    logits included. They do not all peak together: `peak` is the largest of five moments of a step,
+    within a few percent. In a pipeline all are those of rank `pp_rank` along pp, by default of the
+    one with the largest peak. With --offload, parameters and optimizer are in CPU memory, but count
+    here. labs/memory asks for a formula of DDP and FSDP."""
     ranks = _ranks_with_most(work.parallel) if pp_rank is None else [pp_rank]
     return max((_memory_of_rank(work, r) for r in ranks), key=lambda memory: memory["peak"])
 
@@ -43,12 +43,12 @@ def fits(work: Work, room: float) -> bool:
     return all(_memory_of_rank(work, r)["peak"] <= room for r in _ranks_with_most(work.parallel))
 
 
-def _ranks_with_most(parallel: ParallelConfig) -> list[int]:
+def _ranks_with_most(parallel: ParallelConfig) -> set[int]:
     """Return the ranks of a pipeline of which one has the largest peak."""
     ranks = {*range(parallel.pp)}
     if parallel.schedule in SCHEDULES and not has_w(parallel.schedule):
         ranks &= {0, 1, parallel.pp - 1}  # those between hold no more than rank 1
-    return sorted(ranks)
+    return ranks
 
 
 def state_bytes(work: Work) -> int:

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,11 +37,6 @@ from techniques.schedules import has_w
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 # --checkpointing, --offload-activations: the later, the less memory and the more time.
 ACTIVATIONS = (("none", False), ("selective", False), ("full", False), ("full", True))
-
-
-def first_that_fits(works: Iterable[Work], room: float) -> Work | None:
-    """Return the first step that is predicted to fit into `room` bytes on every rank."""
-    return next((work for work in works if fits(work, room)), None)
 
 
 def usable_memory(device: torch.device, processes: int) -> int:
@@ -109,7 +104,7 @@ def choose_parallel(
         parts = choice.microbatches if choice.parallel.strategy.uses_fsdp else 1
         if parts > 1 or choice.parallel.reshard == reshards[0]:  # reshard differs for several
             candidates.append(choice)
-    chosen = first_that_fits(candidates, room)
+    chosen = next((choice for choice in candidates if fits(choice, room)), None)
 
     copy = predict_memory(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
@@ -177,7 +172,7 @@ def what_would_fit(work: Work, process: Process) -> str:
             with contextlib.suppress(UserError):  # what does not combine with the other flags
                 yield replace(work, parallel=replace(base, **given), microbatch=size)
 
-    if (found := first_that_fits(candidates(), limit)) is None:
+    if (found := next((choice for choice in candidates() if fits(choice, limit)), None)) is None:
         gigabytes = f"{room / 1e9:.3g} GB"
         return f"no flags make a step fit in {gigabytes}: use more GPUs, or a shorter --seq-len"
     new, flags = found.parallel, []
