@@ -37,9 +37,8 @@ def predict_memory(work: Work, pp_rank: int | None = None) -> dict[str, int]:
     return max((_memory_of_rank(work, r) for r in ranks), key=lambda memory: memory["peak"])
 
 
-def fits(work: Work, room: float) -> bool:
-    """Return whether no rank's peak is above `room` bytes, without a look at more ranks than that
-    takes."""
+def fits_in(work: Work, room: float) -> bool:
+    """Return whether every rank's peak is at most `room` bytes. The first that is not ends it."""
     return all(_memory_of_rank(work, r)["peak"] <= room for r in _ranks_with_most(work.parallel))
 
 

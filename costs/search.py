@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from costs.machines import Machine
-from costs.memory import fits, predict_memory, state_bytes
+from costs.memory import fits_in, predict_memory, state_bytes
 from costs.seconds import find_measured_group, group_shape, step_time
 from costs.traffic import (
     DIMS,
@@ -104,7 +104,7 @@ def choose_parallel(
         parts = choice.microbatches if choice.parallel.strategy.uses_fsdp else 1
         if parts > 1 or choice.parallel.reshard == reshards[0]:  # reshard differs for several
             candidates.append(choice)
-    chosen = next((choice for choice in candidates if fits(choice, room)), None)
+    chosen = next((choice for choice in candidates if fits_in(choice, room)), None)
 
     copy = predict_memory(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
@@ -172,7 +172,8 @@ def what_would_fit(work: Work, process: Process) -> str:
             with contextlib.suppress(UserError):  # what does not combine with the other flags
                 yield replace(work, parallel=replace(base, **given), microbatch=size)
 
-    if (found := next((choice for choice in candidates() if fits(choice, limit)), None)) is None:
+    found = next((choice for choice in candidates() if fits_in(choice, limit)), None)
+    if found is None:
         gigabytes = f"{room / 1e9:.3g} GB"
         return f"no flags make a step fit in {gigabytes}: use more GPUs, or a shorter --seq-len"
     new, flags = found.parallel, []
@@ -244,7 +245,7 @@ class Plan:
     def fits(self) -> bool:
         """Whether the peak fits in a GPU's memory."""
         usable = USABLE_FRACTION * self.machine.memory
-        return self.least <= usable and fits(self.work, usable)
+        return self.least <= usable and fits_in(self.work, usable)
 
     @functools.cached_property
     def sent(self) -> dict[str, int]:

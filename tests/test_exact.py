@@ -134,6 +134,7 @@ def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
 
 
 def draw(steps: int) -> dict[str, tuple[int, dict]]:
+    """Return cases that cover the pairs of walks of so many steps, those with most pairs first."""
     possible = {ranks: can_make(make_case, ranks) for ranks in FAST}
     return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, steps) for ranks in FAST})
 

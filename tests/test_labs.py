@@ -107,9 +107,9 @@ def test_commands(copy):
     file = copy / f"labs/work/{name}.py"
     starter = answers.starter_of(name)
     assert file.read_text() == starter
-    hints = [in_copy(copy, "hint", name) for _ in range(3)]
-    assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3"]
-    assert ["This was the last hint" in hint for hint in hints] == [False, False, True]
+    hints = [in_copy(copy, "hint", name) for _ in range(4)]
+    assert [hint[:6] for hint in hints] == ["hint 1", "hint 2", "hint 3", "hint 3"]
+    assert ["This was the last hint" in hint for hint in hints] == [False, False, True, True]
     in_copy(copy, "why", name, code=2)
     assert "mean.py is not written yet" in in_copy(copy, "train", name, code=2)
     assert "# >>>" in in_copy(copy, "why", name, "--give-up")

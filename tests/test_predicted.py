@@ -9,7 +9,7 @@ from exact import can_make, check_step, meta_model, parallel_config
 from pairs import LONG, SHORT, case_name, pairwise, with_slow
 from test_cost import CHUNKY, TIED, WIDE
 
-from costs.memory import predict_memory
+from costs.memory import fits_in, predict_memory
 from costs.traffic import predict_traffic
 from costs.work import Work
 from lora import LoRA
@@ -113,3 +113,4 @@ def test_a_step_holds_and_sends_what_is_predicted(work, drawn, monkeypatch):
     assert expected["peak"] == pytest.approx(held["peak"], rel=within)
     peaks = [predict_memory(work, rank)["peak"] for rank in range(parallel.pp)]
     assert predict_memory(work)["peak"] == max(peaks)
+    assert fits_in(work, max(peaks)) and not fits_in(work, max(peaks) - 1)
