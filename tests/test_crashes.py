@@ -89,7 +89,22 @@ def nothing_survives(tmp_path):
 
 
 def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpus, tmp_path):
-    kill_and_resume(corpus, tmp_path, nproc=2, kills=1, dp="fsdp")
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    arguments = large(corpus, out, steps=15, save_every=1, dp="fsdp")
+    uninterrupted = Forks("train.py", *large(corpus, whole, steps=15, dp="fsdp"), nproc=2)
+    killed = Forks("train.py", *arguments, nproc=2)
+    wait_for_lines(out / "metrics.jsonl", 3)
+    os.kill(killed.ranks[1], signal.SIGKILL)
+    (line,) = error_lines(killed.finish())
+    assert line.startswith("error: rank 1 on ") and "--resume continues from step-0" in line
+    assert "resumed from" in succeed("train.py", *arguments, "--resume", nproc=2).out
+    assert uninterrupted.finish().code == 0
+    assert_same_losses(out, whole)
+
+
+def assert_same_losses(out: Path, whole: Path) -> None:
+    for key in ("step", "loss", "grad_norm"):
+        assert [row[key] for row in metrics(out)] == [row[key] for row in metrics(whole)], key
 
 
 @pytest.mark.slow
@@ -149,8 +164,7 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
     arguments = [*large(corpus, out, steps=steps, keep=2, **more), "--resume"]
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
     assert uninterrupted.finish().code == 0
-    for key in ("step", "loss", "grad_norm"):
-        assert [row[key] for row in metrics(out)] == [row[key] for row in metrics(whole)], key
+    assert_same_losses(out, whole)
     assert not hidden(out) and len(all_complete(out)) == 2
     print(f"{interrupted} of {kills} kills interrupted a save")
     return interrupted

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, with_fault
+from conftest import ENVIRONMENT, ROOT, with_fault
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 WORKER = "tests/workers/fake_cuda.py"
@@ -25,7 +25,8 @@ SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
 
 def take_steps(results: Path, names: list[str], root: Path = ROOT) -> dict:
     command = [sys.executable, root / WORKER, results, *names]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    options = dict(capture_output=True, text=True, env=ENVIRONMENT)
+    process = subprocess.run(command, **options, timeout=280)
     assert process.returncode == 0, process.stderr
     return json.loads(results.read_text())
 
