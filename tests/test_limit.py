@@ -1,4 +1,4 @@
-"""bench.py limit and loss, and bench.py's own errors. Speed is not tested, memory is."""
+"""bench.py limit and loss. Speed is not tested, memory is."""
 
 import pytest
 from conftest import succeed
@@ -10,15 +10,12 @@ def test_limit():
     times, operators = out.split("\n\n")
     rows = [line.split("|")[1].strip() for line in times.splitlines() if line.startswith("|")]
     assert rows[2:] == ["bare matrix products and attention", "transformers", "flatllama"]
-    calls = {row[1].strip(): int(row[2]) for row in map(split_row, operators.splitlines()[2:])}
+    table = [line.split("|") for line in operators.splitlines()[2:]]
+    calls = {row[1].strip(): int(row[2]) for row in table}
     # Three products for each of 7 matrices in 4 blocks and for the output; 4 attentions.
     assert calls["mm"] == 3 * (7 * 4 + 1)
     assert calls["_scaled_dot_product_flash_attention_for_cpu_backward"] == 4
     assert calls["all"] >= sum(calls.values()) - calls["all"]  # others are not in the table
-
-
-def split_row(line: str) -> list[str]:
-    return line.split("|")
 
 
 @pytest.mark.slow

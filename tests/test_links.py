@@ -24,7 +24,17 @@ def nodes():
     prefix = f"fl{os.getpid()}"
     names, bridge = [f"{prefix}n{i}" for i in range(RANKS)], f"{prefix}b"
     try:
-        connect(names, bridge)
+        for name in (bridge, *names):
+            ip("netns", "add", name)
+        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", bridge, "link", "set", "bridge", "up")
+        for i, name in enumerate(names):
+            ip("link", "add", "veth", "netns", name, "type", "veth",
+               "peer", "name", f"port{i}", "netns", bridge)  # fmt: skip
+            ip("-n", bridge, "link", "set", f"port{i}", "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"10.88.0.{i + 1}/24", "dev", "veth")
+            ip("-n", name, "link", "set", "veth", "up")
+            ip("-n", name, "link", "set", "lo", "up")
         yield names
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"needs the right to make network namespaces: {error}")
@@ -33,24 +43,9 @@ def nodes():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def connect(names: list[str], bridge: str) -> None:
-    for name in (bridge, *names):
-        ip("netns", "add", name)
-    ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-    ip("-n", bridge, "link", "set", "bridge", "up")
-    for i, name in enumerate(names):
-        ip("link", "add", "veth", "netns", name, "type", "veth",
-           "peer", "name", f"port{i}", "netns", bridge)  # fmt: skip
-        ip("-n", bridge, "link", "set", f"port{i}", "master", "bridge", "up")
-        ip("-n", name, "addr", "add", f"10.88.0.{i + 1}/24", "dev", "veth")
-        ip("-n", name, "link", "set", "veth", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-
-
 @pytest.mark.slow
 def test_a_rank_sends_what_a_ring_sends(nodes):
-    """As cost.sent_bytes says, but for gloo's reduce-scatter, which sends as much as its
-    all-reduce."""
+    """As sent_bytes says, but for gloo's reduce-scatter, which sends as much as its all-reduce."""
     processes = []
     for rank, name in enumerate(nodes):
         environment = ENVIRONMENT | {

@@ -9,22 +9,18 @@ import math
 import os
 import pty
 import re
-import shutil
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import ROOT, launch, refused, slow, succeed
+from conftest import launch, refused, slow, succeed
 
 from costs.memory import predict_memory
 from costs.traffic import predict_traffic, sent_bytes
 from labs.machinery import forms, forms_of_time, predict
 from plumbing.processes import UserError
-
-LABS = ROOT / "labs"
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +32,7 @@ def record(tmp_path, monkeypatch) -> Path:
 
 def arguments(form: str | None, *answers, **given) -> argparse.Namespace:
     flags = dict(lab=form, seed=0, key=None, student=None, attempt=None, failed=False)
-    return argparse.Namespace(**flags | given, answer=[*map(str, answers)])
+    return argparse.Namespace(**flags | {"answer": [*map(str, answers)]} | given)
 
 
 def guess(form: str | None, *answers, **given) -> str:
@@ -50,9 +46,6 @@ def recorded(path: Path) -> list[dict]:
 
 def question(form: str, seed: int):
     return predict.FORMS[form](Random(seed))
-
-
-# -------------------------------------------------------------------------------- explanations
 
 
 def test_terms_of_bytes_are_those_of_the_project():
@@ -83,30 +76,25 @@ def test_terms_of_memory_are_those_of_the_project():
     assert len(moments) == 2
 
 
-def check_count(form: str, seed: int) -> None:
-    """Count, which raises ArithmeticError where the terms give another sum."""
-    one = question(form, seed)
-    found = one.count()
-    assert len(found) == len(one.asked)
-    if form == "memory":  # the terms alone explain nearly all of the peak
-        peak = found[-1]
-        assert abs(peak.terms[-1].value) < 0.05 * peak.value, (seed, peak)
-
-
-@pytest.mark.parametrize("form, seeds", [("bubble", 200), ("counts", 3), ("ranking", 10)])
+@pytest.mark.parametrize(
+    "form, seeds",
+    [
+        ("bubble", range(200)),
+        ("counts", range(3)),
+        ("ranking", range(10)),
+        *(slow(form, range(10, 15)) for form in ("bytes", "memory", "counts", "crossing")),
+        slow("twice", range(10, 13)),
+    ],
+)
 def test_counted_is_explained(form, seeds):
-    for seed in range(seeds):
-        check_count(form, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["bytes", "memory", "counts", "twice", "crossing"])
-def test_counted_is_explained_for_many_seeds(form):
-    for seed in range(10, 13 if form == "twice" else 15):
-        check_count(form, seed)
-
-
-# --------------------------------------------------------------------------------- full rounds
+    """Counting raises ArithmeticError where the terms give another sum."""
+    for seed in seeds:
+        one = question(form, seed)
+        found = one.count()
+        assert len(found) == len(one.asked)
+        if form == "memory":  # the terms alone explain nearly all of the peak
+            peak = found[-1]
+            assert abs(peak.terms[-1].value) < 0.05 * peak.value, (seed, peak)
 
 
 def read_model(text: list[str]) -> tuple[int, list[int], list[list[int]]]:
@@ -197,20 +185,10 @@ ROUNDS = {  # form -> a seed, what a student should type, and what not
 @pytest.mark.parametrize("form", [slow(f) if f == "bytes" else f for f in predict.FORMS])
 def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeypatch):
     seed, right, wrong = ROUNDS[form]
-    counted = []
     draw = predict.FORMS[form]
-
-    @functools.wraps(draw)
-    def draw_and_count_once(random: Random):
-        one = draw(random)
-
-        def count():
-            counted.append(counted[0] if counted else one.count())
-            return counted[0]
-
-        return replace(one, count=count)
-
-    monkeypatch.setitem(predict.FORMS, form, draw_and_count_once)
+    one = draw(Random(seed))
+    counted_once = replace(one, count=functools.cache(one.count))
+    monkeypatch.setitem(predict.FORMS, form, functools.wraps(draw)(lambda _: counted_once))
     out = guess(form, *right(seed), seed=seed)
     assert "score 100%" in out and " wrong" not in out, out
     assert f"predict {form}, seed {seed}\n" in out
@@ -242,65 +220,41 @@ def test_terms_that_give_another_sum_are_an_error():
         forms.explained(4, [forms.Term(1, "one"), forms.Term(2, "two")])
 
 
-# --------------------------------------------------------------------------------- what is typed
-
-
 def test_unclear_input_is_asked_again(capsys, record):
     out = guess("bubble", "twelve", "1/7", "", "2", seed=1)
     asked = capsys.readouterr().out
-    assert (
-        asked.count("waiting (%, to 2% of the number itself): ")
-        == asked.count("forwards held: ")
-        == 2
-    )
+    for prompt in ("waiting (%, to 2% of the number itself): ", "forwards held: "):
+        assert asked.count(prompt) == 2
     assert asked.count("is not understood: type") == 2 and "score 100%" in out
     assert "  understood as 14.3 %" in asked and "understood as 2" not in asked
     assert recorded(record)[0]["answers"] == {"waiting": "1/7", "forwards held": "2"}
 
 
-def test_the_end_of_input_ends_without_a_record(record, monkeypatch):
+def test_a_pipe_is_read_and_its_end_ends_without_a_record(record, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("1/7\n"))
-    args = arguments("bubble", seed=1)
-    args.answer = None
+    args = arguments("bubble", seed=1, answer=None)
     assert [*predict.predict(args)][-1] == "\nend of input: nothing is recorded"
-    assert args.failed and not record.exists()
+    assert args.failed
     with pytest.raises(UserError, match="2 answers are wanted, 1 given: nothing is recorded"):
         guess("bubble", "1/7", seed=1)
     with pytest.raises(UserError, match="1 of --answer are left over: nothing is recorded"):
         guess("bubble", "1/7", 2, 3, seed=1)
     assert not record.exists()
-
-
-def test_a_pipe_is_read(monkeypatch, record):
     monkeypatch.setattr("sys.stdin", io.StringIO("1/7\n2\n"))
-    args = arguments("bubble", seed=1)
-    args.answer = None
-    assert "score 100%" in "\n".join(predict.predict(args))
-
-
-def in_child(function, terminal: bool = False) -> tuple[int, int | None]:
-    """Call a function in a fork. Returns its process id and its terminal, if it gets one."""
-    child, file = pty.fork() if terminal else (os.fork(), None)
-    if child == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return child, file
+    assert "score 100%" in guess("bubble", seed=1, answer=None)
 
 
 def test_a_student_at_a_terminal():
-    def session() -> None:
-        sys.stdin = open(0)
-        sys.stdout = open(1, "w")
-        args = arguments("bubble", seed=1)
-        args.answer = None
-        for text in predict.predict(args):
-            print(text, flush=True)
-
-    child, terminal = in_child(session, terminal=True)
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 1
+        try:
+            sys.stdin, sys.stdout = open(0), open(1, "w")
+            for text in predict.predict(arguments("bubble", seed=1, answer=None)):
+                print(text, flush=True)
+            code = 0
+        finally:
+            os._exit(code)
     shown = b""
     for question, answer in ((b"number itself): ", b"x\n"), (b"number itself): ", b"14.3 %\n"),
                              (b"forwards held: ", b"2\n")):  # fmt: skip
@@ -315,21 +269,18 @@ def test_a_student_at_a_terminal():
     assert shown.index(b"recorded as") < shown.index(b"counted  ratio")
 
 
-# ------------------------------------------------------------------------------------ the record
-
-
 def test_a_guess_is_recorded_before_it_is_counted(record, monkeypatch):
     """A student who ends the command before the counted values come has guessed all the same."""
 
-    def kill():
-        os.kill(os.getpid(), signal.SIGKILL)
+    def end():
+        (entry,) = recorded(record)
+        assert entry["answers"] == {"waiting": "1/7", "forwards held": "9"}
+        raise KeyboardInterrupt
 
     draw = predict.FORMS["bubble"]
-    monkeypatch.setitem(predict.FORMS, "bubble", lambda random: replace(draw(random), count=kill))
-    child, _ = in_child(lambda: guess("bubble", "1/7", 9, seed=1))
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    (entry,) = recorded(record)
-    assert entry["answers"] == {"waiting": "1/7", "forwards held": "9"}
+    monkeypatch.setitem(predict.FORMS, "bubble", lambda random: replace(draw(random), count=end))
+    with pytest.raises(KeyboardInterrupt):
+        guess("bubble", "1/7", 9, seed=1)
     monkeypatch.setitem(predict.FORMS, "bubble", draw)
     assert "guess 2" in guess("bubble", "1/7", 2, seed=1)
 
@@ -351,10 +302,8 @@ def test_a_class_gives_each_student_questions_that_a_teacher_can_repeat(record):
     for n, seed in enumerate(seeds, 1):
         out = guess("bubble", 1, 1, **ada | dict(student="ada lovelace"), attempt=n)
         assert re.match(head.format(n), out)[1] == seed
-        again = (
-            f"again with --class 2027 --student 'ada lovelace' --attempt {n}; leave --attempt out"
-        )
-        assert again in out
+        again = f"--class 2027 --student 'ada lovelace' --attempt {n}; leave --attempt out"
+        assert f"again with {again}" in out
     others = [guess("bubble", 1, 1, **ada | other) for other in
               (dict(student="bob"), dict(key="2028"))]  # fmt: skip
     others.append(guess("ranking", "abcde", **ada))
@@ -378,17 +327,12 @@ def test_wrong_flags(form, given, says):
         guess(form, **given)
 
 
-def test_the_command(tmp_path):
-    shutil.copytree(LABS, tmp_path / "labs", ignore=shutil.ignore_patterns("work"))
-    for path in ROOT.iterdir():
-        if path.name != "labs":
-            (tmp_path / path.name).symlink_to(path)
-    command = tmp_path / "labs/run.py", "predict"
+def test_the_command(copy):
+    command = copy / "labs/run.py", "predict"
     answers = "--answer", "1/7", "--answer", "2"
     out = succeed(*command, "bubble", "--seed", 1, *answers).out
     assert out.index("recorded as") < out.index("score 100%")
     assert "bubble  " in (listed := succeed(*command).out) and "1 first, 100%" in listed
-    assert len((tmp_path / "labs/work/.predictions").read_text().splitlines()) == 2
+    assert len((copy / "labs/work/.predictions").read_text().splitlines()) == 2
     refused(launch(*command, "bubbles"), "no form 'bubbles'")
-    refused(launch(*command, "bubble", "--seed", 1, *answers[:2]), "2 answers are wanted, 1 given")
     refused(launch(*command, "bubble", "--seed", "-1"), "expected an integer of at least 0")

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from conftest import ROOT, launch, refused, succeed
+from test_train import flags
 
 from report import CURVES, POINTS, page_of, read_run
 
@@ -54,14 +55,12 @@ def test_a_long_run_is_thinned_by_means(tmp_path):
 
 
 def test_a_run_of_train_is_drawn(tmp_path, corpus):
-    sizes = "--dim 16 --n-layers 1 --n-heads 1 --n-kv-heads 1 --ffn-dim 16 --seq-len 32".split()
     out, page = tmp_path / "a run", tmp_path / "page.html"
-    flags = ["--steps", 2, "--eval-every", 1, "--eval-windows", 2, "--out", out]
-    result = succeed("train.py", "--data", corpus, *sizes, *flags)
+    result = succeed("train.py", *flags(corpus, out, steps=2, eval_every=1, eval_windows=2))
     assert f"python report.py '{out}'" in result.out
     succeed("report.py", out, "--out", page)
     run = read_run(out)
-    assert run["facts"]["ranks"] == "1" and "--steps 2" in run["facts"]["command"]
+    assert run["facts"]["ranks"] == "1" and "--steps=2" in run["facts"]["command"]
     assert all(None not in values for values in run["curves"].values())
     assert len(run["evaluations"]) == 2 and run["evaluations"][0]["sample"].startswith("--- ")
     refused(launch("report.py", tmp_path / "none"), "none is no run of train.py")

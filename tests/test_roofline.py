@@ -1,6 +1,7 @@
 """costs/seconds.py: a step's time against the same formulas worked out by hand."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,10 @@ from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 
 H100 = assumed_machine("h100", "400gbit", 8)
+BLOCK = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
+MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160  # elements of its seven
+ROUND = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=1, attention_fraction=1)
+FAST = dict(dtype=torch.bfloat16, compile=True)
 
 
 def measurement() -> dict:
@@ -39,9 +44,6 @@ def measurement() -> dict:
     groups = {"world": {"ranks": 2, "times": times}}
     return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
             "groups": groups, "compute": computed}  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------- the machine
 
 
 def test_machines_by_name_and_by_numbers():
@@ -87,66 +89,56 @@ def test_a_measured_machine_reproduces_its_measurement():
     assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
 
 
-# ------------------------------------------------------------------------ computation, collectives
-
-
 def test_computation_of_a_block():
     """One layer and a vocabulary of 1: seven matrices, 2 FLOPs an element, three times."""
-    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
-    machine = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=0.5, attention_fraction=0.25)
-    matrices = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
-    products = 10 * 3 * 2 * (matrices + 64) / 0.5e9
-    attention = (
-        10 * 3.5 * 2 * 2 * 64 * 128 / 2 / 0.25e9
-    )  # scores and weighted sums, half the square
-    seconds = compute_time(config, ParallelConfig(compile=True), 10, 128, machine)
-    assert seconds["products"] == pytest.approx(products + attention)
-    assert seconds["recompute"] == 0
-    checkpointed = ParallelConfig(checkpointing="full", compile=True)
-    full = compute_time(config, checkpointed, 10, 128, machine)
-    recompute = 10 * (2 * matrices / 0.5e9 + 2 * 2 * 64 * 128 / 2 / 0.25e9)
-    assert full["recompute"] == pytest.approx(recompute)
-    halved = compute_time(config, ParallelConfig(tp=2, compile=True), 10, 128, machine)
-    assert halved["products"] == pytest.approx(seconds["products"] / 2)
+    machine = replace(ROUND, matmul_fraction=0.5, attention_fraction=0.25)
+
+    def seconds(**options) -> dict[str, float]:
+        return compute_time(BLOCK, ParallelConfig(compile=True, **options), 10, 128, machine)
+
+    scores = 2 * 2 * 64 * 128 / 2 / 0.25e9  # and weighted sums, half the square
+    products = 10 * (3 * 2 * (MATRICES + 64) / 0.5e9 + 3.5 * scores)
+    assert seconds()["products"] == pytest.approx(products) and seconds()["recompute"] == 0
+    recompute = 10 * (2 * MATRICES / 0.5e9 + scores)
+    assert seconds(checkpointing="full")["recompute"] == pytest.approx(recompute)
+    assert seconds(tp=2)["products"] == pytest.approx(products / 2)
 
 
 def test_adapters_of_a_block():
     """Frozen matrices take 4 FLOPs an element, factors 6. Of 4 bits 0.52 bytes are read, and the
     numbers written, twice; DoRA reads and writes numbers in float32, and handles each output."""
-    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
-    machine = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=1, attention_fraction=1)
-    given = (config, ParallelConfig(compile=True), 10, 128, machine, None)
-    matrices, widths = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160, 4 * 64 + 2 * 96 + 3 * 224
+    given = (BLOCK, ParallelConfig(compile=True), 10, 128, ROUND, None)
+    widths, attention = 4 * 64 + 2 * 96 + 3 * 224, 10 * 3.5 * 2 * 64 * 128
     plain, lora = compute_time(*given), compute_time(*given, LoRA(4))
-    attention = 10 * 3.5 * 2 * 64 * 128
-    assert plain["products"] == pytest.approx((10 * 6 * (matrices + 64) + attention) / 1e9)
-    products = 10 * (4 * (matrices + 64) + 6 * 4 * widths) + attention
+    assert plain["products"] == pytest.approx((10 * 6 * (MATRICES + 64) + attention) / 1e9)
+    products = 10 * (4 * (MATRICES + 64) + 6 * 4 * widths) + attention
     assert lora["products"] == pytest.approx(products / 1e9)
     assert lora["passes"] == plain["passes"]
     in_4_bits, dora = (
         1e9 * (compute_time(*given, *more)["passes"] - lora["passes"])
         for more in ((LoRA(4), True), (LoRA(4, dora=True), False))
     )
-    assert in_4_bits == pytest.approx(2 * matrices * (0.52 + 4))
-    assert dora == pytest.approx(matrices * (4 + 16) + 10 * 4 * 2.5 * widths)
+    assert in_4_bits == pytest.approx(2 * MATRICES * (0.52 + 4))
+    assert dora == pytest.approx(MATRICES * (4 + 16) + 10 * 4 * 2.5 * widths)
 
 
 @pytest.mark.parametrize("compile, cast", [(True, 3), (False, 27)])
 def test_rounding_of_a_block(compile, cast):
     """Bytes of bfloat16 numbers that are read for the largest, and read and written as codes."""
-    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
-    options = dict(compile=compile, dtype=torch.bfloat16)
+
+    def found(recipe: str, **more) -> float:
+        options = FAST | dict(compile=compile, float8=recipe) | more
+        return rounding_bytes(BLOCK, ParallelConfig(**options), 10)
+
     inputs = 10 * ((64 + 64 if compile else 5 * 64) + 64 + 160)
     gradients = 10 * (64 + 2 * 32 + 64 + 2 * 160 + 64)
-    matrices = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160
-    tensorwise = (2 + cast) * (inputs + matrices + gradients) + cast * matrices
+    tensorwise = (2 + cast) * (inputs + MATRICES + gradients) + cast * MATRICES
     tensorwise += 2 * (inputs + gradients)  # transposed
-    rowwise = 2 * (2 + cast) * (inputs + matrices + gradients)
-    for recipe, expected in {"tensorwise": tensorwise, "rowwise": rowwise}.items():
-        parallel = ParallelConfig(float8=recipe, **options)
-        assert rounding_bytes(config, parallel, 10) == expected
-    again = ParallelConfig(float8="rowwise", checkpointing="full", **options)
-    assert rounding_bytes(config, again, 10) == rowwise + (2 + cast) * (inputs + matrices)
+    assert found("tensorwise") == tensorwise
+    rowwise = 2 * (2 + cast) * (inputs + MATRICES + gradients)
+    assert found("rowwise") == rowwise
+    again = rowwise + (2 + cast) * (inputs + MATRICES)
+    assert found("rowwise", checkpointing="full") == again
 
 
 def test_collectives_of_1_gb():
@@ -190,12 +182,9 @@ def test_groups_match_measured_ones_by_size_and_nodes():
         assert find_measured_group(*group_shape(dim, parallel, machine), machine) == expected
 
 
-# --------------------------------------------------------------- what computation hides, and cannot
-
-
 def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    fsdp = ParallelConfig(dp="fsdp", shard=8, dtype=torch.bfloat16, compile=True)
+    fsdp = ParallelConfig(dp="fsdp", shard=8, **FAST)
     work = step_of(model, fsdp, 2, 1, 8192)
     quick = step_time(work, H100)
     assert quick["shard"] < 0.05 * quick["products"]  # only the first and the last are exposed
@@ -210,62 +199,53 @@ def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
 
 
+def seconds_of_collectives(work, machine: Machine) -> dict[tuple[str, str], tuple[int, float]]:
+    """Return how many collectives of each kind a step has, and the seconds of one."""
+    return {
+        (dim, name): (calls, collective_time(name, nbytes / calls, dim, work.parallel, machine))
+        for (dim, name), (calls, nbytes) in predict_traffic(work).items()
+    }
+
+
 def test_asynchronous_messages_hide_beside_products():
     """On a fast link all of them, but not the collectives of embedding and loss; on a slow one as
     much as the products of wq, wo, w1 and w2 take, of all chunks but the last."""
     model = build_on_meta(LlamaConfig(512, 4, 8, 4, 1536, vocab_size=512))
-    plain = ParallelConfig(tp=4, dtype=torch.bfloat16, compile=True)
-    asynchronous = replace(plain, async_tp=True)
     machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11, matmul_fraction=0.7)
-    work = step_of(model, asynchronous, 8, 2, 2048)
-    waits = [step_time(one, machine)["tp"] for one in (replace(work, parallel=plain), work)]
-    ends = {key: cost for key, cost in predict_traffic(work).items()
-            if key[1] != "send"}  # fmt: skip
-    exposed = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, machine)
-                  for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
-    assert waits[1] == pytest.approx(exposed) and waits[1] < waits[0] / 3
-    slow_link = replace(machine, node_link=1e9)
-    wait = step_time(work, slow_link)["tp"]
+    plain = step_of(model, ParallelConfig(tp=4, **FAST), 8, 2, 2048)
+    work = replace(plain, parallel=replace(plain.parallel, async_tp=True))
     products = 3 * 2 * 2 * (512 * 512 + 512 * 1536) * 4 * 2 * 8 * 2048 / 4 * 3 / 4 / 0.7e14
-    calls, nbytes = predict_traffic(work)["tp", "send"]
-    message = collective_time("send", nbytes / calls, "tp", asynchronous, slow_link)
-    gathers = sum(calls * collective_time(collective, nbytes / calls, dim, asynchronous, slow_link)
-                  for (dim, collective), (calls, nbytes) in ends.items())  # fmt: skip
-    assert wait == pytest.approx(gathers + calls * message - products)
+    for link, hidden in ((machine, math.inf), (replace(machine, node_link=1e9), products)):
+        found = seconds_of_collectives(work, link)
+        calls, message = found.pop(("tp", "send"))
+        ends = sum(calls * seconds for calls, seconds in found.values())
+        exposed = max(0, calls * message - hidden)
+        assert step_time(work, link)["tp"] == pytest.approx(ends + exposed)
+    assert step_time(work, machine)["tp"] < step_time(plain, machine)["tp"] / 3
 
 
 def test_zero1_hides_its_gradients_and_never_its_weights():
     """With much computation a ZeRO-1 step waits for every all-gather, and for one reduce-scatter;
     a rank updates an eighth of the parameters."""
     model = build_on_meta(PRESETS["llama3.2-1b"])
-    ddp = ParallelConfig(replicate=8, dtype=torch.bfloat16)
-    zero1 = replace(ddp, dp="zero1")
-    work = step_of(model, zero1, 8, 1, 8192)
-    traffic = predict_traffic(work)
-
-    def seconds_of_one(collective):
-        calls, nbytes = traffic["replicate", collective]
-        return collective_time(collective, nbytes / calls, "replicate", zero1, H100)
-
-    calls, _ = traffic["replicate", "all-gather"]
-    exposed = calls * seconds_of_one("all-gather") + seconds_of_one("reduce-scatter")
-    parts = step_time(work, H100)
-    assert parts["replicate"] == pytest.approx(exposed)
+    ddp = step_of(model, ParallelConfig(replicate=8, dtype=torch.bfloat16), 8, 1, 8192)
+    zero1 = replace(ddp, parallel=replace(ddp.parallel, dp="zero1"))
+    seconds = seconds_of_collectives(zero1, H100)
+    calls, gather = seconds["replicate", "all-gather"]
+    _, scatter = seconds["replicate", "reduce-scatter"]
+    parts = step_time(zero1, H100)
+    assert parts["replicate"] == pytest.approx(calls * gather + scatter)
     parameters = sum(p.numel() for p in model.parameters())
     assert parts["optimizer"] == pytest.approx(update_bytes(4) * parameters / 8 / H100.bandwidth)
-    replicated = step_time(replace(work, parallel=ddp), H100)
-    assert replicated["optimizer"] == pytest.approx(8 * parts["optimizer"])
+    assert step_time(ddp, H100)["optimizer"] == pytest.approx(8 * parts["optimizer"])
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_offloaded_activations_hide_beside_computation(checkpointing):
     """The 1B on 8,192 tokens: with full checkpointing D elements a token and block move, and take
     less time than the computation; without it ten times as many, and take longer."""
-    config = PRESETS["llama3.2-1b"]
-    model, tokens = build_on_meta(config), 8192
-    parallel = ParallelConfig(
-        dp="fsdp", checkpointing=checkpointing, dtype=torch.bfloat16, compile=True
-    )
+    model, tokens = build_on_meta(PRESETS["llama3.2-1b"]), 8192
+    parallel = ParallelConfig(dp="fsdp", checkpointing=checkpointing, **FAST)
     work = step_of(model, parallel, 1, 2, tokens)
     without = step_time(work, H100)
     offloaded = replace(parallel, offload_activations=True)

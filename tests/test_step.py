@@ -55,11 +55,9 @@ def check_memory(memory: dict[str, str], parallel: ParallelConfig, *microbatches
         ParallelConfig(checkpointing="selective"),
         ParallelConfig(dp="fsdp", shard=2, checkpointing="full"),
         slow(ParallelConfig(dp="fsdp", shard=2, cp=2)),
-        slow(ParallelConfig(replicate=2)),
-        slow(ParallelConfig(dp="zero1", replicate=2)),
+        # Recomputation around a compiled block, and within it.
         slow(ParallelConfig(replicate=2, cp=2, checkpointing="full", compile=True)),
-        slow(ParallelConfig(checkpointing="full", compile=True)),  # around a compiled block
-        slow(ParallelConfig(checkpointing="selective", compile=True)),  # within
+        slow(ParallelConfig(checkpointing="selective", compile=True)),
     ],
     ids=flags_of,
 )

@@ -2,17 +2,15 @@
 small model computes with each, its vocabulary sharded over all ranks."""
 
 import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 import model
 from files.published import with_fixed_weights
-from model import Llama, LlamaConfig
+from model import LlamaConfig
 from parallel import ParallelConfig, parallelize, with_mesh
+from perf.instruments import build_on_meta
 from plumbing.processes import init_distributed, run
 from runs.check_model import small_batch
 
@@ -50,13 +48,12 @@ LOSSES = {
 
 
 def main():
-    world = init_distributed()
-    world = with_mesh(world, ParallelConfig(tp=world.size, dtype=torch.float64))
+    process = init_distributed()
+    world = with_mesh(process, ParallelConfig(tp=process.size, dtype=torch.float64))
     batch, results = small_batch(*ROWS, CONFIG), {}
     for name, changes in LOSSES.items():
         vars(model).update(PLAIN | changes)
-        with torch.device("meta"):
-            llama = Llama(CONFIG)
+        llama = build_on_meta(CONFIG)
         parallelize(llama, world, with_fixed_weights)
         loss = llama(*batch.inputs)
         loss.backward()

@@ -5,11 +5,8 @@ GIVEN has the model's "config" and "batches" of tokens, targets and positions. R
 of a row at the ends of PARTS, computed at once ("full") and with a cache ("cached")."""
 
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from files.published import fixed_weight
 from model import KVCache, Llama, LlamaConfig
