@@ -1,6 +1,5 @@
 """text/chat.py: conversation files, targets, and rows that several samples share."""
 
-import gzip
 import json
 import random
 
@@ -9,7 +8,6 @@ import pytest
 import tiktoken
 import torch
 import transformers
-from conftest import shared, slow
 
 import finetune_lora
 from model import IGNORE
@@ -29,19 +27,10 @@ from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
 BYTES = load_tokenizer("bytes")
-
-
-def plain_tokenizer() -> Tokenizer:
-    """A tokenizer of bytes with GPT-2's only special token, and so none for chat."""
-    vocab = {bytes([i]): i for i in range(256)}
-    special = {"<|endoftext|>": 256}
-    encoding = tiktoken.Encoding(
-        "p", pat_str="(?s:.)", mergeable_ranks=vocab, special_tokens=special
-    )
-    return Tokenizer("plain", encoding)
-
-
-PLAIN = plain_tokenizer()
+# A tokenizer of bytes with GPT-2's only special token, and so none for chat.
+VOCAB, SPECIAL = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+ENCODING = dict(pat_str="(?s:.)", mergeable_ranks=VOCAB, special_tokens=SPECIAL)
+PLAIN = Tokenizer("plain", tiktoken.Encoding("p", **ENCODING))
 
 
 def user(text: str) -> dict:
@@ -83,6 +72,10 @@ def write(path, *records):
     return path
 
 
+def opened(path, seq_len: int = 128, **options) -> tuple:
+    return open_samples([str(path)], BYTES, seq_len, **options)
+
+
 def answering(n: int, length: int = 0) -> list[dict]:
     """Return n conversations with the answers 0, 1, ..., padded with zeros to `length` digits."""
     return [{"messages": [user(f"say {i}"), assistant(f"{i:0{length}}")]} for i in range(n)]
@@ -90,8 +83,8 @@ def answering(n: int, length: int = 0) -> list[dict]:
 
 # --------------------------------------------------------------------------- conversation files
 
-
 ALPACA = {"instruction": "Add.", "output": "3"}
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +96,7 @@ ALPACA = {"instruction": "Add.", "output": "3"}
         (ALPACA | {"text": "both"}, "Add.", "3"),
         (ALPACA | {"input": None}, "Add.", "3"),
         ({"prompt": "1 + 1 =", "completion": " 2"}, "1 + 1 =", " 2"),
-        (
-            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-            "a",
-            "b",
-        ),
+        ({"conversations": SHAREGPT}, "a", "b"),
         ({"prompt": "a\ud83db", "completion": "🙂"}, "a\ufffdb", "🙂"),
     ],
 )
@@ -123,22 +112,9 @@ def test_roles_have_the_names_of_llama_3(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": messages})
     ((_, read),) = read_conversations(path)
     assert [m["role"] for m in read] == ["system", "user", "assistant", "ipython", "assistant"]
-    assert target_text(*encode(read, BYTES)) == "a{eot_id}a{eot_id}"
-    assert "{start_header_id}ipython{end_header_id}\n\nt{eot_id}" in marked(
-        encode(read, BYTES)[0], BYTES
-    )
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_an_array_of_conversations_and_compressed_files(tmp_path, name):
-    records, pack = answering(3), gzip.compress if name.endswith("gz") else bytes
-    for content in (json.dumps(records, indent=1), "\n".join(map(json.dumps, records))):
-        (tmp_path / name).write_bytes(pack(content.encode()))
-        found = list(read_conversations(tmp_path / name))
-        assert found == [(i, r["messages"]) for i, r in enumerate(records, 1)]
-    (tmp_path / name).write_bytes(pack(json.dumps([*records, {"a": 1}]).encode()))
-    with pytest.raises(UserError, match=f"{name}, element 4: an object with 'a'"):
-        list(read_conversations(tmp_path / name))
+    ids, is_target = encode(read, BYTES)
+    assert target_text(ids, is_target) == "a{eot_id}a{eot_id}"
+    assert "{start_header_id}ipython{end_header_id}\n\nt{eot_id}" in marked(ids, BYTES)
 
 
 def test_bad_conversations_are_left_out_and_listed(tmp_path):
@@ -147,10 +123,8 @@ def test_bad_conversations_are_left_out_and_listed(tmp_path):
     lines[10:10] = ["{", '{"messages": []}', '"text"']
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match="line 11"):
-        open_samples([str(path)], BYTES, 128)
-    train, val, *_ = open_samples(
-        [str(path)], BYTES, 128, reading=(reading := Reading(skip_bad=True))
-    )
+        opened(path)
+    train, val, *_ = opened(path, reading=(reading := Reading(skip_bad=True)))
     assert len(answers_of(train) + answers_of(val)) == 30
     reading.list_left_out(tmp_path / "list")
     left_out = (tmp_path / "list").read_text().splitlines()
@@ -214,15 +188,10 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("llama3", [False, slow(True)])
-def test_ids_and_mask_are_those_of_the_published_template(llama3, text, tmp_path):
+def test_ids_and_mask_are_those_of_the_published_template(text, tmp_path):
     """The messages hold no names of special tokens: transformers would encode them as such."""
-    path = tmp_path / "tokenizer.model"
-    if llama3:
-        path = shared("llama3.tokenizer.model")
-    else:
-        train_tokenizer([str(text), chat.__file__], 500, path)
-    tokenizer = load_tokenizer(str(path))
+    train_tokenizer([str(text), chat.__file__], 500, tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(str(tmp_path))
     save_tokenizer(tmp_path, tokenizer)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     talk = [{**m, "content": m["content"].replace("<|eot_id|>", "")} for m in TALK]
@@ -334,12 +303,8 @@ def test_rows_of_one_sample_are_as_long_as_the_longest():
     rows.multiple = 4
     batch = rows.batch([0, 1, None])
     assert batch.tokens[:2].tolist() == [[65, 66, 0, 0], [65, 0, 0, 0]]
-    nothing = [IGNORE] * 3
-    assert batch.targets.tolist() == [
-        [IGNORE, 67, *nothing[:2]],
-        [66, *nothing],
-        [IGNORE, *nothing],
-    ]
+    x = IGNORE
+    assert batch.targets.tolist() == [[x, 67, x, x], [66, x, x, x], [x, x, x, x]]
     assert batch.text_bytes == 2
 
 
@@ -349,7 +314,7 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
     second = [{"prompt": "a", "completion": f"x{i}", "text": f"x{i}"} for i in range(100)]
     paths = [write(tmp_path / "a.jsonl", *first), write(tmp_path / "sub" / "b.jsonl", *second)]
     (tmp_path / "notes.txt").write_text("not a conversation")
-    train, val, _, _ = open_samples([str(tmp_path)], BYTES, 128)
+    train, val, _, _ = opened(tmp_path)
     pieces = list(read_pieces(paths))
     for packed, split in ((train, "train"), (val, "val")):
         texts = [piece.text + "{eot_id}" for piece in pieces if piece.split == split]
@@ -360,21 +325,18 @@ def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):
 
 def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     path = write(tmp_path / "few.jsonl", *answering(3))
-    train, val, prompts, summary = open_samples([str(path)], BYTES, 128)
+    train, val, prompts, summary = opened(path)
     assert answers_of(train) == ["0{eot_id}", "1{eot_id}"] and answers_of(val) == ["2{eot_id}"]
     assert prompts == [(encode_prompt([user("say 2")], BYTES), "2")]
     filled = round(100 * sum(len(ids) - 1 for ids, _ in train.samples) / 128)
     assert summary == f"2 samples in 1 rows of 128 tokens, {filled} % filled; 1 held out, in 1 rows"
     monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be
-    train, val, _, _ = open_samples([str(path)], BYTES, 128)
+    train, val, _, _ = opened(path)
     assert (len(train.samples), len(val.samples)) == (2, 1)
-    for samples, message in [
-        (1, "one sample: give two"),
-        (0, "no conversation: give lines like {"),
-    ]:
+    for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample: give two")):
         write(path, *answering(samples))
-        with pytest.raises(UserError, match=f"holds {message}"):
-            open_samples([str(path)], BYTES, 128)
+        with pytest.raises(UserError, match=f"holds {holds}"):
+            opened(path)
 
 
 def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
@@ -387,29 +349,29 @@ def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
         {"prompt": "say 9", "completion": "9" * 400},
         {"prompt": "z" * 200, "completion": "never seen"},
     )
-    train, val, _, summary = open_samples([str(path)], BYTES, seq_len)
+    train, val, _, summary = opened(path, seq_len)
     assert summary.endswith("; 2 truncated; 1 dropped")
     texts = answers_of(train) + answers_of(val)
     whole = [f"{i:030}{{eot_id}}" for i in range(8)]
     assert sorted(texts) == sorted([*whole, "8" * 31, "9" * 31])
     assert max(len(ids) - 1 for ids, _ in train.samples + val.samples) == seq_len
-    train, val, _, summary = open_samples([str(path)], BYTES, seq_len, long="drop")
+    train, val, _, summary = opened(path, seq_len, long="drop")
     assert sorted(answers_of(train) + answers_of(val)) == whole and summary.endswith("; 3 dropped")
-    *_, summary = open_samples([str(path)], BYTES, seq_len, train_on_prompt=True)
+    *_, summary = opened(path, seq_len, train_on_prompt=True)
     assert summary.endswith("; 3 truncated")  # the last one has targets in its prompt
     longest = len(encode([user("say 9"), assistant("9" * 400)], BYTES)[0]) - 1
     message = f"11 of 11 samples do not fit .* longest takes {longest} .*longer --seq-len"
     with pytest.raises(UserError, match=message):
-        open_samples([str(path)], BYTES, prompt - 1)
+        opened(path, prompt - 1)
 
 
 def test_prompts_leave_room_for_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", *answering(400))
     prompt = len(encode_prompt([user("say 0")], BYTES))
-    _, val, prompts, _ = open_samples([str(path)], BYTES, prompt + 64 + 2)
+    _, val, prompts, _ = opened(path, prompt + 64 + 2)
     assert len(prompts) == EXAMPLES == len({answer for _, answer in prompts})
     assert {f"{answer}{{eot_id}}" for _, answer in prompts} <= set(answers_of(val))
-    assert open_samples([str(path)], BYTES, prompt + 63)[2] == []
+    assert opened(path, prompt + 63)[2] == []
 
 
 def test_answers_are_scored(monkeypatch):

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, succeed
 from test_chat import BYTES, assistant, user
+from test_formats import stored
 
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
-from files.safetensors import StoredTensor
 from generate import generate, stream
 from model import Llama, LlamaConfig
 from text.chat import encode_prompt
@@ -46,8 +46,7 @@ def base(request, tmp_path_factory):
 
 
 def saved(model: Llama, path: Path) -> Path:
-    stored = {name: StoredTensor.of(p.detach()) for name, p in model.named_parameters()}
-    write_checkpoint(path, model.config, stored, BYTES)
+    write_checkpoint(path, model.config, stored(model), BYTES)
     return path
 
 

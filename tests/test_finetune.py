@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 from exact import effective_weights
+from test_formats import stored
 from test_train import SIZES, same_metrics
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
 from files.adapters import PEFT_FILES
 from files.directories import read_index
-from files.safetensors import StoredTensor, open_safetensors
+from files.safetensors import open_safetensors
 from finetune_lora import load_adapter
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters
@@ -28,6 +29,7 @@ from text.chat import encode_prompt, open_samples
 from text.tokenizer import load_tokenizer
 
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=256, tie_embeddings=True)
+BYTES = load_tokenizer("bytes")
 SEQ = 96
 
 
@@ -39,10 +41,8 @@ def base(tmp_path_factory) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2 if parameter.ndim > 1 else 1)
-    named = dict(model.named_parameters())
-    stored = {name: StoredTensor.of(p.detach()) for name, p in named.items()}
     path = tmp_path_factory.mktemp("base") / "base"
-    write_checkpoint(path, CONFIG, stored, load_tokenizer("bytes"))
+    write_checkpoint(path, CONFIG, stored(model), BYTES)
     return path
 
 
@@ -75,14 +75,14 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
     options = dict(rank=4, alpha=6, clip=0.05, microbatch=2, checkpointing="selective")
     succeed("finetune_lora.py", *flags(base, sums, out, **options))
 
-    tokenizer, bare = load_tokenizer("bytes"), Llama(replace(CONFIG, tie_embeddings=False)).double()
+    bare = Llama(replace(CONFIG, tie_embeddings=False)).double()
     add_adapters(model := load_pretrained(base, torch.float64), LoRA(rank=4))
     init_adapters(model, seed=0)
     trained = adapters(model)
     optimizer = torch.optim.AdamW(
         trained.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False
     )
-    rows, *_ = open_samples([str(sums)], tokenizer, SEQ)
+    rows, *_ = open_samples([str(sums)], BYTES, SEQ)
     assert any(len(row) > 1 for row in rows.rows)  # samples share rows
     for step, row in enumerate(metrics(out)):
         batch = rows.batch([window_of(step * 8 + i, len(rows), seed=0) for i in range(8)])
@@ -112,7 +112,12 @@ WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, keep=0)
 def one_run(base, sums, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
     result = succeed("finetune_lora.py", *flags(base, sums, out, **WHOLE_RUN))
-    return out, [line for line in result.out.splitlines() if line.startswith("--- ")]
+    assert "would send" not in result.out
+    return out, samples_in(result.out)
+
+
+def samples_in(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("--- ")]
 
 
 @pytest.mark.slow
@@ -131,34 +136,27 @@ def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
 @pytest.mark.parametrize(
     "nproc, parallel",
     [
-        (2, ["--microbatch", "1", "--merge"]),
-        slow(4, ["--dp", "fsdp", "--tp", "2", "--microbatch", "2", "--merge"]),
-        slow(2, ["--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
-        slow(2, ["--dp", "fsdp", "--offload"]),
-        slow(2, ["--dp", "zero1", "--microbatch", "1"]),
-        slow(2, ["--compile", "--microbatch", "2"]),
-        slow(4, ["--cp", "2", "--tp", "2", "--merge"]),
-        slow(2, ["--pp", "2", "--microbatch", "2", "--merge"]),
-        slow(4, ["--pp", "2", "--dp", "fsdp", "--reshard", "adapters", "--microbatch", "1"]),
+        (2, "--microbatch=1"),
+        slow(2, "--dp=fsdp --offload"),
+        slow(2, "--dp=zero1 --microbatch=1"),
+        slow(4, "--dp=fsdp --tp=2 --cp=2"),
+        slow(4, "--pp=2 --dp=fsdp --reshard=adapters --microbatch=1"),
     ],
-    ids=lambda value: str(value) if isinstance(value, int) else "".join(value),
 )
 def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc, parallel):
-    """Training, evaluation, samples; then a checkpoint of one process is resumed."""
+    """Training, evaluation, samples, and merging; then a checkpoint of one process is resumed."""
     out = tmp_path / "run"
-    arguments = [*flags(base, sums, out, **WHOLE_RUN), *parallel]
+    arguments = [*flags(base, sums, out, **WHOLE_RUN), "--merge", *parallel.split()]
     result = succeed("finetune_lora.py", *arguments, nproc=nproc, timeout=300)
     assert re.search("per step, (each rank sends|a rank sends up to) ", result.out)
-    has_replicas = nproc == 4 or not {"--tp", "--pp"} & {*parallel}  # or all strategies are alike
-    assert ("per step, each rank would send: --dp ddp" in result.out) == has_replicas
+    assert "per step, each rank would send: --dp ddp" in result.out
     same_run(out, one_run[0], step=4)
-    samples = [line for line in result.out.splitlines() if line.startswith("--- ")]
+    samples = samples_in(result.out)
     assert samples == one_run[1] and len(samples) > 6
-    if "--merge" in parallel:
-        load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
-        merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
-        assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
-    if parallel[:2] == ["--microbatch", "1"]:  # the job is submitted again
+    load_adapter(model := load_pretrained(base, torch.float64), out / "step-00000004")
+    merged, tokens = load_pretrained(out / "merged", torch.float64), torch.arange(20)[None]
+    assert torch.allclose(merged(tokens), model(tokens), rtol=0, atol=1e-12)
+    if parallel == "--microbatch=1":  # the job is submitted again
         again = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc)
         assert "has done its 4 steps" in again.out and "merged:     python generate" in again.out
         more = [*arguments, "--resume", "--steps", "6"]  # another adapter than the merged one
@@ -171,15 +169,13 @@ def test_a_run_on_any_mesh_is_the_same_run(base, sums, one_run, tmp_path, nproc,
     same_run(out, one_run[0], step=4)
 
 
-@pytest.mark.parametrize("nproc", [0, slow(2)])
-def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path, nproc):
+def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = dict(steps=4, save_every=2, dtype="float32", dropout=0.3, async_save=True)
-    succeed("finetune_lora.py", *flags(base, sums, whole, **options), nproc=nproc)
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "step-00000004")
+    succeed("finetune_lora.py", *flags(base, sums, whole, **options), nproc=2)
+    shutil.copytree(whole, parts, ignore=lambda *_: ["step-00000004"])
     arguments = [*flags(base, sums, parts, **options), "--resume"]
-    resumed = succeed("finetune_lora.py", *arguments, nproc=nproc)
+    resumed = succeed("finetune_lora.py", *arguments, nproc=2)
     assert f"resumed from {parts / 'step-00000002'}" in resumed.out
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in metrics(whole)] == [row[key] for row in metrics(parts)]
@@ -217,10 +213,9 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     question = ["--chat", "--prompt", "20 + 6?", "--temperature", "0", "--max-new-tokens", "12"]
     by_adapter = succeed("generate.py", base, "--adapter", out, *question).out
     by_merged = succeed("generate.py", out / "merged", *question).out
-    prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], load_tokenizer("bytes"))
-    load_adapter(model := load_pretrained(base), checkpoint)
-    (tokens,) = generate(model, [prompt], 12, temperature=0, stop=load_tokenizer("bytes").stop)
-    expected = load_tokenizer("bytes").decode(t for t in tokens if t < 256)
+    prompt = encode_prompt([{"role": "user", "content": "20 + 6?"}], BYTES)
+    (tokens,) = generate(ours, [prompt], 12, temperature=0, stop=BYTES.stop)
+    expected = BYTES.decode(t for t in tokens if t < 256)
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
 
 
@@ -240,10 +235,9 @@ def test_a_base_that_never_saw_the_end_of_answers_is_told(documents, sums, tmp_p
     told = re.findall("note: the base never saw .*", succeed("finetune_lora.py", *given).out)
     assert len(told) == (documents == 1)
     if told:
-        step = next(out.glob("step-*"))
-        assert told[0].endswith(
-            f"or first run train.py --init {step} on documents, which end with it"
-        )
+        (step,) = out.glob("step-*")
+        first_run = f"or first run train.py --init {step} on documents, which end with it"
+        assert told[0].endswith(first_run)
         assert "<|eot_id|>, so answers will hardly end: begin with a model that" in told[0]
 
 

@@ -21,13 +21,11 @@ from plumbing.processes import UserError
 from text.chat import encode_prompt
 from text.tokenizer import load_tokenizer, train_tokenizer
 
+# Models here have large weights, so that attention depends on positions and errors of RoPE show.
 PLAIN = LlamaConfig(48, 3, 6, 2, 80, vocab_size=101, max_seq_len=8192)
 SCALED = replace(PLAIN, rope_scaling=8.0, max_seq_len=131_072)  # as Llama 3.1
 SMALL = replace(SCALED, rope_scaling=32.0, tie_embeddings=True)  # as Llama 3.2 1B and 3B
 QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
-
-
-# Both models have large weights, so that attention depends on positions and errors of RoPE show.
 
 
 def transformers_model(config: LlamaConfig):
@@ -59,6 +57,12 @@ def equal(a: Llama, b: Llama) -> bool:
     return all(m == n and torch.equal(p, q) for (m, p), (n, q) in pairs)
 
 
+def saved_hf(directory: Path, model: Llama) -> Path:
+    directory.mkdir(parents=True)
+    formats.save_hf(directory, model.config, stored(model))
+    return directory
+
+
 @torch.no_grad()
 def logits_agree(model: Llama, reference) -> None:
     tokens = torch.randint(101, (2, 400), generator=torch.Generator().manual_seed(0))
@@ -81,16 +85,16 @@ def test_models_saved_by_transformers_give_its_logits(config, max_shard_size, tm
     assert model.config == config
     logits_agree(model, reference)
     path = tmp_path / "config.json"
+    written = path.read_text()
     for type_key in ("rope_type", "type"):
-        content = json.loads(path.read_text())
+        content = json.loads(written)
         rope = content.pop("rope_parameters")
         content["rope_theta"] = rope.pop("rope_theta")
         rope[type_key] = rope.pop("rope_type")
         content["rope_scaling"] = rope if rope[type_key] == "llama3" else None
         content["torch_dtype"] = content.pop("dtype")
-        (old := tmp_path / type_key).mkdir()
-        (old / "config.json").write_text(json.dumps(content))
-        assert formats.hf_config(old) == config
+        path.write_text(json.dumps(content))
+        assert formats.hf_config(tmp_path) == config
 
 
 @pytest.mark.parametrize(
@@ -142,44 +146,38 @@ def save_shards(directory: Path, config: LlamaConfig, shards: list[dict], **more
 
 @pytest.mark.parametrize(
     "config, n, by_rows_only",
-    [(PLAIN, 1, True), (SCALED, 2, True), (SMALL, 2, True), (PLAIN, 4, False), (SMALL, 4, False)],
+    [(SCALED, 2, True), (SMALL, 2, True), (PLAIN, 4, False), (SMALL, 4, False)],
 )
 def test_metas_shards_are_joined(config, n, by_rows_only, tmp_path):
     config = replace(config, vocab_size=104)
     model = our_model(config, torch.bfloat16)
-    # Columns of the embedding and rows of the output differ, even if the full matrices are equal.
-    looks_untied = config.tie_embeddings and not by_rows_only
     save_shards(tmp_path, config, meta_shards(model, n, by_rows_only))
     loaded = load_pretrained(tmp_path, torch.bfloat16)
-    if looks_untied:
+    # Columns of the embedding and rows of the output differ, even if the full matrices are equal.
+    if config.tie_embeddings and not by_rows_only:
         assert torch.equal(loaded.output.weight, loaded.tok_embeddings.weight)
-        return
-    assert loaded.config == config
-    assert equal(loaded, model)
+    else:
+        assert loaded.config == config and equal(loaded, model)
 
 
 def test_metas_feed_forward_width(tmp_path):
     """Meta's code computes it from params.json, by the formula in its model.py."""
+    fake = {"tok_embeddings.weight": StoredTensor.of(torch.zeros(1))}
     for dim, ffn_dim in [(48, 80), (2048, 8192), (4096, 14_336), (8192, 28_672), (64, 251)]:
-        config = LlamaConfig(dim, 1, 4, 4, ffn_dim, vocab_size=8)
-        (directory := tmp_path / str(dim)).mkdir()
-        fake = {"tok_embeddings.weight": StoredTensor(torch.float32, (1,), lambda: torch.zeros(1))}
-        formats.save_meta(directory, config, fake)
-        params = json.loads((directory / "params.json").read_text())
+        formats.save_meta(tmp_path, LlamaConfig(dim, 1, 4, 4, ffn_dim, vocab_size=8), fake)
+        params = json.loads((tmp_path / "params.json").read_text())
         width = int(params["ffn_dim_multiplier"] * int(2 * 4 * dim / 3))
         multiple = params["multiple_of"]
         assert multiple * ((width + multiple - 1) // multiple) == ffn_dim
 
 
 def test_the_scaling_factor_that_params_json_lacks(tmp_path):
-    for config, extra in [(SCALED, False), (SMALL, False), (PLAIN, False),
-                          (replace(SCALED, rope_scaling=32.0), True)]:  # fmt: skip
-        shutil.rmtree(tmp_path / "meta", ignore_errors=True)
-        (tmp_path / "meta").mkdir()
-        formats.save_meta(tmp_path / "meta", config, stored(our_model(config)))
-        params = json.loads((tmp_path / "meta" / "params.json").read_text())
-        assert ("rope_scaling_factor" in params) == extra
-        assert formats.open_meta(tmp_path / "meta")[0] == config
+    others = replace(SCALED, rope_scaling=32.0)
+    for config in (SCALED, SMALL, PLAIN, others):
+        formats.save_meta(tmp_path, config, stored(our_model(config)))
+        params = json.loads((tmp_path / "params.json").read_text())
+        assert ("rope_scaling_factor" in params) == (config is others)
+        assert formats.open_meta(tmp_path)[0] == config
 
 
 # -------------------------------------------------------------------------------- round trips
@@ -190,10 +188,9 @@ def test_the_scaling_factor_that_params_json_lacks(tmp_path):
 )
 def test_round_trips_are_bit_identical(config, dtype, tmp_path):
     """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first."""
-    (tmp_path / "hf").mkdir()
     model = our_model(config, dtype)
-    formats.save_hf(tmp_path / "hf", config, stored(model))
-    import_weights(tmp_path / "hf", tmp_path / "a", None)
+    hf = saved_hf(tmp_path / "hf", model)
+    import_weights(hf, tmp_path / "a", None)
     export_weights(tmp_path / "a", tmp_path / "meta", "meta", None)
     import_weights(tmp_path / "meta", tmp_path / "b", None)
     export_weights(tmp_path / "b", tmp_path / "hf2", "hf", None)
@@ -240,10 +237,8 @@ def tokenizers_agree(directory: Path) -> None:
 def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     train_tokenizer([str(text), formats.__file__], 500, tmp_path / "mine" / "tokenizer.model")
     tokenizer = load_tokenizer(str(tmp_path / "mine"))
-    config = replace(PLAIN, vocab_size=tokenizer.vocab_size)
-    (tmp_path / "hf").mkdir()
-    formats.save_hf(tmp_path / "hf", config, stored(our_model(config)))
-    import_weights(tmp_path / "hf", tmp_path / "run", str(tmp_path / "mine"))
+    hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size)))
+    import_weights(hf, tmp_path / "run", str(tmp_path / "mine"))
     export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
     tokenizers_agree(tmp_path / "out")
     (tmp_path / "out" / "tokenizer.model").unlink()
@@ -271,36 +266,31 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
 def test_metas_tokenizer_is_kept(tmp_path, text):
     """From the command line: import, generate, train, and export the trained model."""
     config = LlamaConfig(32, 1, 2, 2, 32, 128_256, 131_072, rope_scaling=32.0, tie_embeddings=True)
-    (tmp_path / "hf" / "original").mkdir(parents=True)
-    formats.save_hf(tmp_path / "hf", config, stored(our_model(config)))
+    hf, tuned = saved_hf(tmp_path / "hf", our_model(config)), tmp_path / "tuned"
+    (hf / "original").mkdir()
     tokenizer = shared("llama3.tokenizer.model")
-    shutil.copy(tokenizer, tmp_path / "hf" / "original" / "tokenizer.model")
-    succeed("checkpoint.py", "import", tmp_path / "hf", tmp_path / "mine")
+    shutil.copy(tokenizer, hf / "original" / "tokenizer.model")
+    succeed("checkpoint.py", "import", hf, tmp_path / "mine")
     succeed("generate.py", tmp_path / "mine", "--prompt", "El", "--max-new-tokens", 3)
-    tuned = tmp_path / "tuned"
-    succeed("train.py", "--init", tmp_path / "hf", "--data", text, "--out", tuned, "--steps", 1,
+    succeed("train.py", "--init", hf, "--data", text, "--out", tuned, "--steps", 1,
             "--seq-len", 8, "--batch", 2, "--eval-every", 0, "--dp", "fsdp", nproc=2)  # fmt: skip
     succeed("checkpoint.py", "export", tuned, tmp_path / "out", "--format", "hf")
     assert read_config(tmp_path / "out")["model"] == config
-    exported = (tmp_path / "out" / "tokenizer.model").read_bytes()
-    assert exported == tokenizer.read_bytes()
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     tokenizers_agree(tmp_path / "out")
     content = json.loads((tmp_path / "out" / "config.json").read_text())
     assert content["bos_token_id"] == 128_000
     assert content["eos_token_id"] == [128_001, 128_008, 128_009]
 
 
-def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path):
+def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch):
     """Less than the largest file: 9 MB or 51 MB, of 103 MB in all."""
-    config = LlamaConfig(512, 8, 8, 2, 1536, vocab_size=1500)
-    model = our_model(config)
-    for place in ("hf", "meta"):
-        (tmp_path / place).mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "MAX_FILE_BYTES", 9_000_000)
-        formats.save_hf(tmp_path / "hf", config, stored(model))
-    save_shards(tmp_path / "meta", config, meta_shards(model, 2, by_rows_only=True))
-    result = succeed("tests/workers/loading_memory.py", tmp_path / "hf", tmp_path / "meta", nproc=2)
+    model = our_model(LlamaConfig(512, 8, 8, 2, 1536, vocab_size=1500))
+    monkeypatch.setattr(formats, "MAX_FILE_BYTES", 9_000_000)
+    hf, meta = saved_hf(tmp_path / "hf", model), tmp_path / "meta"
+    meta.mkdir()
+    save_shards(meta, model.config, meta_shards(model, 2, by_rows_only=True))
+    result = succeed("tests/workers/loading_memory.py", hf, meta, nproc=2)
     lines = [line.split() for line in result.out.splitlines()]
     assert [place for place, _, _ in lines] == ["hf", "meta"]
     for place, grown, total in lines:
@@ -395,18 +385,18 @@ def test_weights_of_several_dtypes(tmp_path):
     """Norms in float32 beside bfloat16 stay as they are; integers are refused."""
     weights = stored(our_model(PLAIN, torch.bfloat16))
     norm = torch.rand(48)
-    weights["norm.weight"] = StoredTensor(torch.float32, (48,), lambda: norm)
-    (tmp_path / "hf").mkdir()
-    formats.save_hf(tmp_path / "hf", PLAIN, weights)
-    import_weights(tmp_path / "hf", tmp_path / "run", None)
+    weights["norm.weight"] = StoredTensor.of(norm)
+    (hf := tmp_path / "hf").mkdir()
+    formats.save_hf(hf, PLAIN, weights)
+    import_weights(hf, tmp_path / "run", None)
     export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
     tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["model.norm.weight"], norm)
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
-    weights["norm.weight"] = StoredTensor(torch.int8, (48,), lambda: norm.char())
-    formats.save_hf(tmp_path / "hf", PLAIN, weights)
+    weights["norm.weight"] = StoredTensor.of(norm.char())
+    formats.save_hf(hf, PLAIN, weights)
     with pytest.raises(UserError, match=r"has 1 tensor\(s\) of integers: model\.norm\.weight"):
-        load_pretrained(tmp_path / "hf")
+        load_pretrained(hf)
 
 
 def test_files_that_are_missing(tmp_path, monkeypatch):
@@ -429,12 +419,10 @@ def test_files_that_are_missing(tmp_path, monkeypatch):
 
 def test_a_tokenizer_of_another_kind_is_left_behind(tmp_path, capsys):
     """Llama 2's, for example. The weights are exported alone, and a tokenizer can be given."""
-    (tmp_path / "hf").mkdir()
-    config = replace(PLAIN, vocab_size=267)
-    formats.save_hf(tmp_path / "hf", config, stored(our_model(config)))
-    (tmp_path / "hf" / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
-    export_weights(tmp_path / "hf", tmp_path / "meta", "meta", None)
+    hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=267)))
+    (hf / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    export_weights(hf, tmp_path / "meta", "meta", None)
     assert "warning: without a tokenizer, as " in capsys.readouterr().err
     assert not (tmp_path / "meta" / "tokenizer.model").exists()
-    import_weights(tmp_path / "hf", tmp_path / "run", "bytes")
+    import_weights(hf, tmp_path / "run", "bytes")
     assert read_config(tmp_path / "run")["tokenizer"] == "bytes"

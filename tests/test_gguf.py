@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
-from conftest import launch as run
-from conftest import refused, succeed
+from conftest import launch, refused, succeed
 from test_formats import our_model, stored
 
-import checkpoint
-from checkpoint import export_weights, load_pretrained, write_checkpoint
-from files.gguf import Q8_0, encoded
+from checkpoint import export_weights, write_checkpoint
+from files.gguf import Q8_0, encoded, save_gguf
 from model import LlamaConfig
 from plumbing.processes import UserError
 from text.chat import encode_prompt
@@ -57,9 +54,8 @@ class LlamaCpp:
 
         The server reports no probabilities of a token that ends within a character: it may not
         choose one."""
-        part = [
-            i for token, i in tokenizer.vocab.items() if "\ufffd" in token.decode(errors="replace")
-        ]
+        decoded = {i: token.decode(errors="replace") for token, i in tokenizer.vocab.items()}
+        part = [i for i, text in decoded.items() if "\ufffd" in text]
         banned = [[i, False] for i in [*part, *tokenizer.special.values()]]
         body = dict(prompt=ids, n_predict=n, n_probs=size, temperature=0, logit_bias=banned)
         steps = self.ask("/completion", **body)["completion_probabilities"]
@@ -115,10 +111,8 @@ def test_llama_cpp_computes_the_same(config, tokenizer, tmp_path):
 
 def test_llama_cpp_tokenizes_and_chats_alike(tokenizer, tmp_path):
     llama_cpp = LlamaCpp(exported(tmp_path, PLAIN, tokenizer)[1])
-    wrong = [
-        text for text in hard_strings(2000) if llama_cpp.tokens(text) != tokenizer.encode(text)
-    ]
-    assert wrong == []
+    for text in hard_strings(2000):
+        assert llama_cpp.tokens(text) == tokenizer.encode(text), text
     assert llama_cpp.tokens("Hi", special=True) == tokenizer.encode("Hi", bos=True)
     prompt = llama_cpp.ask("/apply-template", messages=TALK)["prompt"]
     assert llama_cpp.tokens(prompt, special=True) == encode_prompt(TALK, tokenizer)
@@ -175,28 +169,15 @@ def test_blocks_of_zeros_and_halves():
     assert encoded(torch.from_numpy(rows), Q8_0) == expected
 
 
-@torch.no_grad()
-def test_an_adapter_is_merged_and_exported(tokenizer, tmp_path):
-    """From the command line; and the chat template of the base is in the file."""
+def test_the_chat_template_of_a_base_is_handed_on(tokenizer, tmp_path):
+    """From the command line, with a checkpoint in between."""
     exported(tmp_path, PLAIN, tokenizer)
-    export_weights(tmp_path / "run", tmp_path / "base", "hf", None)
-    (tmp_path / "base/chat_template.jinja").write_text("{{ messages[0]['content'] }}, mine")
-    lines = f"{json.dumps({'prompt': 'Hi', 'completion': 'Hello'})}\n" * 8
-    (tmp_path / "chats.jsonl").write_text(lines)
-    lora = tmp_path / "lora"
-    succeed("finetune_lora.py", "--init", tmp_path / "base", "--data", tmp_path / "chats.jsonl",
-            "--out", lora, "--steps", 2, "--warmup", 0, "--lr", 0.1, "--batch", 2, "--seq-len", 32,
-            "--merge", nproc=1)  # fmt: skip
-    succeed("checkpoint.py", "export", lora / "merged", tmp_path / "g", "--format", "gguf")
+    base, run = tmp_path / "base", tmp_path / "imported"
+    export_weights(tmp_path / "run", base, "hf", None)
+    (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}, mine")
+    succeed("checkpoint.py", "import", base, run)
+    succeed("checkpoint.py", "export", run, tmp_path / "g", "--format", "gguf")
     llama_cpp = LlamaCpp(tmp_path / "g/model.gguf")
-    ids = tokenizer.encode("Hi", bos=True)
-    _, rows = llama_cpp.continued(ids, 1, tokenizer, 700)
-    merged, base = (
-        load_pretrained(tmp_path / name)(torch.tensor([ids]))[:, -1].log_softmax(-1)
-        for name in ("lora/merged", "run")
-    )
-    torch.testing.assert_close(rows, merged, rtol=0, atol=1e-4)
-    assert (merged - base).abs().max() > 0.1
     template = llama_cpp.ask("/apply-template", messages=TALK[1:])["prompt"]
     assert template == "What is 2 + 2?, mine"
 
@@ -204,14 +185,9 @@ def test_an_adapter_is_merged_and_exported(tokenizer, tmp_path):
 def test_what_cannot_be_exported_is_refused(tokenizer, tmp_path):
     write_checkpoint(tmp_path / "run", PLAIN, stored(our_model(PLAIN)), None)
     export = ("checkpoint.py", "export", tmp_path / "run", tmp_path / "out", "--format")
-    refused(run(*export, "gguf"), "has no tokenizer: import it with --tokenizer")
-    refused(run(*export, "hf", "--dtype", "q8_0"), "--dtype q8_0 is of --format gguf alone")
+    refused(launch(*export, "gguf"), "has no tokenizer: import it with --tokenizer")
+    refused(launch(*export, "hf", "--dtype", "q8_0"), "--dtype q8_0 is of --format gguf alone")
     scaled = replace(QWEN3, rope_scaling=8.0)
     with pytest.raises(UserError, match="Qwen3 has no scaled RoPE"):
-        checkpoint.save_gguf(tmp_path / "x", scaled, {}, tokenizer, "", torch.float32)
-    words = tiktoken.Encoding("x", pat_str=r"\w+|\W+", mergeable_ranks=tokenizer.vocab,
-                              special_tokens=tokenizer.special)  # fmt: skip
-    with pytest.raises(UserError, match="tokenizer x divides text in another way"):
-        checkpoint.save_gguf(tmp_path / "x", PLAIN, stored(our_model(PLAIN)),
-                             Tokenizer("x", words), "", torch.float32)  # fmt: skip
+        save_gguf(tmp_path / "x", scaled, {}, tokenizer, "", torch.float32)
     assert not (tmp_path / "out").exists()

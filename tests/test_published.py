@@ -4,10 +4,11 @@ templates in text/chat.py, against Jinja."""
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import shared, slow, succeed  # noqa: F401
+from conftest import succeed
 from test_formats import PLAIN, transformers_model
 from test_gguf import hard_strings
 
@@ -71,10 +72,9 @@ def byte_level(pre_tokenizers: list, names: list[str], normalizer=None):
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     if normalizer:
         tokenizer.normalizer = normalizer
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=800, initial_alphabet=sorted(alphabet), special_tokens=names, show_progress=False
-    )
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    given = dict(initial_alphabet=alphabet, special_tokens=names, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=800, **given)
     tokenizer.train_from_iterator(hard_strings(3000), trainer)
     return tokenizer
 
@@ -96,55 +96,44 @@ def qwen3():
 
 def sentencepiece(prefix: bool):
     """As Llama 2's and TinyLlama's, with a ▁ before a text; or as Yi's, without."""
-    merges, vocab = [], {name: i for i, name in enumerate(["<unk>", "<s>", "</s>"])}
-    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    of_text = tokenizers.Tokenizer(tokenizers.models.BPE())  # whose merges these become
-    of_text.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=900, limit_alphabet=200, show_progress=False
-    )
+    models, norm, dec = tokenizers.models, tokenizers.normalizers, tokenizers.decoders
+    of_text = tokenizers.Tokenizer(models.BPE())  # whose merges these become
+    of_text.normalizer = norm.Replace(" ", "▁")
+    given = dict(limit_alphabet=200, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, **given)
     of_text.train_from_iterator([text for text in hard_strings(3000) if "<" not in text], trainer)
-    learned = json.loads(of_text.to_str())["model"]
-    common = {c for a, b in learned["merges"] for c in a + b}
-    merges = [tuple(pair) for pair in learned["merges"]]
-    for piece in ["▁", *sorted(common), *("".join(pair) for pair in merges)]:
-        vocab.setdefault(piece, len(vocab))
-    model = tokenizers.models.BPE(
-        vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
-    )
-    tokenizer, norm, dec = tokenizers.Tokenizer(model), tokenizers.normalizers, tokenizers.decoders
+    merges = [tuple(pair) for pair in json.loads(of_text.to_str())["model"]["merges"]]
+    pieces = ["".join(pair) for pair in merges]
+    special, of_bytes = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    ordered = dict.fromkeys([*special, *of_bytes, "▁", *sorted(set("".join(pieces))), *pieces])
+    vocab = {piece: i for i, piece in enumerate(ordered)}
+    given = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, **given))
     tokenizer.normalizer = norm.Sequence([norm.Prepend("▁")] * prefix + [norm.Replace(" ", "▁")])
-    strip = [dec.Strip(" ", 1, 0)] * prefix
-    tokenizer.decoder = dec.Sequence(
-        [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse(), *strip]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    steps = [dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse()]
+    tokenizer.decoder = dec.Sequence(steps + [dec.Strip(" ", 1, 0)] * prefix)
+    tokenizer.add_special_tokens(special)
     if prefix:
         template = tokenizers.processors.TemplateProcessing
         tokenizer.post_processor = template("<s> $A", "<s> $A $B", [("<s>", 1)])
     return tokenizer
 
 
-KINDS = {  # tokenizer, tokenizer_config.json
-    "smollm2": (smollm2, dict(eos_token="<|im_end|>", bos_token="<|im_start|>", template=CHATML)),
-    "qwen3": (qwen3, dict(eos_token="<|im_end|>", template=QWEN)),
-    "tinyllama": (
-        lambda: sentencepiece(True),
-        dict(bos_token="<s>", eos_token="</s>", template=TINYLLAMA),
-    ),
-    "llama2": (
-        lambda: sentencepiece(True),
-        dict(bos_token="<s>", eos_token=WRITTEN_OUT, template=LLAMA_2),
-    ),
-    "yi": (lambda: sentencepiece(False), dict(bos_token="<s>", eos_token="</s>")),
+with_prefix, without = partial(sentencepiece, True), partial(sentencepiece, False)
+KINDS = {  # tokenizer, and bos_token, eos_token and chat_template of tokenizer_config.json
+    "smollm2": (smollm2, "<|im_start|>", "<|im_end|>", CHATML),
+    "qwen3": (qwen3, None, "<|im_end|>", QWEN),
+    "tinyllama": (with_prefix, "<s>", "</s>", TINYLLAMA),
+    "llama2": (with_prefix, "<s>", WRITTEN_OUT, LLAMA_2),
+    "yi": (without, "<s>", "</s>", None),
 }
 
 
 def write(directory: Path, kind: str, **more) -> Path:
-    make, config = KINDS[kind]
-    config = config | {"tokenizer_class": "PreTrainedTokenizerFast"} | more
-    if template := config.pop("template", None):
-        config["chat_template"] = template
+    make, bos, eos, template = KINDS[kind]
+    config = dict(bos_token=bos, eos_token=eos, chat_template=template) | more
+    config = {name: value for name, value in config.items() if value}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     directory.mkdir(parents=True, exist_ok=True)
     make().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -188,15 +177,11 @@ def test_chats_are_written_as_by_the_template(pair, talk):
     assert ids == whole[: len(ids)] and ours.decode(whole[len(ids) :]) in ("", "\n", " \n")
     assert ids[: len(prompt)] == prompt and all(is_target[len(prompt) :])
     targets = [token for token, target in zip(ids, is_target) if target]
-    said = ours.decode(targets)
-    ends = {i for i in ours.stop if i in targets}
-    assert (
-        len(ends) == 1
-        and targets[-1] in ends
-        and sum(t in ends for t in targets) == len([m for m in talk if m["role"] == "assistant"])
-    )
+    (end,) = set(ours.stop) & set(targets)
+    assert targets[-1] == end
+    assert targets.count(end) == [message["role"] for message in talk].count("assistant")
     for message in talk:
-        assert (message["content"] in said) == (message["role"] == "assistant")
+        assert (message["content"] in ours.decode(targets)) == (message["role"] == "assistant")
 
 
 def test_names_of_tokens_in_a_message_are_text(pair):
@@ -208,10 +193,9 @@ def test_names_of_tokens_in_a_message_are_text(pair):
     assert ids.count(ours.stop[0]) == clean.count(ours.stop[0])
 
 
-@pytest.mark.parametrize("kind", ["smollm2", slow("tinyllama")])
-def test_it_trains_chats_and_is_exported_as_it_was(kind, tmp_path):
+def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
     """From the command line, with the files of the base and without them at last."""
-    base = write(tmp_path / "base", kind)
+    base = write(tmp_path / "base", "smollm2")
     size = load_tokenizer(str(base)).vocab_size
     transformers_model(replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
                        ).save_pretrained(base)  # fmt: skip
@@ -255,7 +239,7 @@ def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
     plain.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="no token that ends a text"):
         load_tokenizer(str(tmp_path))
-    strange = load_tokenizer(str(write(tmp_path / "strange", "yi", template="{{ 'mine' }}")))
+    strange = load_tokenizer(str(write(tmp_path / "strange", "yi", chat_template="{{ 'mine' }}")))
     with pytest.raises(UserError, match="has a chat template of another form"):
         encode_prompt(TALK, strange)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

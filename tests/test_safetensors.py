@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import slow
 
 from files.safetensors import DTYPES, StoredTensor, open_safetensors, save_safetensors
 from plumbing.processes import UserError
@@ -25,10 +24,8 @@ def samples() -> dict[str, torch.Tensor]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    alike = a.dtype == b.dtype and a.shape == b.shape
-    return alike and a.contiguous().view(-1).view(torch.uint8).equal(
-        b.contiguous().view(-1).view(torch.uint8)
-    )
+    of_a, of_b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and of_a.equal(of_b)
 
 
 def test_the_package_reads_our_files_and_we_read_its_files(tmp_path):
@@ -135,13 +132,12 @@ def mutated(content: bytes, choice: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("files", [1000, slow(10_000)])
-def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(files, tmp_path):
+def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(tmp_path):
     """Of all files, the package accepts those that we accept, and reads the same bytes."""
     tensors = {name: t.contiguous() for name, t in samples().items() if "uint" not in name}
     few = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64)}
     originals = [safetensors.torch.save(few, {"x": "y"}), safetensors.torch.save(tensors)]
-    choice, path = random.Random(0), tmp_path / "file"
+    choice, path, files = random.Random(0), tmp_path / "file", 1000
     accepted = refused_by_us_alone = 0
     for i in range(files):
         path.write_bytes(mutated(originals[i % 4 == 0], choice))

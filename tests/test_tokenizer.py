@@ -17,22 +17,19 @@ from text.tokenizer import WORD_PATTERN, load_tokenizer, train_bpe, train_tokeni
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 
 
-@pytest.fixture(scope="session")
-def small_bpe(text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("bpe") / "tokenizer.model"
-    succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", out)
-    return out
-
-
 def test_the_bytes_tokenizer():
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode(SNIPPET) == list(SNIPPET.encode())
     assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
     assert tokenizer.vocab_size == 256 + 11
+    # Small tokenizers end documents as answers.
+    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
 
 
-def test_trained_tokenizer(small_bpe):
-    tokenizer = load_tokenizer(str(small_bpe))
+def test_a_trained_tokenizer(text, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", path)
+    tokenizer = load_tokenizer(str(path))
     assert tokenizer.vocab_size == 400
     assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
     line = "12 and 13 make 25\n"
@@ -40,7 +37,9 @@ def test_trained_tokenizer(small_bpe):
     assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
     assert tokenizer.token_bytes[tokenizer.bos] == 0
     # tiktoken's reader of Llama 3's files finds the same tokens.
-    assert load_tiktoken_bpe(str(small_bpe)) == tokenizer.vocab
+    assert load_tiktoken_bpe(str(path)) == tokenizer.vocab
+    # Ids without a token are left out.
+    assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
 
 
 def test_training_merges_the_most_frequent_pairs():
@@ -77,16 +76,6 @@ def test_llama_3s_tokenizer():
     assert tokenizer.encode("Hello, world!", bos=True) == [128_000, 9906, 11, 1917, 0]
     assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
     assert 128_001 not in tokenizer.encode(SNIPPET)
-
-
-def test_small_tokenizers_end_documents_as_answers():
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
-
-
-def test_ids_without_a_token_are_left_out(small_bpe):
-    tokenizer = load_tokenizer(str(small_bpe))
-    assert tokenizer.decode([*tokenizer.encode("x"), 12345]) == "x"
 
 
 HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WORD_PATTERN}

@@ -1,4 +1,4 @@
-"""Run by torchrun: DIR DTYPE WORK..., where WORK is LAYOUT or SOURCE>LAYOUT.
+"""Run by torchrun: DIR WORK..., where WORK is LAYOUT or SOURCE>LAYOUT.
 
 LAYOUT trains four steps and saves DIR/LAYOUT after the second. SOURCE>LAYOUT resumes DIR/SOURCE in
 LAYOUT and trains the other two. Losses and gradient norms of these two go to DIR/WORK.json."""
@@ -59,11 +59,10 @@ def steps(first, last, runner, optimizer, world) -> list[list[float]]:
 
 def main() -> None:
     process = init_distributed()
-    directory, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-    tokenizer = load_tokenizer("bytes")
-    for work in sys.argv[3:]:
+    directory, tokenizer = Path(sys.argv[1]), load_tokenizer("bytes")
+    for work in sys.argv[2:]:
         source, _, layout = work.rpartition(">")
-        world = with_mesh(process, replace(LAYOUTS[layout], dtype=dtype))
+        world = with_mesh(process, replace(LAYOUTS[layout], dtype=torch.float64))
         with torch.device("meta"):
             model = Llama(CONFIG)
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
