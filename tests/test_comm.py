@@ -29,10 +29,8 @@ def test_comm(tmp_path):
     assert (i, j) == (0, 1) and speed > 0
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
     assert rows == ["bytes", "---", "64", "4,096"]
-    assert (
-        "the smallest message is the latency" in out
-        and "no pair of ranks is slower than half" in out
-    )
+    assert "the smallest message is the latency" in out
+    assert "no pair of ranks is slower than half" in out
     assert "the slowest groups" not in out  # there is one kind only
 
 
@@ -59,23 +57,17 @@ def all_pairs(size: int, speed) -> list[tuple[int, int, float]]:
 @pytest.mark.parametrize("size", [4, 5, 8])
 def test_slow_rank(size):
     pairs = all_pairs(size, lambda i, j: 1e6 if 3 in (i, j) else 1e7)
-    slow = comm.slow_pairs(pairs, size)
-    assert len(slow) == size - 1 and all(3 in pair[:2] for pair in slow)
-    assert comm.common_rank(slow) == 3
     lines = comm.pairs_text(pairs, size)
     assert lines[0].startswith("ranks 0 and 3: 1.0 MB/s, where the median is ")
     assert lines[-1] == f"rank 3 is slow: it is in {size - 1} of these {size - 1} pairs"
+    assert len(lines) == size
 
 
 def test_slow_links():
     """Across two nodes all pairs are ten times slower than within, which is normal. Two pairs are
     slow for their kind, and have no rank in common."""
     exceptions = {(0, 1): 3e7, (2, 6): 2e6}
-
-    def speed(i, j):
-        return exceptions.get((i, j), 1e8 if i // 4 == j // 4 else 1e7)
-
-    pairs = all_pairs(8, speed)
+    pairs = all_pairs(8, lambda i, j: exceptions.get((i, j), 1e8 if i // 4 == j // 4 else 1e7))
     slow = comm.slow_pairs(pairs, per_node=4)
     assert slow == [(2, 6, 2e6, 1e7), (0, 1, 3e7, 1e8)]  # the slowest for its kind first
     assert comm.common_rank(slow) is None
@@ -87,10 +79,6 @@ def test_many_slow_pairs():
     pairs = all_pairs(24, lambda i, j: 1.0 if {i, j} & {0, 1} else 1e6)
     lines = comm.pairs_text(pairs, 24)
     assert len(lines) == 9 and lines[-1] == "and 37 more pairs below half of the median"
-    same = all_pairs(3, lambda i, j: 1e6)
-    assert comm.pairs_text(same, 3) == [
-        "no pair of ranks is slower than half the median of its kind"
-    ]
 
 
 def test_slowest_group():

@@ -13,12 +13,7 @@ import text.batch as batch_py
 from model import attend, document_mask
 from parallel import ParallelConfig
 from techniques import context_parallel as lower_right
-from techniques.context_parallel import (
-    SharedBatch,
-    own_tokens,
-    share_sequences,
-    whole_sequences,
-)
+from techniques.context_parallel import SharedBatch, own_tokens, share_sequences, whole_sequences
 from text.batch import Batch
 
 # ------------------------------------------------------------------------- one rank by itself
@@ -41,7 +36,7 @@ def shared(
 def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kernel):
     """By masks and, as on a GPU, by lengths, for documents with borders anywhere."""
     torch.manual_seed(0)
-    T = 24
+    T = 24  # as in `shared`
     if kernel:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_by_one)
         monkeypatch.setattr(batch_py, "VARLEN_TAKES_GQA", True)
@@ -61,17 +56,14 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
             parts.append(documents.attend_to(own_tokens(q, rank, n), k, v))
         found = whole_sequences(torch.stack(parts))
         grad = torch.randn_like(found)
-        for ours, theirs in zip(
-            [found, *torch.autograd.grad(found, inputs, grad)],
-            [expected, *torch.autograd.grad(expected, inputs, grad)],
-            strict=True,
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (found, expected))
+        for pair in zip((found, *ours), (expected, *theirs), strict=True):
+            torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
 
 
 def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
-    T, n, heads, width = 48, 4, 4, 8
+    T, n, heads, width, size, squares = 48, 4, 4, 8, 6, 9
     flash, pairs = lower_right._flash, []  # numbers of queries times keys
 
     def counting(q, k, v, **options):
@@ -79,14 +71,12 @@ def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
         return flash(q, k, v, **options)
 
     monkeypatch.setattr(lower_right, "_flash", counting)
-    size = T // (2 * n)
     q, k, v = (torch.randn(3, T, heads, width, dtype=torch.float64) for _ in "qkv")
     for rank in range(n):
         documents = shared(torch.arange(T).expand(3, T), rank, n, T=T).documents
         products = sdpa_kernel(SDPBackend.MATH)  # whose operators the counter knows
         with products, FlopCounterMode(display=False) as counted:
             documents.attend_to(own_tokens(q, rank, n), k, v)
-        squares = 2 * n + 1
         assert counted.get_total_flops() == squares * 4 * size**2 * 3 * heads * width
 
         pairs.clear()  # now in whole rows, without a mask
@@ -104,10 +94,7 @@ def test_a_long_sequence_fits_on_four_ranks_and_not_on_one(tmp_path):
                          out=out)  # fmt: skip
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     script = "tests/workers/limited_memory.py", 600, "train.py"
-    refused(
-        launch(*script, *flags, timeout=300),
-        "out of memory: a step is predicted",
-        "--checkpointing",
-    )
+    alone = launch(*script, *flags, timeout=300)
+    refused(alone, "out of memory: a step is predicted", "--checkpointing")
     succeed(*script, *flags, "--cp=4", "--resume", nproc=4, timeout=600)
     assert [row["step"] for row in metrics(out)] == [1, 2]

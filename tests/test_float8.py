@@ -22,73 +22,44 @@ from techniques.float8 import (
     float8_product,
     has_kernel,
     in_tiles,
-    layers_in_8_bits,
     product,
     recipes_of,
     rounded,
     use_float8,
 )
 
-WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
-FORMATS = {E4M3: (4, 3, 7), E5M2: (5, 2, 15)}  # bits of exponent and mantissa, bias
-
-
-def decoded(code: int, format: torch.dtype) -> float:
-    """The number of a code, by its bits. e4m3 has no infinity, and one NaN of each sign."""
-    exponent_bits, mantissa_bits, bias = FORMATS[format]
-    sign = -1 if code >> 7 else 1
-    exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
-    mantissa = code & (1 << mantissa_bits) - 1
-    if format == E4M3 and code & 0x7F == 0x7F:
-        return math.nan
-    if format == E5M2 and exponent == 31:
-        return math.nan if mantissa else sign * math.inf
-    fraction = mantissa / (1 << mantissa_bits)
-    if exponent == 0:
-        return sign * fraction * 2.0 ** (1 - bias)
-    return sign * (1 + fraction) * 2.0 ** (exponent - bias)
+FORMATS = {E4M3: (448, 2**-9, 8), E5M2: (57344, 2**-16, 4)}  # largest, smallest, numbers in [1, 2)
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_all_codes_and_what_is_between_them(format):
-    """The docstring's table; rounding is to the nearest, of two to the one with an even code."""
+def test_a_format_has_the_numbers_of_the_docstring(format):
     codes = torch.arange(256, dtype=torch.uint8).view(format).double()
-    expected = torch.tensor([decoded(code, format) for code in range(256)], dtype=torch.float64)
-    torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
-    positive = sorted(value for value in expected[:128].tolist() if math.isfinite(value))
-    assert positive[-1] == torch.finfo(format).max == {E4M3: 448, E5M2: 57344}[format]
-    assert positive[1] == {E4M3: 2**-9, E5M2: 2**-16}[format]
-    assert sum(1 <= value < 2 for value in positive) == {E4M3: 8, E5M2: 4}[format]
-    for low, (i, high) in zip(positive, enumerate(positive[1:], 1)):
-        middle = (low + high) / 2
-        near = torch.tensor([middle * (1 - 1e-6), middle, middle * (1 + 1e-6)])
-        even = low if (i - 1) % 2 == 0 else high
-        assert near.to(format).double().tolist() == [low, even, high]
+    positive = codes[codes.isfinite() & (codes > 0)]
+    in_octave = ((positive >= 1) & (positive < 2)).sum()
+    assert (positive.max(), positive.min(), in_octave) == FORMATS[format]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     torch.manual_seed(0)
-    largest = torch.finfo(format).max
+    largest, smallest, in_octave = FORMATS[format]
     x = torch.randn(48, 64) * torch.logspace(-6, 6, 48)[:, None]
     x[3] = 0
     eight = rounded(x, format, recipe)
-    scale = eight.scale
+    scale = eight.scale.double()
     blocks = {"tensorwise": x.flatten(), "rowwise": x, "mxfp8": x.unflatten(1, (-1, BLOCK))}[recipe]
     amax = blocks.abs().amax(-1)
     if recipe == "mxfp8":  # the smallest power of two with which the largest number fits
         exact = torch.log2((amax / largest).double()).ceil().clamp(-127, 127)
-        assert torch.equal(scale.double(), torch.exp2(exact))
+        assert torch.equal(scale, torch.exp2(exact))
+        scale = scale.repeat_interleave(BLOCK, 1)
     else:
         factor = (largest / amax.double().clamp(min=2.0**-100)).float()
-        assert torch.equal(scale.flatten(), factor.reciprocal().flatten())
-    step = 2.0 ** -(FORMATS[format][1] + 1)  # half of a unit in the last place
+        assert torch.equal(eight.scale.flatten(), factor.reciprocal().flatten())
+    half_a_unit = x.double().abs() / (2 * in_octave)  # in the last place
     error = (eight.numbers(torch.float64) - x.double()).abs()
-    smallest = scale.double() * torch.tensor(decoded(1, format), dtype=torch.float64)
-    if recipe == "mxfp8":
-        smallest = smallest.repeat_interleave(BLOCK, 1)
-    assert (error <= torch.maximum(step * x.double().abs() * (1 + 1e-6), smallest)).all()
+    assert (error <= torch.maximum(half_a_unit * (1 + 1e-6), scale * smallest)).all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -102,12 +73,11 @@ def test_what_is_not_finite_is_not_hidden(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    "dtype, tolerance", [("float64", 1e-15), ("float32", 1e-6), ("bfloat16", 6e-3)]
+    "dtype, tolerance", [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
 )
 def test_products_are_those_of_rounded_numbers(recipe, dtype, tolerance):
     """Output and both gradients, beside float64 products of what the codes stand for."""
     torch.manual_seed(0)
-    dtype = getattr(torch, dtype)
     x, weight, grad = (torch.randn(*shape, dtype=dtype) for shape in ((64, 96), (32, 96), (64, 32)))
     weight[2] *= 1000  # an outlier
     inputs = x.requires_grad_(), weight.requires_grad_()
@@ -154,48 +124,45 @@ def test_which_gpus_multiply_in_8_bits():
     assert not has_kernel(torch.device("cpu"), torch.bfloat16, "rowwise")
 
 
-def test_products_in_8_bits_count_half_for_mfu():
-    model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48, n_heads=4, n_kv_heads=2)))
-    in_8_bits = sum(model.get_parameter(f"{n}.weight").numel()
-                    for n in layers_in_8_bits(model, "rowwise"))  # fmt: skip
-    assert in_8_bits == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 48)
-    plain = flops_per_token(model, 16)
-    assert plain - flops_per_token(model, 16, ParallelConfig(float8="rowwise")) == 3 * in_8_bits
-
-
-def test_matrices_of_blocks_are_replaced_where_their_widths_allow():
-    config = LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48, n_heads=4, n_kv_heads=2))
-    model = Llama(config)
+@pytest.mark.parametrize(
+    "recipe, tp, matrices",
+    [
+        ("rowwise", 1, "wq wk wv wo w1 w2 w3"),
+        ("rowwise", 2, "wq wk wv wo"),  # 48 / 2 is no multiple of 16
+        ("mxfp8", 1, "wq wk wv wo"),  # 48 is no multiple of 32
+    ],
+)
+def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, matrices):
+    """Products in 8 bits count half for MFU."""
+    model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48)))
     names = {name for name, _ in model.named_parameters()}
-    use_float8(model, "mxfp8")
-    replaced = {name for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    attention = [f"layers.{i}.attention.{w}" for i in range(2) for w in ("wq", "wk", "wv", "wo")]
-    assert replaced == set(attention)  # 48 is no multiple of 32
-    assert model.layers["0"].attention.wq.recipe == "mxfp8"
+    flops = [flops_per_token(model, 16, ParallelConfig(tp=tp, float8=r)) for r in ("none", recipe)]
+    use_float8(model, recipe, tp)
+    replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
+    assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
+    assert all(name.startswith("layers.") for name in replaced)
+    assert {layer.recipe for layer in replaced.values()} == {recipe}
     assert {name for name, _ in model.named_parameters()} == names
-    model = Llama(config)
-    use_float8(model, "rowwise", tp=2)  # 48 / 2 is no multiple of 16
-    replaced = {name for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    assert replaced == set(attention)
-    for recipe, widths in (("row-wise", 64), ("rowwise", 40)):
-        small = Llama(LlamaConfig(**GROUPED | dict(dim=widths, ffn_dim=44)))
-        with pytest.raises(UserError, match=r"no recipe|no matrix"):
-            use_float8(small, recipe)
+    assert flops[0] - flops[1] == 3 * sum(layer.weight.numel() for layer in replaced.values())
+
+
+def test_another_recipe_is_refused():
+    with pytest.raises(UserError, match="no recipe 'row-wise'"):
+        use_float8(Llama(LlamaConfig(**GROUPED)), "row-wise")
 
 
 def test_only_what_is_asked_for_is_computed():
-    x, weight = torch.randn(32, 64), torch.randn(32, 64)
     for needs_x, needs_weight in ((True, False), (False, True)):
-        inputs = x.clone().requires_grad_(needs_x), weight.clone().requires_grad_(needs_weight)
+        x = torch.randn(32, 64, requires_grad=needs_x)
+        weight = torch.randn(32, 64, requires_grad=needs_weight)
         with FlopCounterMode(display=False) as counted:
-            float8_product(*inputs, "rowwise").sum().backward()
+            float8_product(x, weight, "rowwise").sum().backward()
         assert counted.get_total_flops() == 2 * 2 * 32 * 64 * 32
-        assert (inputs[0].grad is not None, inputs[1].grad is not None) == (needs_x, needs_weight)
+        assert (x.grad is not None, weight.grad is not None) == (needs_x, needs_weight)
 
 
 def test_an_odd_number_of_tokens_is_refused_in_blocks():
-    x = torch.randn(33, 64, requires_grad=True)
-    weight = torch.randn(32, 64, requires_grad=True)
+    x, weight = torch.randn(33, 64), torch.randn(32, 64, requires_grad=True)
     with pytest.raises(UserError, match="33 numbers"):
         float8_product(x, weight, "mxfp8").sum().backward()
 
@@ -203,8 +170,7 @@ def test_an_odd_number_of_tokens_is_refused_in_blocks():
 def test_a_run_says_which_layers_and_its_weights_load_anywhere(corpus, tmp_path):
     """train.py in 8 bits, resumed without them."""
     out = tmp_path / "run"
-    given = flags(corpus, out, steps=2, float8="tensorwise")
-    told = succeed("train.py", *given).out
+    told = succeed("train.py", *flags(corpus, out, steps=2, float8="tensorwise")).out
     assert "tensorwise float8 in wq wk wv wo w1 w2 w3 of 2 blocks, emulated" in told
     resumed = succeed("train.py", *flags(corpus, out, steps=3), "--resume")
     assert "warning: --float8 was tensorwise, is now none" in resumed.err

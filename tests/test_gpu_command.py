@@ -12,6 +12,8 @@ from perf.gpu import PARTS, markdown_section, replace_section
 from plumbing.parser import Parser
 from text.tokenizer import load_tokenizer
 
+EVERYTHING = [line for commands in PARTS.values() for line in commands.values()]
+
 
 def test_parts_are_measured_once_and_kept(monkeypatch, tmp_path):
     """A part that is named is measured anew, and the others stay."""
@@ -33,30 +35,31 @@ def test_parts_are_measured_once_and_kept(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_all_kinds_of_parts(tmp_path):
-    """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens."""
+    """For a rehearsal, parts of one kind differ in what it replaces: model, batch and tokens. So
+    those named largest are like step's."""
     file = tmp_path / "gpu.json"
-    kinds = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
-    kinds += ["float8-8b-8192", "largest-full-8b-4096"]
-    assert {name.split("-")[0] for name in PARTS} == {name.split("-")[0] for name in kinds}
-    given = ["gpu", "--out", file, "--rehearse", "--parts", *kinds]
+    parts = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
+    parts += ["float8-8b-8192"]
+    kinds, all_kinds = ({name.split("-")[0] for name in names} for names in (parts, PARTS))
+    assert kinds | {"largest"} == all_kinds
+    given = ["gpu", "--out", file, "--rehearse", "--parts", *parts]
     out = succeed("bench.py", *given, timeout=900).out
-    assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == kinds
+    assert [line.split("**")[1] for line in out.splitlines() if line.startswith("**")] == parts
     assert "error" not in file.read_text()
-    for step in ("eager, checkpointing full", "transformers", "bare", "64 sequences", "rowwise"):
+    for step in ("eager, checkpointing full", "transformers", "bare", "rowwise"):
         assert f"| {step} | " in out
 
 
 def test_parts_are_commands():
     """Every part is a command line that bench.py takes, and writes its results to a file."""
-    for name, commands in PARTS.items():
-        for line in commands.values():
-            script, command, *flags = line.split()
-            if name != "rates":
-                assert script == "bench.py"
-                parser = Parser()
-                bench.COMMANDS[command][0](parser)
-                args = parser.parse_args([*flags, "--json", "x.json"])
-                assert args.model in bench.PRESETS if hasattr(args, "model") else args.tokens
+    rates, *lines = EVERYTHING
+    assert rates == "-m perf.gpu"
+    for line in lines:
+        script, command, *flags = line.split()
+        assert script == "bench.py"
+        bench.COMMANDS[command][0](parser := Parser())
+        args = parser.parse_args([*flags, "--json", "x.json"])
+        assert args.model in bench.PRESETS if hasattr(args, "model") else args.tokens
 
 
 def test_the_vocabulary_is_as_large_as_llamas(tmp_path):
@@ -83,14 +86,11 @@ def run_with(monkeypatch, tmp_path):
     return run_with
 
 
-EVERYTHING = [line for commands in PARTS.values() for line in commands.values()]
-
-
 def test_a_command_that_fails_costs_no_other(run_with, tmp_path, monkeypatch):
     """It is told, and run again by the next run; none begins for which no time is left."""
     monkeypatch.setattr(gpu, "BUDGET", 50)
-    assert run_with({}) == ([], "section\n\nno time was left from rates, rates on: again, without "
-                                "--parts")  # fmt: skip
+    note = "no time was left from rates, rates on: again, without --parts"
+    assert run_with({}) == ([], f"section\n\n{note}")
     monkeypatch.setattr(gpu, "BUDGET", 10_000)
     ran, _ = run_with({PARTS["rates"]["rates"]: "ended with exit code 1"})
     assert ran == EVERYTHING
@@ -130,6 +130,3 @@ def test_errors_are_in_the_tables():
     assert "| eager, checkpointing full | 2 (1-3) | 50.0% | 200,000.00 MB | 9.0 s | " in section
     assert "| eager, checkpointing none | error: out of memory | - | - | - | - | - |" in section
     assert replace_section("# A\n", section) == f"# A\n\n{section}\n"
-    assert (
-        replace_section(replace_section("# A\n", "## On one GPU\n\nx"), section).count("## On") == 1
-    )

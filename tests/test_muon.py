@@ -31,17 +31,8 @@ def test_singular_values_become_alike(shape):
     assert not orthogonalize(torch.zeros(shape)).any()
 
 
-def test_matrices_of_blocks_are_chosen_and_nothing_else():
-    matrix, norm = torch.zeros(3, 4), torch.zeros(4)
-    assert is_block_matrix("layers.0.attention.wq.weight", matrix)
-    assert not is_block_matrix("layers.0.ffn_norm.weight", norm)
-    assert not is_block_matrix("tok_embeddings.weight", matrix)
-    assert not is_block_matrix("output.weight", matrix)
-
-
 def test_operations_are_counted():
-    config = LlamaConfig(16, 3, 4, 2, 40)
-    model = Llama(config)
+    model = Llama(LlamaConfig(16, 3, 4, 2, 40))
     with FlopCounterMode(display=False) as counter:
         for name, parameter in model.named_parameters():
             if is_block_matrix(name, parameter):
@@ -56,30 +47,25 @@ def test_operations_are_counted():
 def test_a_plan_has_the_time_of_muon():
     """What rank 0 computes, and what it sends, which nothing hides: 2 bytes an element on a GPU in
     bfloat16, to owners and back."""
-    model, parallel = (
-        build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096)),
-        ParallelConfig("fsdp", shard=8, dtype=torch.bfloat16),
-    )
+    model = build_on_meta(LlamaConfig(1024, 3, 8, 8, 4096))
     machine = assumed_machine("h100", "400gbit", 8)
-    adamw, muon = (
-        step_time(
-            step_of(model, replace(parallel, optimizer=name), 1, 1, 1024, on_gpu=True), machine
-        )
-        for name in ("adamw", "muon")
-    )
+
+    def times(parallel: ParallelConfig, microbatch: int, **more) -> list[dict[str, float]]:
+        """Return the seconds of each part of a step, by AdamW and by Muon."""
+        options = parallel, replace(parallel, optimizer="muon")
+        works = [step_of(model, option, microbatch, 1, 1024, **more) for option in options]
+        return [step_time(work, machine) for work in works]
+
+    parallel = ParallelConfig("fsdp", shard=8, dtype=torch.bfloat16)
+    adamw, muon = times(parallel, 1, on_gpu=True)
     matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
     rate, link = 989.4e12 * machine.matmul_fraction, machine.node_link
     seconds = muon_flops(model, parallel) / rate + 2 * 7 / 8 * 2 * matrices / 8 / link
-    assert muon["optimizer"] - adamw["optimizer"] == pytest.approx(seconds, rel=0.2)
-    assert muon["optimizer"] - adamw["optimizer"] > seconds
-    same = {name: seconds for name, seconds in muon.items() if name != "optimizer"}
-    assert same == {name: adamw[name] for name in same}
+    assert seconds < muon["optimizer"] - adamw["optimizer"] < 1.2 * seconds
+    assert muon | {"optimizer": adamw["optimizer"]} == adamw  # all else is the same
     # Stages wait for forward and backward of others, and not for what Muon sends.
-    split = ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b")
-    options = split, replace(split, optimizer="muon")
-    works = [step_of(model, parallel, 4, 1, 1024) for parallel in options]
-    waits = [step_time(work, machine)["pp"] for work in works]
-    assert waits[0] == waits[1] > 0
+    adamw, muon = times(ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b"), 4)
+    assert adamw["pp"] == muon["pp"] > 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import slow
 from workers.train_cases import build, initialize
 
 import techniques.nf4 as nf4
@@ -11,7 +10,7 @@ from model import Llama, LlamaConfig
 from perf.instruments import Live
 from plumbing import processes
 from plumbing.processes import Progress, UserError, with_progress
-from techniques.nf4 import BLOCK, NF4, count, dequantized, quantized, rounded
+from techniques.nf4 import BLOCK, count, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
 
@@ -20,29 +19,19 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) / 50
 
 
-def heavy_tailed(*shape: int) -> torch.Tensor:
-    torch.manual_seed(0)
-    return torch.distributions.StudentT(3.0).sample(shape)
-
-
-def with_zeros(*shape: int) -> torch.Tensor:
+def matrix_of(kind: str, *shape: int) -> torch.Tensor:
     matrix = normal(*shape)
-    matrix[3], matrix[5, :BLOCK] = 0, 0
+    if kind == "heavy-tailed":
+        torch.manual_seed(0)
+        matrix = torch.distributions.StudentT(3.0).sample(shape)
+    if kind == "with zeros":
+        matrix[3], matrix[5, :BLOCK] = 0, 0
+    if kind == "with outliers":
+        matrix[::7, ::50] *= 40
     return matrix
 
 
-def with_outliers(*shape: int) -> torch.Tensor:
-    matrix = normal(*shape)
-    matrix[::7, ::50] *= 40
-    return matrix
-
-
-KINDS = {f.__name__: f for f in (normal, heavy_tailed, with_zeros, with_outliers)}
-
-
-def block_scales(weight: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
-    """The scale of each block, [out, in / 64], float32."""
-    return weight[..., 0] * row_scale.view(torch.float32)
+KINDS = "normal", "heavy-tailed", "with zeros", "with outliers"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,21 +40,15 @@ def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
     """Given the same scales. Its quantizer scales a block by its largest number, so it is given
     blocks that have one more number: what we scale by."""
     bnb = pytest.importorskip("bitsandbytes.functional")
-    matrix = KINDS[kind](96, 512).to(dtype)
+    matrix = matrix_of(kind, 96, 512).to(dtype)
     weight, row_scale = quantized(matrix)
-    scales = block_scales(weight, row_scale)
-    state = bnb.QuantState(
-        absmax=scales.flatten(),
-        shape=matrix.shape,
-        code=bnb.get_4bit_type("nf4", "cpu"),
-        blocksize=BLOCK,
-        quant_type="nf4",
-        dtype=torch.float32,
-    )
+    scales = weight[..., 0] * row_scale.view(torch.float32)  # of each block, [out, in / 64]
+    how = dict(shape=matrix.shape, blocksize=BLOCK, quant_type="nf4", dtype=torch.float32)
+    nf4_code = bnb.get_4bit_type("nf4", "cpu")
+    state = bnb.QuantState(absmax=scales.flatten(), code=nf4_code, **how)
     codes = weight[..., 1:].reshape(-1, 1).contiguous()
-    assert torch.equal(
-        bnb.dequantize_4bit(codes, state), dequantized(weight, row_scale, torch.float32)
-    )
+    ours = dequantized(weight, row_scale, torch.float32)
+    assert torch.equal(bnb.dequantize_4bit(codes, state), ours)
 
     clipped = (matrix.float().unflatten(1, (-1, BLOCK)) / scales[..., None]).clamp(-1, 1)
     blocks = clipped.flatten(0, 1).clone()
@@ -80,32 +63,10 @@ def test_codes_and_values_are_those_of_bitsandbytes(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_no_larger_than_with_scales_quantized_twice(kind):
     bnb = pytest.importorskip("bitsandbytes.functional")
-    matrix = KINDS[kind](256, 2048)
-    codes, state = bnb.quantize_4bit(
-        matrix, blocksize=BLOCK, quant_type="nf4", compress_statistics=True
-    )
-    theirs = (bnb.dequantize_4bit(codes, state) - matrix).norm()
-    assert (rounded(matrix) - matrix).norm() <= theirs
-
-
-def test_each_weight_becomes_the_nearest_value():
-    matrix = heavy_tailed(64, 256)
-    weight, row_scale = quantized(matrix)
-    candidates = block_scales(weight, row_scale)[..., None, None] * torch.tensor(NF4)
-    blocks = matrix.unflatten(1, (-1, BLOCK))[..., None]
-    nearest = (blocks - candidates).abs().amin(-1)
-    error = (dequantized(weight, row_scale, torch.float32) - matrix).abs()
-    assert torch.allclose(error, nearest.flatten(1), rtol=1e-4, atol=1e-7)
-
-
-def test_a_shard_is_what_quantizing_the_shard_gives():
-    """Of rows always; of blocks, given the scales of the rows."""
-    matrix = heavy_tailed(96, 512)
-    weight, row_scale = quantized(matrix)
-    of_rows, scale_of_rows = quantized(matrix[32:64])
-    assert torch.equal(of_rows, weight[32:64]) and torch.equal(scale_of_rows, row_scale[32:64])
-    numbers = dequantized(weight[:, 2:5].contiguous(), row_scale, torch.float32)
-    assert torch.equal(numbers, dequantized(weight, row_scale, torch.float32)[:, 128:320])
+    matrix = matrix_of(kind, 256, 2048)
+    options = dict(blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
+    theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(matrix, **options))
+    assert (rounded(matrix) - matrix).norm() <= (theirs - matrix).norm()
 
 
 def test_bits_of_a_weight():
@@ -146,14 +107,12 @@ def test_all_matrices_of_blocks_are_in_4_bits_and_nothing_else():
         (False, None),
         (True, None),
         (True, "aot_eager_decomp_partition"),  # traced and divided as by inductor, without kernels
-        slow(False, "inductor"),
-        slow(True, "inductor"),
     ],
 )
 def test_numbers_are_never_saved(dora, backend):
     """What forward saves for backward has no matrix of a block's layer, with as many rows."""
-    config = CONFIG | dict(n_layers=1)
-    model = build(config, dict(rank=2, base_bits=4, dora=dora)).to_empty(device="cpu")
+    lora = dict(rank=2, base_bits=4, dora=dora)
+    model = build(CONFIG | dict(n_layers=1), lora).to_empty(device="cpu")
     model.tie_weights()
     initialize(model)
     shapes = {(m.out_features, m.in_features) for m in model.modules() if hasattr(m, "lora_A")}
@@ -172,10 +131,9 @@ def test_numbers_are_never_saved(dora, backend):
 
 def test_loading_takes_the_memory_of_the_result_and_one_matrix(monkeypatch):
     monkeypatch.setattr(nf4, "WEIGHTS_AT_ONCE", 1024)
-    model = build(CONFIG | dict(n_layers=6), dict(rank=2, base_bits=4)).to_empty(device="cpu")
-    shapes = {
-        name: p.shape for name, p in build(CONFIG | dict(n_layers=6), None).named_parameters()
-    }
+    config = CONFIG | dict(n_layers=6)
+    model = build(config, dict(rank=2, base_bits=4)).to_empty(device="cpu")
+    shapes = {name: p.shape for name, p in build(config, None).named_parameters()}
     with Live(list(model.parameters())) as live:
         before = live.now
         quantize_base(model, lambda name: torch.zeros(shapes[name]))

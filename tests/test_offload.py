@@ -18,22 +18,20 @@ CASES = {
 }
 
 
-def with_option(given: dict, **option: bool) -> dict:
-    return given | {"parallel": given["parallel"] | option}
+@pytest.mark.parametrize("compiled", [False, slow(True)])
+def test_offloading_changes_no_bit(compiled, tmp_path):
+    def with_options(given: dict, offload_activations: bool) -> dict:
+        options = dict(compile=compiled, offload_activations=offload_activations)
+        return given | {"parallel": given["parallel"] | options}
 
-
-@pytest.mark.parametrize(
-    "names, compiled", [(["fsdp"], False), slow(["autocast", "tp"], False), slow([*CASES], True)]
-)
-def test_offloading_changes_no_bit(names, compiled, tmp_path):
-    cases = {name: with_option(CASES[name], compile=compiled) for name in names}
-    offloading = {
-        f"{name} offloading": with_option(given, offload_activations=True)
-        for name, given in cases.items()
+    cases = {
+        (name, offloads): with_options(given, offloads)
+        for name, given in CASES.items()
+        for offloads in (False, True)
     }
-    results = train(tmp_path, 2, cases | offloading)
-    for name in cases:
-        result, expected = results[f"{name} offloading"], results[name]
+    results = train(tmp_path, 2, cases)
+    for name in CASES:
+        result, expected = results[name, True], results[name, False]
         assert result["rows"] == expected["rows"], name
         assert result["sent"] == expected["sent"], name
         for what in ("gradients", "last"):

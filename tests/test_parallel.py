@@ -1,5 +1,6 @@
 """parallel.py: what is refused, what stays small, and what a split saves, samples and tells."""
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -60,43 +61,32 @@ def test_samples_gather_weights_once(two):
 
 
 def test_tensor_parallelism_refuses_what_has_no_place():
-    def refuses(name: str, model: Llama, remedy: str = "add its layer to PLAN.*OfHeads") -> None:
+    def refuses(name: str, part, remedy: str = "add its layer to PLAN.*OfHeads") -> None:
+        model = build_on_meta(LlamaConfig(**GROUPED))
+        path = re.sub(r"\.(weight|bias)$", "", name)
+        parent, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, part)
         with pytest.raises(UserError, match=f"--tp cannot shard {name}: {remedy}"):
             tensor_parallel(model, mesh=None)
         with pytest.raises(UserError, match=f"--tp cannot shard {name}"):
             predict_memory(step_of(model, ParallelConfig(tp=2), 1, 1, 13))  # before it is built
 
-    def attention(model: Llama) -> nn.Module:
-        return model.layers["0"].attention
-
-    def new_model() -> Llama:
-        return build_on_meta(LlamaConfig(**GROUPED))
-
     with torch.device("meta"):
-        attention(model := new_model()).v_norm = nn.RMSNorm(10)
-        refuses("layers.0.attention.v_norm.weight", model)
-        (model := new_model()).layers["0"].feed_forward.router = nn.Linear(40, 4, bias=False)
-        refuses("layers.0.feed_forward.router.weight", model)
-        attention(model := new_model()).wq = nn.Linear(40, 40, bias=True)
-        refuses("layers.0.attention.wq.bias", model, "PLAN shards the weight of its layer alone")
-        attention(model := new_model()).gate = nn.Parameter(torch.ones(4))
-        refuses("layers.0.attention.gate", model, "move it into a module of its own")
-        (model := new_model()).positions = nn.Embedding(13, 40)
-        refuses("positions.weight", model)
-        (model := new_model()).scale = nn.Parameter(torch.ones(40))
-        refuses("scale", model, "move it into a module of its own")
+        refuses("layers.0.attention.v_norm.weight", nn.RMSNorm(10))
+        refuses("layers.0.feed_forward.router.weight", nn.Linear(40, 4, bias=False))
+        refuses("positions.weight", nn.Embedding(13, 40))
+        refuses("layers.0.attention.wq.bias", nn.Linear(40, 40), "PLAN shards the weight of its")
+        parameter, remedy = nn.Parameter(torch.ones(40)), "move it into a module of its own"
+        refuses("layers.0.attention.gate", parameter, remedy)
+        refuses("scale", parameter, remedy)
 
 
 def test_what_the_model_was_built_with_is_not_lost_or_replaced():
-    world = SimpleNamespace(
-        parallel=ParallelConfig(), device=torch.device("cpu"), mesh=SimpleNamespace()
-    )
-    world.mesh.get_local_rank = lambda dim: 0
+    mesh = SimpleNamespace(get_local_rank=lambda dim: 0)
+    world = SimpleNamespace(parallel=ParallelConfig(), device=torch.device("cpu"), mesh=mesh)
     model = Llama(LlamaConfig(**GROUPED))
     model.layers["0"].attention.register_buffer("slopes", torch.ones(4))
-    with pytest.raises(
-        UserError, match=r"layers\.0\.attention\.slopes is a buffer, which would lose"
-    ):
+    with pytest.raises(UserError, match=r"attention\.slopes is a buffer, which would lose"):
         parallelize(model, world, initialize)
     model = build_on_meta(LlamaConfig(**GROUPED))
     model.layers["0"].attention.wv.weight = model.layers["0"].attention.wk.weight
@@ -110,16 +100,14 @@ def test_what_the_model_was_built_with_is_not_lost_or_replaced():
 
 def test_replicas_that_begin_differently_are_refused():
     model = Llama(LlamaConfig(**GROUPED))
+    parallel = ParallelConfig(dp="hsdp", replicate=2, shard=2)
     for norms, codes, message in (  # of a base in 4 bits, sums of codes
         ([1.0, 2.0, 1.0, 2.0], [5, 6, 5, 6], None),
         ([1.0, 2.0, 1.0, 2.1], [5, 6, 5, 6], "rank 3 begins with other weights than rank 1"),
         ([1.0, 2.0, 1.0, 2.0], [5, 6, 4, 6], "rank 2 begins with other weights than rank 0"),
     ):
-        sums = torch.tensor([norms, codes]).T
-        world = SimpleNamespace(
-            parallel=ParallelConfig(dp="hsdp", replicate=2, shard=2),
-            all_gather_scalars=lambda _, sums=sums: sums,
-        )
+        rows = torch.tensor([norms, codes]).T
+        world = SimpleNamespace(parallel=parallel, all_gather_scalars=lambda _, rows=rows: rows)
         with pytest.raises(UserError, match=message) if message else nullcontext():
             check_equal_replicas(model, world)
 
@@ -199,7 +187,7 @@ def test_a_wrapped_block_is_not_wrapped_again():
             recompute_and_compile(model, "selective", False)
     own = Llama(LlamaConfig(**ODD))
     own.layers["0"] = type("OwnBlock", (Block,), {})(own.config, 0)
-    recompute_and_compile(own, "full", False)
+    recompute_and_compile(own, "full", False)  # is no wrapper
     wrapped = Llama(LlamaConfig(**ODD))
     wrapped.layers["1"] = checkpoint_wrapper(wrapped.layers["1"])
     with pytest.raises(UserError, match="block 1 is wrapped already"):

@@ -6,16 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from model import (
-    FeedForward,
-    Llama,
-    LlamaConfig,
-    RMSNorm,
-    Vocabulary,
-    rope_angles,
-    rotate,
-    swiglu,
-)
+from model import FeedForward, Llama, LlamaConfig, RMSNorm, Vocabulary, rope_angles, rotate, swiglu
 from techniques import passes
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -83,9 +74,8 @@ def test_rotations_and_swiglu_are_those_of_the_formulas(dtype):
 def test_a_norm_saves_its_input_and_one_number_a_row():
     saved = []
     x, norm = torch.randn(3, 5, 8, requires_grad=True), in_few_passes(RMSNorm(8, eps=1e-5))
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.numel()) or t, lambda t: t
-    ):
+    keep_size = lambda t: saved.append(t.numel()) or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep_size, lambda t: t):
         norm(x)
     assert sorted(saved) == [8, 15, 120]
 
@@ -93,8 +83,11 @@ def test_a_norm_saves_its_input_and_one_number_a_row():
 EVERYTHING = {"RMSNorm", "RoPE", "SwiGLU", "cross entropy"}
 
 
-def replaced(model: nn.Module) -> set[str]:
-    """What passes.py has put into a model."""
+def replaced() -> set[str]:
+    """What passes.py puts into a model."""
+    passes.computes_the_same.cache_clear()
+    passes.use_fewer_passes(model := Llama(LlamaConfig(16, 1, 2, 1, 12, 11)))
+    passes.computes_the_same.cache_clear()
     block = model.layers["0"]
     found = {
         "RMSNorm": block.ffn_norm.normalize is passes.norm_in_few_passes,
@@ -106,34 +99,22 @@ def replaced(model: nn.Module) -> set[str]:
 
 
 def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
-    passes.computes_the_same.cache_clear()
-    config = LlamaConfig(16, 1, 2, 1, 12, 11)
-    passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == EVERYTHING and not capsys.readouterr().err
-
-    def of_relu(self, x):
-        return self.w2(F.relu(self.w1(x)).square() * self.w3(x))
-
-    monkeypatch.setattr("model.rms_norm", lambda x, *_: F.layer_norm(x, x.shape[-1:]))
-    monkeypatch.setattr("model.rotate", lambda x, cos, sin: rotate(x, cos, -sin))
-    monkeypatch.setattr("model.swiglu", lambda gate, up: F.gelu(gate) * up)
-    monkeypatch.setattr(Vocabulary, "cross_entropy", lambda v, logits, _: v.logsumexp(logits))
-    passes.computes_the_same.cache_clear()
-    passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == set()
+    assert replaced() == EVERYTHING and not capsys.readouterr().err
+    with monkeypatch.context() as changed:
+        changed.setattr("model.rms_norm", lambda x, *_: F.layer_norm(x, x.shape[-1:]))
+        changed.setattr("model.rotate", lambda x, cos, sin: rotate(x, cos, -sin))
+        changed.setattr("model.swiglu", lambda gate, up: F.gelu(gate) * up)
+        changed.setattr(Vocabulary, "cross_entropy", lambda v, logits, _: v.logsumexp(logits))
+        assert replaced() == set()
     notes = capsys.readouterr().err.splitlines()
     assert len(notes) == 4 and "model.py's own RoPE is used" in notes[1]
-    monkeypatch.undo()
-
-    monkeypatch.setattr("model.swiglu", lambda gate, up: F.silu(gate.clamp(max=20)) * up)
-    passes.computes_the_same.cache_clear()
-    passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == EVERYTHING - {"SwiGLU"}
+    with monkeypatch.context() as changed:
+        changed.setattr("model.swiglu", lambda gate, up: F.silu(gate.clamp(max=20)) * up)
+        assert replaced() == EVERYTHING - {"SwiGLU"}
     capsys.readouterr()
-    monkeypatch.undo()
 
-    monkeypatch.setattr(FeedForward, "forward", of_relu)  # leaves swiglu out
-    passes.computes_the_same.cache_clear()
-    passes.use_fewer_passes(model := Llama(config))
-    assert replaced(model) == EVERYTHING and not capsys.readouterr().err
-    passes.computes_the_same.cache_clear()
+    def of_relu(self, x):  # leaves swiglu out
+        return self.w2(F.relu(self.w1(x)).square() * self.w3(x))
+
+    monkeypatch.setattr(FeedForward, "forward", of_relu)
+    assert replaced() == EVERYTHING and not capsys.readouterr().err
