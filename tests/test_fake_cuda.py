@@ -4,6 +4,7 @@ tests/workers/fake_cuda.py does it, in processes of its own. Nothing is computed
 attention by lengths computes is compared in test_documents and test_context_parallel, with numbers.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -12,38 +13,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, with_fault
+from conftest import ENVIRONMENT, ROOT, slow, with_fault
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
 QUICK = """float32 packed, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full, old nf4,
-old fsdp muon""".replace("\n", " ").split(", ")
+old fsdp muon, generate, loss""".replace("\n", " ").split(", ")
 APPLE = [name for name in CASES if name.startswith("apple")]
 SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
 
 
-def take_steps(results: Path, names: list[str], root: Path = ROOT) -> dict:
-    command = [sys.executable, root / WORKER, results, *names]
+@functools.cache
+def found_in(*names: str, root: Path = ROOT) -> dict:
+    """Return what the worker finds in these cases."""
     options = dict(capture_output=True, text=True, env=ENVIRONMENT)
-    process = subprocess.run(command, **options, timeout=280)
+    process = subprocess.run([sys.executable, root / WORKER, *names], **options, timeout=280)
     assert process.returncode == 0, process.stderr
-    return json.loads(results.read_text())
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    return take_steps(tmp_path_factory.mktemp("quick") / "found", [*QUICK, "generate", "loss"])
-
-
-@pytest.fixture(scope="module")
-def apple(tmp_path_factory):
-    return take_steps(tmp_path_factory.mktemp("apple") / "found", APPLE)
-
-
-@pytest.fixture(scope="module")
-def slower(tmp_path_factory):
-    return take_steps(tmp_path_factory.mktemp("slower") / "found", SLOWER)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def check(found: dict) -> None:
@@ -57,7 +44,8 @@ def check(found: dict) -> None:
     assert "torch.bfloat16" in found["dtypes"] or kernel != "flash"
 
 
-def test_gpus_without_bfloat16_compute_none(quick):
+def test_gpus_without_bfloat16_compute_none():
+    quick = found_in(*QUICK)
     for name in ("old fsdp muon", "old nf4"):
         assert "torch.bfloat16" not in quick[name]["dtypes"]
     assert "torch.bfloat16" in quick["fsdp muon"]["dtypes"]
@@ -65,31 +53,26 @@ def test_gpus_without_bfloat16_compute_none(quick):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPLE)
-def test_an_apple_gpu_has_no_float64(name, apple):
-    assert not {"torch.float64", "torch.bfloat16"} & set(apple[name]["dtypes"])
-    check(apple[name] | {"attention": ["efficient"]})  # this stand-in for MPS has no kernels
+def test_an_apple_gpu_has_no_float64(name):
+    found = found_in(*APPLE)[name]
+    assert not {"torch.float64", "torch.bfloat16"} & set(found["dtypes"])
+    check(found | {"attention": ["efficient"]})  # this stand-in for MPS has no kernels
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_step_waits_once(name, quick):
-    check(quick[name])
+@pytest.mark.parametrize("name", [*QUICK[:-2], *map(slow, SLOWER)])
+def test_a_step_waits_once(name):
+    check(found_in(*(QUICK if name in QUICK else SLOWER))[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOWER)
-def test_any_step_waits_once(name, slower):
-    check(slower[name])
-
-
-def test_a_token_is_generated_without_cudnn(quick):
+def test_a_token_is_generated_without_cudnn():
     """It would plan anew for each length."""
-    assert quick["generate"]["attention"] == ["efficient"]
+    assert found_in(*QUICK)["generate"]["attention"] == ["efficient"]
 
 
-def test_bytes_of_the_loss(quick):
+def test_bytes_of_the_loss():
     """With chunks of 512 tokens, and a sum of gradients that is rounded to bfloat16 and cast, it
     moved 84.4 GB."""
-    assert quick["loss"]["bytes"] == pytest.approx(46.8e9, rel=0.01)
+    assert found_in(*QUICK)["loss"]["bytes"] == pytest.approx(46.8e9, rel=0.01)
 
 
 FAULTS = [  # file, what is in it, what is put there; the case that finds it, and where
@@ -120,5 +103,5 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
 @pytest.mark.parametrize("file, old, new, case, part, says", FAULTS)
 def test_faults_are_found(tmp_path, file, old, new, case, part, says):
     _, copy = with_fault(tmp_path / "copy", file, old, new)
-    found = take_steps(tmp_path / "found", [case], copy)[case]
+    found = found_in(case, root=copy)[case]
     assert says in str(found.get(part)), found

@@ -1,5 +1,5 @@
-"""Take training steps on a GPU that does not exist. Arguments: a file for the results, and names
-of cases or of the functions in OTHERS.
+"""Take training steps on a GPU that does not exist. Arguments: names of cases or of the functions
+in OTHERS. The last line of its output is JSON of the results.
 
 Tensors are fake: they have a device, a dtype and a shape, and no contents. Some C++ tells torch's
 CPU build that there is a CUDA device or, for cases named apple, an Apple GPU; without that,
@@ -413,14 +413,14 @@ def main() -> None:
     parallel_py.allocate = allocate_fake
     torch.compile = lambda function, **_: function  # AdamW's kernel and NF4's: eager here
     results = {}
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         GPU.update(MODERN)
         try:
             results[name] = OTHERS[name]() if name in OTHERS else take_step(**CASES[name])
         except Exception as error:
             traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
-    Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
