@@ -1,23 +1,24 @@
-"""DiLoCo: equal to DDP where it should be, else to plain PyTorch; counted, saved and resumed."""
+"""DiLoCo: equal to replicas in plain PyTorch; counted, saved and resumed."""
 
 import contextlib
-import json
 import re
 import shutil
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, launch, metrics, refused, slow, succeed
-from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw
+from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw, train
 from test_train import flags
-from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
+from workers.train_cases import BATCH, CLIP, SEQ, batch_of, build, initialize
 
 from checkpoint import load_pretrained
 from costs.memory import predict_memory
+from costs.traffic import predict_outer_traffic
 from costs.work import Work
 from model import IGNORE, LlamaConfig
 from parallel import ParallelConfig
@@ -25,40 +26,32 @@ from perf.drill import kill, ranks_of, running
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError, check_restarts
 
-EVERY, STEPS = 3, 6
-OUTER = dict(outer_lr=0.7, outer_momentum=0.9)
-ALONE = dict(dp="diloco", every=EVERY, **OUTER)
-AS_DDP = dict(dp="diloco", every=1, outer_lr=1.0, outer_momentum=0.0)
-SGD = dict(sgd=0.5, clip=0.0, full=True, steps=4)
-CONFIG = FOUR_HEADS | TIED
+ALONE = dict(dp="diloco", every=3, outer_lr=0.7, outer_momentum=0.9, replicate=2)
+MEAN = ALONE | dict(every=1, outer_lr=1.0, outer_momentum=0.0)
 CASES = {  # of two ranks, of four
     2: {
-        "ddp": case(CONFIG, **AS_DDP | dict(dp="ddp", replicate=2)) | SGD,
-        "as ddp": case(CONFIG, **AS_DDP, replicate=2) | SGD,
-        "apart": case(CONFIG, 2, **ALONE, replicate=2) | dict(steps=STEPS),
+        "alone": case(FOUR_HEADS | TIED, 2, **ALONE),
+        "mean": case(FOUR_HEADS | TIED, 2, **MEAN),
     },
     4: {
-        "shards": case(CONFIG, 2, **ALONE, replicate=2, shard=2) | dict(steps=STEPS),
-        "tp": case(FOUR_HEADS, 2, **ALONE, replicate=2, tp=2) | dict(steps=STEPS),
+        "shards": case(FOUR_HEADS | TIED, 2, **ALONE, shard=2),
+        "tp": case(FOUR_HEADS, 2, **ALONE, tp=2),
     },
 }
+STEPS = 6
 
 
 @pytest.fixture(scope="module", params=[2, slow(4)])
 def trained(request, tmp_path_factory):
-    directory, nproc = tmp_path_factory.mktemp("apart"), request.param
-    given, results = directory / "cases.json", directory / "results.pt"
-    given.write_text(json.dumps(list(CASES[nproc].values())))
-    succeed("tests/workers/apart.py", given, results, nproc=nproc, timeout=300)
-    return nproc, dict(zip(CASES[nproc], torch.load(results, weights_only=False), strict=True))
+    cases = {name: given | dict(steps=STEPS) for name, given in CASES[request.param].items()}
+    return request.param, cases, train(tmp_path_factory.mktemp("apart"), request.param, cases)
 
 
-def plain_diloco(config: dict, replicas: int = 2) -> dict:
-    """Train replicas one after another in plain PyTorch; return what assert_same compares."""
-    batch, outer, rows, first_gradients = batch_of(False), None, [], None
-    models, steps = [], []
-    for _ in range(replicas):
-        model = build(config, None).double()
+def plain_diloco(given: dict) -> dict:
+    """Train two replicas one after another in plain PyTorch; return what assert_same compares."""
+    batch, rows, first_gradients, models, steps = batch_of(False), [], None, [], []
+    for _ in range(2):
+        model = build(given["config"], None).double()
         model.to_empty(device="cpu")
         model.tie_weights()
         initialize(model)
@@ -66,8 +59,9 @@ def plain_diloco(config: dict, replicas: int = 2) -> dict:
         steps.append(plain_adamw(dict(model.named_parameters()), 1e-2))
     outer = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     first = {name: p.detach().clone() for name, p in outer.items()}
-    nesterov = torch.optim.SGD(outer.values(), OUTER["outer_lr"], OUTER["outer_momentum"],
-                               nesterov=True)  # fmt: skip
+    parallel = ParallelConfig(**given["parallel"])
+    lr, momentum = parallel.outer_lr, parallel.outer_momentum
+    outer_step = torch.optim.SGD(outer.values(), lr, momentum, nesterov=momentum > 0).step
     for step in range(1, STEPS + 1):
         loss, norms, parts = 0.0, [], (slice(i, i + BATCH // 2) for i in (0, BATCH // 2))
         for model, adamw, part in zip(models, steps, parts):
@@ -82,40 +76,36 @@ def plain_diloco(config: dict, replicas: int = 2) -> dict:
             model.zero_grad()
         first_gradients = first_gradients or gradients  # of the last replica, as the worker's
         targets = (batch.targets != IGNORE).sum().item()
-        rows.append((loss / targets, targets, sum(norms) / replicas))
-        if step % EVERY == 0:
+        rows.append((loss / targets, targets, sum(norms) / 2))
+        if step % parallel.every == 0:
             for name, p in outer.items():
-                p.grad = sum(p.detach() - m.get_parameter(name).detach() for m in models) / replicas
-            nesterov.step()
+                p.grad = sum(p.detach() - m.get_parameter(name).detach() for m in models) / 2
+            outer_step()
             for model in models:
                 for name, p in model.named_parameters():
                     p.data.copy_(outer[name])
     return dict(rows=rows, gradients=first_gradients, first=first, last=outer)
 
 
-def test_it_is_ddp_or_plain_pytorch(trained):
-    nproc, results = trained
-    if nproc == 2:
-        ours, ddp = results["as ddp"], results["ddp"]
-        for result in (ours, ddp):  # gradients and norms are a replica's own
-            result["gradients"], result["rows"] = {}, [row[:2] for row in result["rows"]]
-        assert_same(ours, ddp)
-    for name, given in CASES[nproc].items():
-        if "sgd" not in given:
-            assert_same(results[name], plain_diloco(given["config"]))
+def test_replicas_train_as_in_plain_pytorch(trained):
+    _, cases, results = trained
+    for name, given in cases.items():
+        assert_same(results[name], plain_diloco(given))
 
 
-def test_an_outer_step_sends_what_is_predicted_and_other_steps_nothing_to_replicas(trained):
-    nproc, results = trained
-    for name, given in CASES[nproc].items():
-        result = results[name]
-        result["predicted"] = result["predicted"] | result["outer"]  # the step that was counted
-        assert_traffic(result, given, nproc)
-        assert (("replicate", "all-reduce") in result["outer"]) == (name != "ddp")
+def test_an_outer_step_sends_what_is_predicted(trained):
+    nproc, cases, results = trained
+    for name, given in cases.items():
+        parallel = ParallelConfig(**given["parallel"], dtype=torch.float64)
+        work = Work(build(given["config"], None), parallel, BATCH, 1, SEQ)
+        outer = predict_outer_traffic(work)
+        assert ("replicate", "all-reduce") in outer
+        results[name]["predicted"] |= outer  # the last step was counted
+        assert_traffic(results[name], given, nproc)
 
 
 def test_memory_has_the_outer_copy_and_its_momentum():
-    model = build_on_meta(LlamaConfig(**CONFIG))
+    model = build_on_meta(LlamaConfig(**FOUR_HEADS | TIED))
     hsdp, alone = (
         predict_memory(Work(model, ParallelConfig(dp=dp, replicate=2, shard=2), 8, 2, 13))
         for dp in ("hsdp", "diloco")
@@ -139,18 +129,16 @@ def test_it_resumes_bit_for_bit_between_outer_steps(corpus, tmp_path, nproc, sha
     for key in ("step", "loss", "grad_norm"):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key
     assert rows[0][-1]["val_loss"] == rows[1][-1]["val_loss"]
-    saved, resumed = (
-        dict(load_pretrained(o, torch.float64).named_parameters()) for o in (whole, out)
-    )
-    assert all(torch.equal(saved[name], resumed[name]) for name in saved)
-    between, before = (
-        dict(load_pretrained(whole / f"step-0000000{n}", torch.float64).named_parameters())
-        for n in (6, 4)
-    )
-    assert all(torch.equal(between[name], before[name]) for name in saved)  # the outer copy
+    assert equal_weights(whole, out)
+    assert equal_weights(whole / "step-00000006", whole / "step-00000004")  # of the outer copy
 
 
-@pytest.mark.parametrize("before, then", [(1, 2), slow(2, 1), slow(2, 3)])
+def equal_weights(one: Path, other: Path) -> bool:
+    models = (load_pretrained(saved, torch.float64) for saved in (one, other))
+    return all(map(torch.equal, *(model.parameters() for model in models)))
+
+
+@pytest.mark.parametrize("before, then", [(1, 2), slow(2, 1)])
 def test_fewer_replicas_go_on_and_new_ones_begin_as_copies(corpus, tmp_path, before, then):
     """Between outer steps. Copies of the only replica have its loss in the first step."""
     more, out = dict(dp="diloco", every=4, shard=1, batch=6), tmp_path / "out"

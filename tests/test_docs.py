@@ -23,12 +23,8 @@ from plumbing.parser import Parser
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = (
-    "train.py finetune_lora.py generate.py evaluate.py bench.py data.py checkpoint.py report.py"
-)
-SCRIPTS = SCRIPTS.split()
-
-
+SCRIPTS = "train finetune_lora generate evaluate bench data checkpoint report".split()
+SCRIPTS = [f"{name}.py" for name in SCRIPTS]
 # Programs that are not the project's. Most are not installed here.
 OTHERS = "pip pytest git cut tensorboard llama-cli echo ollama hf vllm lm_eval".split()
 
@@ -65,7 +61,7 @@ def parse(page: Path, line: str) -> list[Command]:
         if not words or words[0] in OTHERS:
             continue
         if words[0] == "time":
-            words = words[1:]
+            del words[0]
         torchrun, nproc = [], 0
         if words[0] == "perf/two_nodes.sh":
             torchrun, nproc, words = words[:2], int(words[2]), words[3:]
@@ -77,10 +73,10 @@ def parse(page: Path, line: str) -> list[Command]:
                     nproc = int(value)
                 else:
                     torchrun += [flag, value]
+        elif words[:2] == ["python", "-m"]:
+            words = [f"{words[2].replace('.', '/')}.py", *words[3:]]
         elif words[0] == "python":
-            words = words[1:]
-            if words[0] == "-m":
-                words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+            del words[0]
         if words:
             commands.append(Command(page.name, line, words[0], words[1:], nproc, torchrun))
     return commands
@@ -160,13 +156,8 @@ def test_pictures_are_drawn(tmp_path):
     drawn = {path.name for path in copy.glob("*.svg")} - {"bubble.svg"}  # bench.py step draws that
     for path in copy.glob("*.svg"):
         path.unlink()
-    result = subprocess.run(
-        [sys.executable, copy / "pictures.py"],
-        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, copy / "pictures.py"], env=environment, check=True)
     assert {path.name for path in copy.glob("*.svg")} == drawn
     for name in drawn:
         assert "prefers-color-scheme: dark" in (copy / name).read_text()
@@ -174,10 +165,10 @@ def test_pictures_are_drawn(tmp_path):
 
 # -------------------------------------------------------------------------------- they run
 
+FEW = "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-windows 2"
 SMALL = {  # what is appended to the commands
-    "train.py": "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 --eval-windows 2",
-    "finetune_lora.py": "--steps 2 --warmup 0 --batch 16 --microbatch 1 --seq-len 64 "
-    "--eval-windows 2",
+    "train.py": FEW,
+    "finetune_lora.py": FEW,
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
@@ -202,9 +193,7 @@ def sandbox(tmp_path_factory) -> Path:
         (notes / f"{source}.md").write_text((ROOT / source).read_text())
     tokenizer = directory / "notes.model"
     train_tokenizer([notes], 600, tokenizer)
-    chat = {
-        "messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "2"}]
-    }
+    chat = {"prompt": "Two?", "completion": "2"}
     (directory / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
     (directory / "held_out.txt").write_text("To be scored.\n" * 40)
     question = {"question": "Two?", "choices": ["2", "two"], "answer": 0}
@@ -285,35 +274,39 @@ def test_the_checkpoint_within_a_checkpoint_is_found(tmp_path):
     assert "runs forward 2 times a layer and microbatch, and --checkpointing none needs 1" in out
 
 
-@pytest.mark.slow
-def test_commands_for_two_emulated_nodes_run(sandbox):
+def on_two_nodes(*command, cwd: Path, **environment) -> subprocess.CompletedProcess:
+    """Run a command on the two nodes that perf/two_nodes.sh emulates."""
     if os.getuid() or not shutil.which("tc"):
         pytest.skip("needs root, ip and tc")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = dict(timeout=300, capture_output=True, text=True)
+    command = [ROOT / "perf/two_nodes.sh", *map(str, command)]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT | environment, **options)
+
+
+@pytest.mark.slow
+def test_commands_for_two_emulated_nodes_run(sandbox):
     for command in COMMANDS:
         if command.torchrun[:1] == ["perf/two_nodes.sh"]:
-            _, speed = command.torchrun
-            given = [speed, command.nproc, ROOT / command.script, *in_small(command, sandbox)]
-            result = subprocess.run(
-                [ROOT / "perf/two_nodes.sh", *map(str, given)], cwd=sandbox, timeout=300,
-                env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True,
-            )  # fmt: skip
+            given = command.torchrun[1], command.nproc, ROOT / command.script
+            result = on_two_nodes(*given, *in_small(command, sandbox), cwd=sandbox)
             assert result.returncode == 0, (command.text, result.stderr[-2000:])
             assert "node 0 sent" in result.stdout
 
 
 @pytest.mark.slow
-def test_the_commands_for_two_nodes_meet(sandbox, notes_tokens):
+def test_two_nodes_meet_by_the_command_for_each(sandbox, notes_tokens):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+    (command,) = (c for c in COMMANDS if "--node-rank" in c.torchrun)
+    flags = [*command.torchrun, "--master-port", str(port), "--nproc-per-node", "1"]
+    flags[flags.index("HOST")] = "127.0.0.1"
     nodes = []
-    for command in COMMANDS:
-        if command.torchrun[:1] == ["--nnodes"]:
-            flags = [*command.torchrun, "--master-port", str(port), "--nproc-per-node", "1"]
-            flags[flags.index("HOST")] = "127.0.0.1"
-            words = [sys.executable, "-m", "torch.distributed.run", *flags, ROOT / command.script]
-            words += in_small(command, sandbox)
-            nodes.append(subprocess.Popen(words, cwd=sandbox, env=ENVIRONMENT))
+    for rank in ("0", "1"):
+        flags[flags.index("--node-rank") + 1] = rank
+        words = [sys.executable, "-m", "torch.distributed.run", *flags, ROOT / command.script]
+        words += in_small(command, sandbox)
+        nodes.append(subprocess.Popen(words, cwd=sandbox, env=ENVIRONMENT))
     assert [node.wait(timeout=120) for node in nodes] == [0, 0]
 
 
@@ -321,7 +314,7 @@ def test_the_commands_for_two_nodes_meet(sandbox, notes_tokens):
 def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     """With a stand-in for Slurm that starts both nodes on this machine."""
     script = slurm_script().replace("--nproc-per-node 8", "--nproc-per-node 1")
-    small = SMALL["train.py"].replace("--steps 2", "--steps $STEPS")
+    small = FEW.replace("--steps 2", "--steps $STEPS")
     script = script.replace("--resume", f"--resume --model tiny {small}")
     script = script.replace(" train.py", f" {ROOT / 'train.py'}")
     commands = sandbox / "slurm"
@@ -335,9 +328,9 @@ def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
         (commands / name).chmod(0o755)
     environment = ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    environment["SLURM_CPUS_PER_TASK"] = "7"
-    for steps in (2, 4):
-        environment |= {"SLURM_JOB_ID": str(os.getpid()), "STEPS": str(steps)}
+    environment |= {"SLURM_CPUS_PER_TASK": "7", "SLURM_JOB_ID": str(os.getpid())}
+    for steps in ("2", "4"):
+        environment["STEPS"] = steps
         options = dict(cwd=sandbox, env=environment, capture_output=True, text=True, timeout=180)
         result = subprocess.run(["bash", "-eu", "-c", script], **options)
         assert result.returncode == 0, result.stderr[-3000:]

@@ -14,8 +14,6 @@ from text.corpora import read_pieces, split_of
 from text.tokenizer import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
-
-
 SHOWN = (shlex.join, textwrap.shorten, functools.wraps)
 SOME = [
     path
@@ -70,12 +68,9 @@ def test_modules_held_out_are_those_that_pretraining_holds_out(functions):
     files = [path for path in SOME if path.stat().st_size]
     pieces = [piece for piece in read_pieces(files) if piece.starts_document]
     split_of = {"/".join(path.parts[-2:]): p.split for path, p in zip(files, pieces, strict=True)}
-    assert {module: split for split, module, _ in functions}.items() <= split_of.items()
+    assert {(module, split) for split, module, _ in functions} <= split_of.items()
     splits = [split for split, _, _ in functions]
     assert splits.count("train") > 300 and splits.count("val") > 7
-    assert len({(split, module) for split, module, _ in functions}) == len(
-        {module for _, module, _ in functions}
-    )
 
 
 SOURCE = '''
@@ -136,10 +131,9 @@ def test_which_functions_are_shown_and_how(tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "standard_library", lambda: sorted(tmp_path.glob("*.py")))
     found = list(chat.docstrings())
     shown = [(prompt["content"].split("\n\n", 1)[1], a["content"]) for _, _, (prompt, a) in found]
-    assert [split for split, _, _ in found] == ["train"] + ["val"] * 3
-    assert [module for _, module, _ in found][:2] == [
-        f"{tmp_path.name}/{name}" for name in (other, held_out)
-    ]
+    places = [(split, module) for split, module, _ in found]
+    in_training, in_held_out = (f"{tmp_path.name}/{name}" for name in (other, held_out))
+    assert places == [("train", in_training), *[("val", in_held_out)] * 3]
     inner = 'def inner():\n    """Said of what is within."""\n    return """\n  text\n'
     assert dict(shown) == {  # lines of a string lose indentation, too, if they have enough
         "def plain(a):\n    return a": "What it does, at some length.",

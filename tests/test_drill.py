@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import launch, refused, slow, succeed
+from conftest import launch, refused, succeed
 from test_train import flags
 
 from checkpoint import write_checkpoint
@@ -22,10 +22,7 @@ def test_runs_are_compared(tmp_path):
     for out in runs:
         if out.name == "other":
             weights["norm.weight"] = weights["norm.weight"] + torch.eye(8, dtype=torch.float64)[3]
-        stored = {
-            name: StoredTensor(t.dtype, tuple(t.shape), lambda t=t: t)
-            for name, t in weights.items()
-        }
+        stored = {name: StoredTensor.of(tensor) for name, tensor in weights.items()}
         write_checkpoint(out / "step-00000004", config, stored, None)
     assert difference(*runs[:2]) == "final weights are equal, bit for bit"
     assert difference(runs[0], runs[2]) == "final weights differ by up to 1"
@@ -39,19 +36,16 @@ def drill(corpus, out, kills: int, **more) -> list:
     return ["bench.py", "drill", f"--kills={kills}", *flags(corpus, out, **more)]
 
 
-def test_it_refuses_a_directory_that_exists(corpus, tmp_path):
-    refused(launch(*drill(corpus, tmp_path, 1)), f"{tmp_path} exists: give another --out")
-
-
 @pytest.mark.slow
 def test_an_error_of_the_training_is_told(corpus, tmp_path):
     out = tmp_path / "out"
     refused(launch(*drill(corpus, out, 1, microbatch=3)), "--microbatch 3", str(out / "whole.log"))
 
 
-@pytest.mark.parametrize("kills, dp", [slow(3, "fsdp"), slow(3, "diloco")])
-def test_a_training_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, kills, dp):
-    more = dict(dp=dp, steps=200, save_every=9) | (dict(every=8, shard=1) if dp == "diloco" else {})
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [dict(dp="fsdp"), dict(dp="diloco", every=8, shard=1)])
+def test_a_training_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, more):
+    more, kills = dict(steps=200, save_every=9) | more, 3
     out = succeed(*drill(corpus, tmp_path / "out", kills, **more), timeout=600).out
     assert "final weights are equal, bit for bit" in out
     killed = re.findall(r"step (\d+): \d of 2 ranks killed, (\d+) steps or ", out)

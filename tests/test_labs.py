@@ -1,7 +1,7 @@
 """labs/: starters fail as not written yet, solutions pass, each wrong answer gets its sentence."""
 
 import ast
-import importlib
+import functools
 import json
 import os
 import re
@@ -9,32 +9,22 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, Forks, in_copy, launch, refused, slow
+from conftest import ENVIRONMENT, ROOT, Forks, in_copy, wait_for_lines
+from test_endings import gone_in_time
 
 from labs import run
 from labs.machinery import answers
+from labs.machinery.training import check_module
 
 LABS = ROOT / "labs"
 NAMES = run.NAMES
 ANSWERS = {name: answers.answer_of(name) for name in NAMES}
+lab = functools.partial(in_copy, ROOT)  # what a command of labs/run.py prints
 WRONG = [(name, wrong) for name in NAMES for wrong in answers.wrong_answers(name)]
-
-
-def lab(*args, code: int = 0, **options) -> str:
-    """Return what a command of labs/run.py prints."""
-    result = launch("labs/run.py", *args, **options)
-    assert result.codes == [code], result.out + result.err
-    return result.out
-
-
-def check_module(name: str) -> ModuleType:
-    return importlib.import_module(f"labs.{name}.check")
 
 
 def student_file(
@@ -60,25 +50,18 @@ def test_starters_are_the_solutions_without_the_marked_part(name):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_there_are_enough_wrong_answers(name):
+def test_each_lab_is_complete(name):
+    """Wrong answers, hints, the way into the code, and a short page with a picture."""
     of_lab = answers.wrong_answers(name)
     assert len(of_lab) >= 4
     assert len(of_lab) == (LABS / name / "wrong.txt").read_text().count("\n> ")  # all are read
     assert {"right numbers"} <= {wrong.tells for wrong in of_lab} <= {"right numbers", "hangs", ""}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_each_lab_has_hints_and_leads_into_the_code(name):
     module = check_module(name)
     assert len(module.HINTS) == 3 and not any(re.search(r"\d\d", hint) for hint in module.HINTS)
     file, function = module.LEADS_TO
     names = {node.name: node for node in ast.parse((ROOT / file).read_text()).body
              if isinstance(node, ast.FunctionDef | ast.ClassDef)}  # fmt: skip
     assert f"labs/{name}" in ast.get_docstring(names[function])
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_each_lab_has_a_short_page_with_a_picture(name):
     page = (LABS / name / "README.md").read_text()
     assert "(picture.svg)" in page and 100 < len(page.split()) < 330
     ElementTree.parse(LABS / name / "picture.svg")
@@ -124,38 +107,11 @@ def test_commands(copy):
     assert file.read_text() == starter and Path(f"{file}.1").read_text() == solved
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["check", "none"], "no lab 'none'"),
-        (["check"], "check which lab?"),
-        (["chekc", "mean"], "invalid choice"),
-        (["check", "mean", "--rank", "x"], "invalid int value"),
-        (["check", "mean", "--ranks", "5"], "mean is checked on 2, 3, 4"),
-        (["check", "mean", "--file", "no.py"], "no.py does not exist"),
-        (["check", "mean", "--file", str(LABS)], "is a directory: give a file"),
-        (["check", "mean", "--answer", "7"], "check takes no --answer"),
-        (["predict", "bubble", "--ranks", "7"], "predict takes no --ranks"),
-        (["hint", "mean", "--class", "key"], "hint takes no --class"),
-        (["check", "mean", "--plot", "a.svg"], "mean has no time line; buckets and pipeline have"),
-        (["train", "mean", "--file", "no.py"], "no.py does not exist"),
-        (["release"], "release which directory?"),
-        (["release", str(ROOT)], "exists: name a new directory"),
-    ],
-)
-def test_wrong_commands_are_refused(arguments, says):
-    refused(launch("labs/run.py", *arguments), says)
-
-
-@pytest.mark.parametrize(
-    "arguments", ["labs/run.py", slow("labs/run.py why ring --give-up"), slow("bench.py plan")]
-)
-def test_a_reader_that_leaves_ends_a_script_quietly(arguments):
+def test_a_reader_that_leaves_ends_a_script_quietly():
     """As in `python labs/run.py | head -1`."""
-    script, *others = arguments.split()
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, ROOT / script, *others]
+    command = [sys.executable, LABS / "run.py"]
     ended = subprocess.run(command, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
@@ -216,22 +172,7 @@ def test_ranks_end_with_the_process_that_checks(tmp_path):
     path = student_file("mean", tmp_path, change)
     command = [sys.executable, LABS / "run.py", "check", "mean", "--file", path, "--ranks", "3"]
     check = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not notes.exists() or notes.read_text().count("\n") < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks = [int(line) for line in notes.read_text().split()]
-    check.send_signal(signal.SIGKILL)
+    wait_for_lines(notes, 3)
+    check.kill()
     check.wait()
-    while any(Path(f"/proc/{rank}").exists() and is_alive(rank) for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{process}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert all(gone_in_time(int(rank), 60) for rank in notes.read_text().split())

@@ -10,26 +10,22 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT, in_copy, launch, refused, slow, succeed
-from test_labs import ANSWERS, WRONG, check_module, lab, student_file
+from test_labs import ANSWERS, WRONG, lab, student_file
 
 from labs.machinery import grading
 from labs.machinery.answers import starter_of
 from labs.machinery.grading import seed_of
+from labs.machinery.training import check_module
 
 LABS = ROOT / "labs"
-FIRST = "    totals = torch.stack"  # in the solution of mean
-READS = f"    open({str(LABS / 'mean/answer.py')!r})\n{FIRST}"
 NOT_ALLOWED = {
-    "solution": (READS, "read .*/labs/mean/answer.py"),
-    "program": (f"    import subprocess; subprocess.run('ls')\n{FIRST}", "start programs"),
-    "network": (
-        f"    import socket; socket.create_connection(('127.0.0.1', 9))\n{FIRST}",
-        "use the network",
-    ),
-    "file": (f"    open('../mine', 'w')\n{FIRST}", "change ../mine"),
-    "exec": (f"    exec(\"import os; os.remove('/tmp/none')\")\n{FIRST}", "change /tmp/none"),
-    "directory": (f"    import os; os.mkdir('/tmp/mine')\n{FIRST}", "change /tmp/mine"),
-    "home": (f"    open('own.txt', 'w').write('1')\n{FIRST}", ""),  # its own directory is allowed
+    "solution": (f"open({str(LABS / 'mean/answer.py')!r})", "read .*/labs/mean/answer.py"),
+    "program": ("import subprocess; subprocess.run('ls')", "start programs"),
+    "network": ("import socket; socket.create_connection(('127.0.0.1', 9))", "use the network"),
+    "file": ("open('../mine', 'w')", "change ../mine"),
+    "exec": ("exec(\"import os; os.remove('/tmp/none')\")", "change /tmp/none"),
+    "directory": ("import os; os.mkdir('/tmp/mine')", "change /tmp/mine"),
+    "home": ("open('own.txt', 'w').write('1')", ""),  # its own directory is allowed
 }
 PUBLISHED = next(wrong for name, wrong in WRONG if name == "mean" and not wrong.tells)
 
@@ -39,25 +35,17 @@ def submit(directory: Path, student: str, name: str, change: dict | None = None,
     student_file(name, directory / student, change, patch)
 
 
-@pytest.fixture(scope="module")
-def graded(tmp_path_factory) -> tuple[Path, str, list[dict]]:
-    """The directory of a class, what grading printed, and the rows of the table in its file."""
-    directory = tmp_path_factory.mktemp("grading")
-    submit(directory / "class", "ada", "mean")
-    submit(directory / "class", "bob", "mean", patch=PUBLISHED.patch)
-    (directory / "class/bob/ddp.py").write_text(starter_of("ddp"))
-    (directory / "class/notes.txt").write_text("not a submission")
-    (directory / "class/frank").mkdir()
-    files = dict(csv=directory / "g.csv", junit=directory / "g.xml")
-    arguments = [text for name, path in files.items() for text in (f"--{name}", path)]
-    out = lab("grade", directory / "class", "--class", "key", *arguments, timeout=200)
-    return directory, out, list(csv.DictReader(files["csv"].open()))
-
-
 @pytest.mark.slow
-def test_grades(graded):
-    """A point for each line of the report that holds, up to the first that does not."""
-    _, out, rows = graded
+def test_a_class_is_graded(tmp_path):
+    """A point for each line of the report that holds, up to the first that does not; and files."""
+    submit(tmp_path / "class", "ada", "mean")
+    submit(tmp_path / "class", "bob", "mean", patch=PUBLISHED.patch)
+    (tmp_path / "class/bob/ddp.py").write_text(starter_of("ddp"))
+    (tmp_path / "class/notes.txt").write_text("not a submission")
+    (tmp_path / "class/frank").mkdir()
+    files = "--csv", tmp_path / "g.csv", "--junit", tmp_path / "g.xml"
+    out = lab("grade", tmp_path / "class", "--class", "key", *files, timeout=200)
+    rows = list(csv.DictReader((tmp_path / "g.csv").open()))
     ada, bob_ddp, bob_mean = sorted(rows, key=lambda row: (row["student"], row["lab"]))
     lines = int(ada["of"])
     assert (ada["passed"], ada["points"]) == ("True", ada["of"]) and lines % 3 == 0  # sizes
@@ -66,51 +54,35 @@ def test_grades(graded):
     assert (bob_ddp["points"], bob_ddp["mistake"]) == ("0", "not written yet")
     for row in rows:
         assert re.search(rf"{row['student']} +{row['lab']} +{row['points']} of {row['of']}", out)
+        assert row["seed"] == str(seed_of("key", row["student"], row["lab"]))
     assert re.findall(r".*no LAB.py found", out) == ["frank: no LAB.py found"]
 
-
-@pytest.mark.slow
-def test_seeds_are_the_students_own(graded):
-    """And the same whenever the class is graded with this word."""
-    _, _, rows = graded
-    seeds = [row["seed"] for row in rows]
-    assert len(set(seeds)) == 3
-    assert str(seed_of("key", "ada", "mean")) == rows[0]["seed"]
-    assert seed_of("key", "ada", "mean") != seed_of("other", "ada", "mean")
-
-
-@pytest.mark.slow
-def test_files_for_ci(graded):
-    directory, _, rows = graded
-    suites = ElementTree.parse(directory / "g.xml").getroot()
-    assert {suite.get("name"): suite.get("failures") for suite in suites} == {
-        "ada": "0",
-        "bob": "2",
-    }
+    suites = ElementTree.parse(tmp_path / "g.xml").getroot()
+    failed = {suite.get("name"): suite.get("failures") for suite in suites}
+    assert failed == {"ada": "0", "bob": "2"}
     failures = [case.find("failure") for suite in suites for case in suite]
     assert [one is not None for one in failures] == [row["passed"] == "False" for row in rows]
     texts = "".join(one.text for one in failures if one is not None)
     assert "hint: python labs/run.py hint mean" in texts and "not written yet" in texts
 
 
+def test_seeds_are_the_students_own():
+    given = [("key", "ada", "mean"), ("key", "bob", "mean"), ("key", "bob", "ddp")]
+    assert len({seed_of(*words) for words in (*given, ("other", "ada", "mean"))}) == 4
+
+
 @pytest.mark.slow
-def test_the_directory_of_one_student(graded):
-    directory, _, _ = graded
-    file = directory / "results.json"
-    given = directory / "class/ada", "--seed", 3, "--gradescope", file
-    assert "18 of 18" in lab("grade", *given, timeout=200)
+def test_the_directory_of_one_student(tmp_path):
+    for student in ("ada", "bob"):
+        submit(tmp_path, student, "mean")
+    file = tmp_path / "results.json"
+    files = "--gradescope", file
+    out = lab("grade", tmp_path / "ada", "--seed", 3, "--summary", *files, timeout=200)
+    assert "mean: 1 of 1 passed" in out
     (test,) = json.loads(file.read_text())["tests"]
     assert test["name"] == "mean" and test["score"] == test["max_score"] == 18
-    result = launch("labs/run.py", "grade", directory / "class", "--gradescope", file, timeout=200)
+    result = launch("labs/run.py", "grade", tmp_path, *files, timeout=200)
     refused(result, "--gradescope is for one student's directory")
-
-
-@pytest.mark.slow
-def test_summary_counts_mistakes(tmp_path):
-    for student in ("ada", "bob", "eve"):
-        submit(tmp_path, student, "mean", patch=PUBLISHED.patch * (student != "eve"))
-    out = lab("grade", tmp_path, "--summary", "--class", "key", timeout=200)
-    assert "mean: 1 of 3 passed" in out and f"   2  {PUBLISHED.name}" in out
 
 
 def test_mistakes_are_alike_but_for_their_numbers():
@@ -120,16 +92,17 @@ def test_mistakes_are_alike_but_for_their_numbers():
     assert list(grading.summarize(grades)) == expected
 
 
-def guarded(name: str, directory: Path, change: dict | None = None, longest: float = 60) -> dict:
-    """Return what guard.py finds about a submission."""
-    path = student_file(name, directory, change)
+def guarded(name: str, directory: Path, line: str = "", longest: float = 60) -> dict:
+    """Return what guard.py finds about a solution, that of mean with a line before its first."""
+    first = "    totals = torch.stack"
+    path = student_file(name, directory, {first: f"    {line}\n{first}"} if line else None)
     return json.loads(succeed("tests/workers/guarded.py", name, path, longest, timeout=90).out)
 
 
 @pytest.mark.parametrize("what", [slow(what) if what == "home" else what for what in NOT_ALLOWED])
 def test_submissions_have_their_own_directory_and_nothing_else(what, tmp_path):
-    code, says = NOT_ALLOWED[what]
-    result = guarded("mean", tmp_path, {FIRST: code})
+    line, says = NOT_ALLOWED[what]
+    result = guarded("mean", tmp_path, line)
     assert result["passed"] == (says == "")
     assert re.search(f"NotAllowed: a submission may not {says}" if says else "ok", result["text"])
 
@@ -186,35 +159,14 @@ def test_what_is_graded_is_not_lost_by_ctrl_c(tmp_path, monkeypatch, capsys):
 
 
 def test_long_reports_come_back(tmp_path):
-    result = guarded("mean", tmp_path, {FIRST: f"    raise ValueError('x' * 10**6)\n{FIRST}"})
+    result = guarded("mean", tmp_path, "raise ValueError('x' * 10**6)")
     assert not result["passed"] and len(result["text"]) > 10**6
 
 
 @pytest.mark.slow
 def test_long_submissions_are_ended(tmp_path):
-    result = guarded("mean", tmp_path, {FIRST: f"    while True: pass\n{FIRST}"}, longest=3)
+    result = guarded("mean", tmp_path, "while True: pass", longest=3)
     assert not result["passed"] and "more than 3 seconds" in result["mistake"]
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["grade"], "grade which directory?"),
-        (["grade", "/no/such"], "is no directory"),
-        (["grade", str(ROOT), "--csv", "/no/such/a.csv"], "/no/such/a.csv cannot be written"),
-        (["grade", str(ROOT), "--junit", str(ROOT)], "cannot be written"),
-        (["new"], "new needs a name"),
-        (["new", "class"], "'class' is a word of Python"),
-        (["new", "machinery"], "there is a folder labs/machinery"),
-        (["reset", "checking"], "no lab 'checking'"),
-        (["release", str(ROOT / "out/class")], "is within the project"),
-        (["grade", str(ROOT / "docs")], "no submissions in"),
-        (["new", "Mean"], "'Mean' cannot be a file of Python"),
-        (["new", "mean"], "there is a lab mean"),
-    ],
-)
-def test_wrong_commands_are_refused(arguments, says):
-    refused(launch("labs/run.py", *arguments), says)
 
 
 def test_a_new_lab_works(copy):
@@ -233,7 +185,7 @@ def test_a_new_lab_works(copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_solutions_pass_under_guard(name, tmp_path):
-    """What a check itself does is not taken for the student's doing."""
+    """On all numbers of ranks. What a check itself does is not taken for the student's doing."""
     result = guarded(name, tmp_path)
-    assert result["passed"], result["text"]
+    assert result["passed"] and " no\n" not in result["text"], result["text"]
     assert result["points"] >= len(check_module(name).SIZES)

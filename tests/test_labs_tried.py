@@ -71,6 +71,11 @@ LATE = {
     pending = []""",
 }
 EARLY_WAIT = {SEND: SEND + "        if dist.get_rank() == 1:\n            work.wait()\n"}
+NORM = """\
+    norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+    for parameter in parameters:
+        parameter.grad *= min(1.0, clip / norm)
+"""
 RETURN = "    return totals[0] / totals[1], norm"
 FORWARD = "            loss = runner(tokens, targets)\n"
 TOTAL = "        total += loss.detach()\n"
@@ -80,7 +85,6 @@ FLAT = "total = tensor.flatten().clone()"
 PASSES = ""
 TRIED = [
     ("ddp", {"work.wait()": "work.get_future().wait()"}, PASSES),
-    ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0])"}, PASSES),
     ("ddp", {"async_op=True)": "async_op=True).get_future().then(lambda f: f.value()[0].div_(3))",
              "            parameter.grad /= dist.get_world_size()\n": ""}, PASSES),
     ("ddp", FUNCTIONAL, PASSES),
@@ -97,6 +101,9 @@ TRIED = [
     ("ring", {FLAT: "total = tensor.flatten().double()"}, "The sum of float32 is wrong"),
     ("ring", {"    return total.view_as(tensor)": "    return total.view(tensor.shape or 1)"},
      "without dimensions is wrong"),
+    ("mean", {NORM: "    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)\n"}, PASSES),
+    ("mean", {RETURN: "    return number(totals[0] / totals[1]), number(norm)\n\n\n"
+              "def number(x):\n    return x.item()"}, PASSES),
     ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
     ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "has other numbers"),
     ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
@@ -120,8 +127,6 @@ TRIED = [
      "or is gone"),
     ("accumulate", {FORWARD: f"{FORWARD}            runner.module(tokens, targets)\n"},
      "Each microbatch runs forward once"),
-    ("accumulate", {TOTAL: f"        torch.distributed.barrier()\n{TOTAL}",
-                    "    total = 0.0": "    import torch\n\n    total = 0.0"}, "barrier"),
     ("accumulate", {TOTAL: f"        vars(runner).setdefault('x', []).append(loss.data)\n{TOTAL}"},
      "keeps more tensors in memory"),
     # Wrong formulas, known by the numbers that they give.

@@ -5,7 +5,7 @@ from argparse import Namespace
 from random import Random
 
 import pytest
-from conftest import CHANGES, changed_copy, launch, refused, slow, succeed
+from conftest import CHANGES, changed_copy, succeed
 
 from labs import race
 from labs.race import Result, verdict
@@ -25,10 +25,11 @@ def results(*scores: float, seconds: float = 100) -> list[Result]:
         (results(1.6, 1.61, 1.59), "gain -0.1000 +- 0.0248 bits/byte: worse"),
         (results(1.4, 1.6, 1.49), "bits/byte: no difference beyond noise"),
         (results(1.4, 1.4, 1.4, seconds=241), "disqualified: a run may take 240 s"),
+        (results(1.4), "noise unknown"),
     ],
 )
 def test_verdicts(entry, says):
-    assert verdict(results(1.5, 1.5, 1.5), entry, 240).splitlines()[-1].count(says) == 1
+    assert says in verdict(results(1.5, 1.5, 1.5)[: len(entry)], entry, 240).splitlines()[-1]
 
 
 def test_an_entry_without_effect_seldom_wins():
@@ -40,32 +41,19 @@ def test_an_entry_without_effect_seldom_wins():
     assert 30 <= wins <= 70
 
 
-def test_one_round_has_no_noise():
-    assert "noise unknown" in verdict(results(1.5), results(1.4), 240)
-
-
-@pytest.mark.slow
-def test_a_race(tmp_path):
-    """The seed is the same for both, so without a change that matters there is no gain."""
-    given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
-    result = succeed("labs/race.py", CHANGES / "cosine.patch", *given)
-    first = result.out.splitlines()[1].split()
-    assert first[1] == first[2] and first[3] == "0.0000"
-    assert "run 1 of 2: the entry, seed 0:" in result.err and "after 3 steps" in result.err
-
-
 @pytest.mark.slow
 def test_an_entry_changes_neither_its_seed_nor_how_it_is_scored(tmp_path):
     given = [f"--base={TINY} --data={text_of(tmp_path)} --tokenizer=bytes", "--rounds=1"]
     flags = "--flags=--steps 2 --lr 0.1 --seed 5 --eval-every 0 --eval-windows 1 --out elsewhere"
-    changed = succeed("labs/race.py", flags, *given)
-    assert "the entry, seed 0" in changed.err and "after 2 steps" in changed.err
+    changed = succeed("labs/race.py", CHANGES / "cosine.patch", flags, *given)
+    assert "run 1 of 2: the entry, seed 0:" in changed.err and "after 2 steps" in changed.err
     assert " 0.0000" not in changed.out
 
 
 @pytest.mark.slow
 def test_what_has_changed_since_the_last_commit_is_raced(tmp_path, monkeypatch):
-    """New files too, and a patch is for the last commit, whatever has changed since."""
+    """New files too, and a patch is for the last commit, whatever has changed since. The seed is
+    the same for both, so without a change that matters there is no gain."""
     project = tmp_path / "project"
     changed_copy(project)
     commit = "git init -q; git add .; git -c user.name=a -c user.email=b commit -qm 1"
@@ -102,18 +90,3 @@ def text_of(tmp_path) -> str:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i} and {i * 7}\n" for i in range(3000)))
     return str(path)
-
-
-@pytest.mark.parametrize(
-    "given, says",
-    [
-        (["--rounds=11"], "--rounds 11 are more than it takes: at most 10"),
-        (["no.patch"], "no.patch does not exist: make a patch by `git diff HEAD > no.patch`"),
-        (["README.md"], "does not fit the last commit"),
-        slow(["--flags=--nothing"], "the entry failed: error: unrecognized arguments: --nothing"),
-        (["--flags=--data=easy"], "an entry has no --data of its own: give it in --base"),
-        (["--flags=--lr 1 --ini x"], "an entry has no --init of its own: give it in --base"),
-    ],
-)
-def test_refused(given, says):
-    refused(launch("labs/race.py", "--base=--tokenizer=bytes", *given), says)

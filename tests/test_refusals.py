@@ -4,14 +4,14 @@ A row has the number of ranks, a command, and parts of its error line, with " ..
 A first word in FIRST stands for the flags there. Names in braces are paths: {text}, {corpus} and
 {sums} (conftest.py), {base} (a checkpoint), {run} (of train.py), {bare} (Hugging Face's files
 without a tokenizer), {foreign} (a token of 999), {other} (a tokenizer of 300 tokens), {here} (an
-empty directory), {out} (never made).
+empty directory), {out} (never made), {root} (the project).
 """
 
 import shlex
 
 import numpy as np
 import pytest
-from conftest import launch, refused, succeed
+from conftest import ROOT, launch, refused, succeed
 
 from checkpoint import write_checkpoint
 from data import TokenFileWriter
@@ -27,12 +27,13 @@ FIRST = {
     "finetune": f"finetune_lora.py {SHORT} --data {{sums}} --init {{base}} --seq-len 96",
     "step": f"bench.py step {SIZES} --data {{corpus}} --seq-len 24",
     "tokenize": "data.py tokenize {text} --tokenizer bytes --out {out}",
+    "lab": "labs/run.py",
+    "race": "labs/race.py --base=--tokenizer=bytes",
 }
 REFUSALS = """
 # ----------------------------------------------------------------------------------- train.py
 1 | train --model gpt5 | no model 'gpt5' ... llama3.1-8b
 1 | train --tokenizer nonsense | no tokenizer 'nonsense' ... bytes
-1 | train --data /no/such/place --tokenizer bytes | no data at '/no/such/place'
 1 | train --microbatch 3 | --batch 8 ... --microbatch 3
 1 | train --lr -1 | --lr ... at least 0
 1 | train --keep -1 | --keep ... at least 0
@@ -171,6 +172,39 @@ REFUSALS = """
 1 | bench.py gpu --out {here}/x --parts x | no part 'x': choose from
 1 | bench.py gpu --out {out}/x | make it first
 1 | bench.py gpu --out {here}/x --docs {out} | --docs {out}: no such file
+1 | bench.py drill --kills 1 --data {corpus} --out {here} | exists: give another --out
+# -------------------------------------------------------------------------------------- labs/
+1 | lab check none | no lab 'none'
+1 | lab check | check which lab?
+1 | lab chekc mean | invalid choice
+1 | lab check mean --rank x | invalid int value
+1 | lab check mean --ranks 5 | mean is checked on 2, 3, 4
+1 | lab check mean --file no.py | no.py does not exist
+1 | lab check mean --file {here} | is a directory: give a file
+1 | lab check mean --answer 7 | check takes no --answer
+1 | lab check mean --plot a.svg | mean has no time line; buckets and pipeline have
+1 | lab predict bubble --ranks 7 | predict takes no --ranks
+1 | lab hint mean --class key | hint takes no --class
+1 | lab train mean --file no.py | no.py does not exist
+1 | lab reset checking | no lab 'checking'
+1 | lab release | release which directory?
+1 | lab release {here} | exists: name a new directory
+1 | lab release {root}/out/class | is within the project
+1 | lab grade | grade which directory?
+1 | lab grade /no/such | is no directory
+1 | lab grade {here} | no submissions in
+1 | lab grade {here} --csv /no/such/a.csv | /no/such/a.csv cannot be written
+1 | lab grade {here} --junit {here} | cannot be written
+1 | lab new | new needs a name
+1 | lab new class | 'class' is a word of Python
+1 | lab new machinery | there is a folder labs/machinery
+1 | lab new Mean | 'Mean' cannot be a file of Python
+1 | lab new mean | there is a lab mean
+1 | race --rounds=11 | --rounds 11 are more than it takes: at most 10
+1 | race no.patch | no.patch does not exist: make a patch by `git diff HEAD > no.patch`
+1 | race {root}/README.md | does not fit the last commit
+1 | race --flags=--data=easy | an entry has no --data of its own: give it in --base
+1 | race '--flags=--lr 1 --ini x' | an entry has no --init of its own: give it in --base
 """
 ROWS = [row.split(" | ") for row in REFUSALS.splitlines() if row and row[0] != "#"]
 
@@ -188,7 +222,7 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
-    places |= dict(run=base.with_name("run"), other=foreign.with_name("other.model"))
+    places |= dict(root=ROOT, run=base.with_name("run"), other=foreign.with_name("other.model"))
     train_tokenizer([str(text)], 300, places["other"])
     succeed(*f"{FIRST['train']} --steps 1 --warmup 0".format(**places, out=places["run"]).split())
     return places

@@ -2,16 +2,14 @@
 
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, Forks, with_fault
+from conftest import Forks, with_fault
 from test_crashes import nothing_survives  # noqa: F401 (a fixture)
+from test_docs import on_two_nodes
 from test_endings import gone_in_time
 from test_train import flags
 
@@ -88,12 +86,9 @@ def astray(tmp_path_factory) -> Path:
 def names_rank_1(copy: Path, case: str, nproc: int, err: str) -> None:
     """Assert that the lines that a run has printed name rank 1 and its line, and no victim."""
     others, one, file, text = ASTRAY[case]
-    (line,) = (
-        f"{FILES[file]}:{i}"
-        for i, code in enumerate((copy / FILES[file]).read_text().splitlines(), 1)
-        if text in code
-    )
-    (error,) = (line for line in err.splitlines() if line.startswith("error: "))
+    lines = enumerate((copy / FILES[file]).read_text().splitlines(), 1)
+    (line,) = (f"{FILES[file]}:{i}" for i, code in lines if text in code)
+    (error,) = re.findall("^error: .*", err, re.MULTILINE)
     assert error.endswith("; --resume continues from step-00000002"), error
     if others is None:
         where = rf"rank 1 on \S+ \(last at step 3, {re.escape(line)}\) has died or is frozen;"
@@ -102,7 +97,7 @@ def names_rank_1(copy: Path, case: str, nproc: int, err: str) -> None:
     waiting = f"ranks {' '.join(str(rank) for rank in range(nproc) if rank != 1)}"
     expected = rf"{waiting} {others} \d+ \([a-z./]+:\d+\); rank 1 {one}{re.escape(line)}\b"
     assert re.match(f"error: {expected}", error), error
-    (told,) = (line for line in err.splitlines() if line.startswith("no step for "))
+    (told,) = re.findall("^no step for .*", err, re.MULTILINE)
     assert re.match(rf"no step for \d+ s: {expected}$", told), told
 
 
@@ -112,12 +107,7 @@ TWO = ["sleeps", "more"]  # ways to go astray
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "nproc, cases, more",
-    [
-        (3, ASTRAY, {}),
-        (4, ASTRAY, {}),
-        (4, TWO, dict(tp=2)),
-        (4, TWO, dict(pp=2, microbatch=1)),
-    ],
+    [(3, ASTRAY, {}), (4, TWO, dict(tp=2)), (4, TWO, dict(pp=2, microbatch=1))],
 )
 def test_a_rank_that_goes_astray_is_named_with_its_line(
     corpus, tmp_path, astray, nproc, cases, more
@@ -136,15 +126,9 @@ def test_a_rank_that_goes_astray_is_named_with_its_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ASTRAY)
+@pytest.mark.parametrize("case", [*TWO, "stopped"])
 def test_a_rank_of_another_node_that_goes_astray_is_named(corpus, tmp_path, astray, case):
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("needs root and ip")
-    out = tmp_path / case
-    arguments = flags(corpus, out, steps=9, batch=12, save_every=2)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    run = [ROOT / "perf/two_nodes.sh", "none", "2", astray / "train.py", *arguments]
-    environment = ENVIRONMENT | {"PATH": path, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-    options = dict(env=environment, timeout=300, capture_output=True, text=True)
-    err = subprocess.run(list(map(str, run)), **options).stderr
-    names_rank_1(astray, case, 4, err.partition("ChildFailedError")[0])
+    arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2)
+    given, waits = ["none", 2, astray / "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+    result = on_two_nodes(*given, *arguments, cwd=tmp_path, **waits)
+    names_rank_1(astray, case, 4, result.stderr.partition("ChildFailedError")[0])

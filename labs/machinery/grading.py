@@ -228,7 +228,7 @@ def release(target: Path, starters: dict[str, str]) -> Iterator[str]:
     if listed.returncode:
         raise UserError(f"{LABS.parent} is no clone of the project's repository: git clone it")
     for name in listed.stdout.splitlines():
-        if not SOLVED.match(name):
+        if not SOLVED.match(name) and (LABS.parent / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(LABS.parent / name, target / name)
     for lab, starter in starters.items():

@@ -1,6 +1,6 @@
 """Run a script of the project in another directory.
 
-in_directory.py DIRECTORY SCRIPT ARGUMENTS ...
+in_directory.py DIRECTORY SCRIPT ARGUMENTS ...       {RANK} in DIRECTORY is this process's rank
 """
 
 import os
@@ -11,5 +11,5 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 _, directory, *sys.argv = sys.argv
-os.chdir(directory)
+os.chdir(directory.format_map(os.environ))
 runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

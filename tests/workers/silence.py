@@ -63,10 +63,8 @@ def main():
         dist.all_reduce(one, group=group)
         same = all(map(torch.equal, train(world, True), train(world, False)))
         if world.rank == 0:
-            print(
-                f"{name}: silenced {is_silenced}, sum after it {one.item():g}, same weights {same}",
-                flush=True,
-            )
+            found = f"silenced {is_silenced}, sum after it {one.item():g}, same weights {same}"
+            print(f"{name}: {found}", flush=True)
 
 
 if __name__ == "__main__":
