@@ -54,6 +54,8 @@ def ctrl_c_raises() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is _leave_to_thread:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _left_to_thread.is_set():  # which has not come to it yet
+        end_interrupted()
     try:
         yield
     finally:

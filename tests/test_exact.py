@@ -145,7 +145,7 @@ def quick_cases() -> dict[str, tuple[int, dict]]:
         parallel = given["parallel"]
         few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= FEW
         if few and left[ranks] and not parallel["compile"]:
-            quick[name] = ranks, given | {"steps": 2}
+            quick[name] = ranks, given
             left[ranks] -= 1
     return quick
 
