@@ -72,7 +72,7 @@ OPTIONS = dict(
     qk_norm=(False, True),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 12, 4: 6}  # ranks: how many cases, which compute
+FAST = {1: 12, 2: 14, 4: 10}  # ranks: how many cases, which compute
 FEW = 8  # attentions a step at most
 SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
