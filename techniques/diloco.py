@@ -10,8 +10,8 @@ Replicas are along replicate, by default one per node, as HSDP's. Each has its o
 optimizer and clipped norm, and divides its gradient by its own targets. Within it FSDP shards.
 After each --every H steps the mean of the drifts W - w is the gradient of an outer step, Nesterov's
 SGD on W, and all go on from the new W. Replicas count alike, also where one had more targets.
-With H = 1, plain SGD within and --outer-lr 1 --outer-momentum 0 it is DDP, if replicas have equal
-targets.
+With H = 1 and --outer-lr 1 --outer-momentum 0, w becomes the mean of the replicas' after each step.
+With plain SGD within and equally many targets that would be DDP.
 
 State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded as w.
 Communication over replicate, every H steps: all-reduce of P g / shard bytes, in one call

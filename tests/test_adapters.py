@@ -107,7 +107,7 @@ def test_what_a_run_computes_with_is_the_rounded_base(base, sums, one_run, tmp_p
     "nproc, parallel",
     [
         (2, dict(dp="fsdp", microbatch=1, checkpointing="full")),
-        slow(2, dict(tp=2, microbatch=2)),
+        slow(2, dict(tp=2, microbatch=2, compile=True)),
         slow(4, dict(pp=2, dp="fsdp", microbatch=1)),
     ],
     ids=["fsdp", "tp", "pp fsdp"],
@@ -119,6 +119,7 @@ def test_a_run_goes_on_as_on_one_process(base, sums, one_run, tmp_path, nproc, p
     arguments = flags(base, sums, out, **FLAGS, **parallel)
     result = succeed("finetune_lora.py", *arguments, "--resume", nproc=nproc, timeout=300)
     assert "M parameters, " in result.out
+    assert ("would send" in result.out) == ("dp" in parallel)  # else all strategies are alike
     assert f"resumed from {out / 'step-00000002'}" in result.out
     same_run(out, one_run[0], step=4)
 

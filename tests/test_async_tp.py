@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import step_of, succeed, with_fault
+from conftest import slow, step_of, succeed, with_fault
 from exact import assert_same, assert_traffic, case, check_step, train
 
 from model import LlamaConfig
@@ -39,7 +39,8 @@ BY_CHUNKS = """
 """
 
 
-def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
+@pytest.mark.parametrize("recipe", ["tensorwise", *map(slow, ("rowwise", "mxfp8"))])
+def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     within = with_fault(
         tmp_path / "copy", "float8", "        return self.product(x, self.weight)\n", BY_CHUNKS
     )
@@ -47,10 +48,10 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path):
     layer = "layer = Float8Linear(model.get_submodule(name), recipe)"
     by_rows = f"{layer}; layer.by_rows = attribute in ('wo', 'w2')"
     path.write_text(path.read_text().replace(layer, by_rows))
-    seq = {"seq": 16, "steps": 2}
-    one = case(WIDE, 2, float8="tensorwise") | seq
+    seq = {"seq": 64 if recipe == "mxfp8" else 16, "steps": 2}
+    one = case(WIDE, 2, float8=recipe) | seq
     (expected,) = train(tmp_path, 0, {"one": one}, within=within).values()
-    ranks = case(WIDE, 2, tp=2, async_tp=True, float8="tensorwise") | seq
+    ranks = case(WIDE, 2, tp=2, async_tp=True, float8=recipe) | seq
     (found,) = train(tmp_path, 2, {"ranks": ranks}).values()
     assert_same(found, expected)
     assert_traffic(found, ranks, 2)

@@ -104,7 +104,8 @@ def loss_of_plain_model() -> float:
 
 @pytest.mark.slow
 def test_compare_adapters(tmp_path):
-    """Bare products, and transformers' model of random weights, have no loss to compare."""
+    """They have one loss in every strategy, and FSDP need not gather the frozen base. Bare products
+    and transformers' model of random weights have no loss to compare."""
     names = ["bare", "one", "transformers", "ddp", "fsdp-adapters", "fsdp"]
     out, results = compare_two_ranks(tmp_path, *names, "--lora", "--batch=2")
     bare, one, transformers, ddp, adapters, fsdp = results["strategies"].values()

@@ -63,7 +63,8 @@ def test_a_rank_attends_to_what_its_tokens_may_see(monkeypatch, n, packed, kerne
 
 def test_every_rank_attends_to_equally_many_tokens(monkeypatch):
     """And to no more than its chunks may see: 2 n + 1 squares of a chunk."""
-    T, n, heads, width, size, squares = 48, 4, 4, 8, 6, 9
+    T, n, heads, width = 48, 4, 4, 8
+    size, squares = T // (2 * n), 2 * n + 1
     flash, pairs = lower_right._flash, []  # numbers of queries times keys
 
     def counting(q, k, v, **options):

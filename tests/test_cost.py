@@ -153,7 +153,8 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     # silu(gate) is saved too: 160 elements more than 6 D + 2 KV E + 3 F and a number for each head
     # and norm.
     monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)))
-    llama, note = 6 * 64 + 2 * 32 + 3 * 160 + 4, prediction_caveat(build_on_meta(CHUNKY))
+    llama = 6 * 64 + 2 * 32 + 3 * 160 + 4
+    note = prediction_caveat(build_on_meta(CHUNKY))
     assert f"saves {llama + 160 + 2:,} elements a token" in note
     assert f"one of a Llama {llama:,}" in note
     monkeypatch.undo()  # a number for each pair of tokens, under 1 % of what 8 tokens save

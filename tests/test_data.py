@@ -46,6 +46,11 @@ def test_tokenize_files_and_lines(tmp_path):
             "--shard-tokens", 500, "--val-fraction", 0.2)  # fmt: skip
     train, val = (documents(out, split).split("<|begin_of_text|>") for split in ("train", "val"))
     assert train.pop(0) == val.pop(0) == ""
+    for split in (train, val):  # the end is between documents
+        assert [document.endswith("<|eot_id|>") for document in split[:-1]] == [True] * (
+            len(split) - 1
+        )
+        assert not split[-1].endswith("<|eot_id|>")
     found = [document.removesuffix("<|eot_id|>") for document in train + val]
     assert sorted(found) == sorted(["first\nfile\n", "second", *lines])
     assert 20 <= len(val) <= 60
@@ -190,7 +195,7 @@ def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsy
     assert f"left out 3 documents: {tmp_path}/tokens/left-out.txt" in capsys.readouterr().err
     kept = documents(tmp_path / "tokens", "train")
     assert "good good" in kept
-    assert kept.removesuffix("<|eot_id|>").endswith(("one", "three"))
+    assert kept.endswith(("one", "three"))
 
 
 def test_no_tokenizer_is_trained_for_data_that_do_not_exist():

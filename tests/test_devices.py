@@ -13,7 +13,7 @@ from runs import setup as setup_py
 from runs.flags import add_pretraining_flags
 from runs.setup import setup
 
-GPUS = {"H100": (9, 0), "A100": (8, 0), "T4": (7, 5), "P100": (6, 0)}
+GPUS = {"H100": (9, 0), "A100": (8, 0), "T4": (7, 5), "V100": (7, 0), "P100": (6, 0)}
 LOW, FULL = "bfloat16", "float32"
 
 
@@ -50,7 +50,7 @@ def set_up(monkeypatch):
     [
         ("H100", "triton", LOW, True, ""),
         ("A100", "", LOW, False, "no Triton for this A100: --no-compile"),
-        ("T4", "triton", FULL, True, "no bfloat16 for this T4: --dtype float32"),
+        ("V100", "triton", FULL, True, "no bfloat16 for this V100: --dtype float32"),
         ("P100", "triton", FULL, False,
          "no bfloat16 and no Triton for this P100: --dtype float32 --no-compile"),
         ("cpu", "triton", FULL, False, ""),

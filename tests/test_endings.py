@@ -355,18 +355,25 @@ def test_nothing_is_updated_when_another_rank_is_not_finite():
     model.init_weights()
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
 
-    def step(number: int, loss_of_other: float) -> None:
+    def step(number: int, loss: float, squared_norm: float) -> None:
+        """Take a step beside another rank, which has this loss and norm."""
+
+        def both(row: list) -> torch.Tensor:
+            return torch.tensor([row, [loss, *row[1:3], squared_norm, *row[4:]]])
+
         world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=torch.device("cpu"))
-        world.all_gather_scalars = lambda row: torch.tensor([row, [loss_of_other, *row[1:]]])
+        world.all_gather_scalars = both
         train_step(model, optimizer, random_batch(CONFIG, 2, 16), 1, 1.0, world, number)
 
     def state() -> list[torch.Tensor]:
         return [t.clone() for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
 
-    step(1, loss_of_other=9.0)
+    step(1, 9.0, 1.0)
     before = state()
     with pytest.raises(UserError, match="step 2: the loss on rank 1 is not finite"):
-        step(2, loss_of_other=math.nan)
+        step(2, math.nan, 1.0)
+    with pytest.raises(UserError, match="step 3: the gradient norm is not finite"):
+        step(3, 9.0, math.inf)
     assert all(map(torch.equal, before, state()))
 
 

@@ -129,4 +129,5 @@ def test_errors_are_in_the_tables():
     section = markdown_section({"parts": {"step-1b-4096": results}}, "command")
     assert "| eager, checkpointing full | 2 (1-3) | 50.0% | 200,000.00 MB | 9.0 s | " in section
     assert "| eager, checkpointing none | error: out of memory | - | - | - | - | - |" in section
-    assert replace_section("# A\n", section) == f"# A\n\n{section}\n"
+    for page in ("# A\n", "# A\n\n## On one GPU\n\nof another day\n"):
+        assert replace_section(page, section) == f"# A\n\n{section}\n"

@@ -175,6 +175,15 @@ def logits_agree(ours: Llama, theirs, base) -> None:
     assert (base(tokens) - expected).abs().max() > 0.01 * expected.abs().max()
 
 
+def norm_of_gradients(model) -> float:
+    """Return the norm of all factors' gradients, which does not depend on the order of rows."""
+    output = model(tokens_of(CONFIG))
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    F.cross_entropy(logits.flatten(0, 1), tokens_of(CONFIG).flatten()).backward()
+    factors = [p for name, p in model.named_parameters() if "lora_" in name]
+    return torch.nn.utils.get_total_norm([p.grad for p in factors]).item()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_loads_our_adapters_and_we_load_its(tmp_path, kind):
     """Each has the logits of the other; PEFT saves other values than those that we wrote."""
@@ -192,6 +201,8 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, kind):
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
     logits_agree(model, theirs.eval(), plain)
+    if not lora.dropout:  # which ours applies wherever gradients are asked for
+        assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(theirs), rel=1e-4)
     for factor in theirs.parameters():
         factor.data.mul_(1.5) if factor.requires_grad else None
     theirs.save_pretrained(tmp_path / "theirs")

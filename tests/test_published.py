@@ -214,7 +214,9 @@ def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
     files = {path.name: path.read_bytes() for path in base.glob("*token*")}
     for path in base.iterdir():
         path.unlink()
-    assert read_config(lora / "merged")["tokenizer"].endswith("tokenizer.json")
+    merged = read_config(lora / "merged")
+    assert merged["tokenizer"].endswith("tokenizer.json")
+    assert merged["flags"]["init"].startswith(str(run))  # whose chat template an export hands on
     export_weights(lora / "merged", tmp_path / "out", "hf", None)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*token*")} == files
     succeed("generate.py", tmp_path / "out", *chat)

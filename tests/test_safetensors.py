@@ -137,9 +137,9 @@ def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(
     tensors = {name: t.contiguous() for name, t in samples().items() if "uint" not in name}
     few = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64)}
     originals = [safetensors.torch.save(few, {"x": "y"}), safetensors.torch.save(tensors)]
-    choice, path, files = random.Random(0), tmp_path / "file", 1000
+    choice, path = random.Random(0), tmp_path / "file"
     accepted = refused_by_us_alone = 0
-    for i in range(files):
+    for i in range(1000):
         path.write_bytes(mutated(originals[i % 4 == 0], choice))
         try:
             their = safetensors.torch.load(path.read_bytes())
@@ -153,5 +153,5 @@ def test_mutated_files_never_crash_and_are_judged_as_by_the_safetensors_package(
         assert their is not None and their.keys() == our.keys(), i
         assert all(same(our[name], their[name]) for name in our), i
         accepted += 1
-    assert accepted > files / 60  # a mutation of names or data leaves a valid file
-    assert refused_by_us_alone < files / 100, refused_by_us_alone
+    assert accepted > 16  # a mutation of names or data leaves a valid file
+    assert refused_by_us_alone < 10, refused_by_us_alone

@@ -129,6 +129,6 @@ def test_a_rank_that_goes_astray_is_named_with_its_line(
 @pytest.mark.parametrize("case", [*TWO, "stopped"])
 def test_a_rank_of_another_node_that_goes_astray_is_named(corpus, tmp_path, astray, case):
     arguments = flags(corpus, tmp_path / case, steps=9, batch=12, save_every=2)
-    given, waits = ["none", 2, astray / "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-    result = on_two_nodes(*given, *arguments, cwd=tmp_path, **waits)
+    waits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+    result = on_two_nodes("none", 2, astray / "train.py", *arguments, cwd=tmp_path, **waits)
     names_rank_1(astray, case, 4, result.stderr.partition("ChildFailedError")[0])
