@@ -4,6 +4,8 @@ Each is planted in a copy of the project, and test_exact.py's cases train with i
 first, until one differs. Most faults of techniques/passes.py cannot show: use_fewer_passes notices
 them before training, and leaves model.py's own functions in place."""
 
+import functools
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,30 +80,33 @@ FAULTS = {
 PLANTED = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    return train_references(tmp_path_factory.mktemp("references"), QUICK | slower_cases())
+@functools.cache
+def references(quick: bool) -> dict:
+    """Return the references of the fast cases, or of all others."""
+    with tempfile.TemporaryDirectory() as directory:
+        return train_references(Path(directory), QUICK if quick else slower_cases())
 
 
 @pytest.mark.slow
-def test_a_copy_without_a_fault_holds(references, tmp_path):
+def test_a_copy_without_a_fault_holds(tmp_path):
     cases = every_third(QUICK, 0)
     results = train_all(tmp_path, cases, changed_copy(tmp_path / "copy"))
     for name, case in cases.items():
-        assert_result(*case, results[name], references)
+        assert_result(*case, results[name], references(quick=True))
 
 
 def every_third(cases: dict, first: int) -> dict:
     return dict([*cases.items()][first::3])
 
 
-def is_found(references: dict, directory: Path, cases: dict, within: tuple) -> bool:
+def is_found(directory: Path, quick: bool, within: tuple) -> bool:
     """Train a third of the cases at a time: most faults show at once, in some number of ranks."""
+    cases, expected = QUICK if quick else slower_cases(), references(quick)
     for i in range(3):
         try:
             results = train_all(directory, every_third(cases, i), within)
             for name, result in results.items():
-                assert_result(*cases[name], result, references)
+                assert_result(*cases[name], result, expected)
         except (AssertionError, pytest.fail.Exception):
             return True
     return False
@@ -112,10 +117,10 @@ found_fast = []  # faults, and whether a fast case finds them
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file, old, new", PLANTED)
-def test_faults_are_found(references, tmp_path, file, old, new):
+def test_faults_are_found(tmp_path, file, old, new):
     within = with_fault(tmp_path / "copy", file, old, new)
-    found_fast.append(is_found(references, tmp_path, QUICK, within))
-    is_found_at_all = found_fast[-1] or is_found(references, tmp_path, slower_cases(), within)
+    found_fast.append(is_found(tmp_path, quick=True, within=within))
+    is_found_at_all = found_fast[-1] or is_found(tmp_path, quick=False, within=within)
     assert is_found_at_all, "no case differs"
 
 
