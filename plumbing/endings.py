@@ -54,7 +54,7 @@ def ctrl_c_raises() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is _leave_to_thread:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if _left_to_thread.is_set():  # which has not come to it yet
+    if _left_to_thread.is_set():  # Ctrl-C came before, and the thread is about to end this process
         end_interrupted()
     try:
         yield

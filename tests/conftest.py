@@ -271,7 +271,8 @@ def sums(tmp_path_factory) -> Path:
 
 
 def in_copy(copy: Path, *args, code: int = 0, script: str = "run.py", **options) -> str:
-    """Return what a command of labs/ prints in another copy of the project."""
+    """Return what a command of labs/ prints in another copy of the project: with what it says of
+    errors, if it is to fail."""
     result = launch(copy / "labs" / script, *args, **options)
     assert result.codes == [code], result.out + result.err
     return result.out + (result.err if code else "")

@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, ROOT, Forks, in_copy, wait_for_lines
 from test_endings import gone_in_time
 
 from labs import run
-from labs.machinery import answers
+from labs.machinery import answers, grading
 from labs.machinery.training import check_module
 
 LABS = ROOT / "labs"
@@ -145,6 +145,19 @@ def test_released_copies_have_no_solutions(tmp_path):
     assert "passed on 2 ranks" in in_copy(copy, "check", "mean", "--ranks", 2)
     in_copy(copy, "reset", "mean")
     assert (copy / "labs/work/mean.py").read_text() == answers.starter_of("mean")
+
+
+def test_a_released_copy_lacks_a_file_that_was_deleted(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    (project / "labs").mkdir(parents=True)
+    for name in ("kept.py", "deleted.py"):
+        (project / name).write_text("")
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=project, check=True)
+    (project / "deleted.py").unlink()
+    monkeypatch.setattr(grading, "LABS", project / "labs")
+    list(grading.release(tmp_path / "class", {}))
+    assert [path.name for path in (tmp_path / "class").iterdir()] == ["kept.py"]
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def after_backward(finish: Callable[[], None]) -> None:
 class NothingSaved(checkpoint.Saver):
     """What is trained here is thrown away."""
 
-    def save(self, step: int, is_best: bool) -> Path:
+    def save(self, step: int, best: bool = False) -> Path:
         return self.out
 
     def _check(self) -> None:
