@@ -144,14 +144,13 @@ def _(weight, row_scale, A, B, scale):
     return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
 
 
-def _product(x, weight, row_scale, A, B, magnitude, norms, scale, dropout):
+def _product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
     dtype, device = x.dtype if row_scale is not None else weight.dtype, x.device.type
     if row_scale is not None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
-    # Dropout is for training: evaluation asks for no gradient.
-    x_dropped = F.dropout(flat, dropout) if dropout and torch.is_grad_enabled() else None
+    x_dropped = F.dropout(flat, dropout) if dropout else None
     if A is not None:
         A, B = A.to(dtype), B.to(dtype)
     y, _ = lora_linear(flat, x_dropped, weight, row_scale, A, B, scale)
@@ -184,7 +183,8 @@ class LoRALinear(nn.Linear):
         super().__init__(width, out, bias=False, device="meta")
         for name in self.PARAMETERS:
             self.register_parameter(name, None)
-        self.weight, self.lora, self.merged = base.weight, lora, False
+        self.weight, self.training = base.weight, base.training
+        self.lora, self.merged = lora, False
         if bits == 4:
             codes = partial(base.weight.new_empty, dtype=torch.uint8)
             self.weight = nn.Parameter(codes(packed_shape(out, width)), requires_grad=False)
@@ -195,13 +195,14 @@ class LoRALinear(nn.Linear):
             self.lora_A = nn.Parameter(empty(lora.rank, width))
             self.lora_B = nn.Parameter(empty(out, lora.rank))
             self.lora_magnitude = nn.Parameter(empty(out)) if lora.dora else None
-        self.product: Callable = partial(_product, scale=lora.scale, dropout=lora.dropout)
+        self.product: Callable = partial(_product, scale=lora.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.merged:
             return super().forward(x)
         norms = None if self.lora_magnitude is None else self.row_norms()
-        return self.product(x, *self.ordered_parameters(), norms)
+        dropout = self.lora.dropout if self.training else 0.0
+        return self.product(x, *self.ordered_parameters(), norms, dropout)
 
     def ordered_parameters(self) -> list[nn.Parameter | None]:
         return [getattr(self, name) for name in self.PARAMETERS]
@@ -253,7 +254,7 @@ class LoRALinear(nn.Linear):
         placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
         rows = self.weight.placements[0].is_shard(1)
         x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
-        inputs = (x, *placed, placed[-1])  # the norms are placed as the magnitudes are
+        inputs = (x, *placed, placed[-1], None)  # the norms are placed as the magnitudes are
         # Of a replicated tensor each rank computes a part of the gradient, to be summed.
         gradients = [[Partial()] if p and p[0].is_replicate() else p for p in inputs]
         self.product = local_map(self.product, y, inputs, tuple(gradients), mesh)

@@ -110,7 +110,7 @@ def assert_same_losses(out: Path, whole: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "nproc, kills, more",
-    [(0, 14, {}), (2, 22, {}), *((ranks_of(layout), 2, layout) for layout in LAYOUTS)],
+    [(0, 8, {}), (2, 8, {}), *((ranks_of(layout), 2, layout) for layout in LAYOUTS)],
 )
 def test_a_run_killed_often_gives_the_same_losses(corpus, tmp_path, nproc, kills, more):
     """Ten of the kills are of runs split by pp, cp and tp: tests/workers/kills.py does more."""

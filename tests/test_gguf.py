@@ -38,6 +38,8 @@ class LlamaCpp:
         p.cache_type_k = p.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         p.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(p)
+        # A server that is deleted before it has begun to wait for prompts never ends.
+        self.ask("/completion", prompt=[0], n_predict=1)
 
     def ask(self, path: str, **body) -> dict:
         address, kind = self.server.listening_address + path, {"Content-Type": "application/json"}

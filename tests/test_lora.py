@@ -87,7 +87,7 @@ def test_merge(dtype, dora):
 
 
 def test_dropout_acts_on_the_input_of_adapters():
-    """It masks x and scales it up, with autograd's gradients; without gradients it does nothing."""
+    """It masks x and scales it up, with autograd's gradients; in evaluation it does nothing."""
     layer = LoRALinear(nn.Linear(24, 16, bias=False).double(), LoRA(rank=4, dropout=0.4))
     nn.init.normal_(layer.lora_A), nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
@@ -103,9 +103,9 @@ def test_dropout_acts_on_the_input_of_adapters():
     ours, theirs = (torch.autograd.grad(out, inputs, grad) for out in (y, plain))
     for a, b in zip(ours, theirs):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
-    with torch.no_grad():
-        update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
-        assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
+    layer.eval()
+    update = 4 * (x @ layer.lora_A.T) @ layer.lora_B.T
+    assert torch.allclose(layer(x), x @ layer.weight.T + update, rtol=0, atol=1e-12)
 
 
 def test_norms_are_exact_under_autocast():
@@ -126,7 +126,7 @@ def test_magnitudes_in_bfloat16_and_rows_of_zeros():
         layer.lora_magnitude.copy_(layer.row_norms())
     x, norms = torch.randn(5, 64), layer.row_norms()
     parameters = [getattr(layer, name) for name in LoRALinear.PARAMETERS[:4]]
-    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), norms)
+    y = layer.product(x, *parameters, layer.lora_magnitude.bfloat16(), norms, 0.0)
     assert torch.equal(y, x @ layer.weight.T) and not y[:, 3].any()
     layer.merge()
     assert layer.weight.isfinite().all()
@@ -200,9 +200,8 @@ def test_peft_loads_our_adapters_and_we_load_its(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT only warns of missing keys
         theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=True)
-    logits_agree(model, theirs.eval(), plain)
-    if not lora.dropout:  # which ours applies wherever gradients are asked for
-        assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(theirs), rel=1e-4)
+    logits_agree(model.eval(), theirs.eval(), plain.eval())
+    assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(theirs), rel=1e-4)
     for factor in theirs.parameters():
         factor.data.mul_(1.5) if factor.requires_grad else None
     theirs.save_pretrained(tmp_path / "theirs")
