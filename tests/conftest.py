@@ -62,26 +62,14 @@ def hugging_face_config(config, kind: str = "Llama", **more):
 
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    return getattr(transformers, f"{kind}Config")(
-        hidden_size=config.dim,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
-        intermediate_size=config.ffn_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_seq_len,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=config.tie_embeddings,
-        **more,
-    )
+        rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)
+        rope |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
+    sizes = dict(hidden_size=config.dim, intermediate_size=config.ffn_dim, rope_parameters=rope)
+    sizes |= dict(num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads)
+    sizes |= dict(num_key_value_heads=config.n_kv_heads, vocab_size=config.vocab_size)
+    sizes |= dict(max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps)
+    sizes |= dict(tie_word_embeddings=config.tie_embeddings)
+    return getattr(transformers, f"{kind}Config")(**sizes, **more)
 
 
 def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, **more):
@@ -108,14 +96,10 @@ def start(script: str, *args, nproc: int = 0, torchrun=("--standalone",)) -> sub
     command = [sys.executable]
     if nproc:
         command += ["-m", "torch.distributed.run", *torchrun, f"--nproc-per-node={nproc}"]
-    return subprocess.Popen(
-        [*command, str(ROOT / script), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # signals for it do not reach the tests
-        env=ENVIRONMENT,
-    )
+    command += [str(ROOT / script), *map(str, args)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    # In a session of its own: signals for it do not reach the tests.
+    return subprocess.Popen(command, **pipes, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> Result:
@@ -170,14 +154,9 @@ def launch(script: str, *args, **options) -> Result:
     return Forks(script, *args, **options).finish()
 
 
-def by_torchrun(script: str, *args, nproc: int) -> Result:
-    """Run a script as a user does; where torchrun itself is not what is tested, `launch` it."""
-    return finish(start(script, *args, nproc=nproc))
-
-
-def succeed(script: str, *args, run=launch, **options) -> Result:
-    """Run a script by `launch` or by_torchrun, and assert that it exits with code 0."""
-    result = run(script, *args, **options)
+def succeed(script: str, *args, **options) -> Result:
+    """Run a script by `launch`, and assert that it exits with code 0."""
+    result = launch(script, *args, **options)
     assert set(result.codes) == {0}, result.err
     return result
 
@@ -192,35 +171,28 @@ def refused(result, *parts: str) -> None:
 
 
 def changed_copy(
-    copy: Path, patch: str = "", edits: dict[str, str] | None = None
+    copy: Path, patch: str = "", edits: dict[str, str] | None = None, file: str = "model"
 ) -> tuple[str, Path]:
-    """Copy the project's scripts; apply a patch of tests/changes; then replace strings of model.py.
-    Returns the first arguments of `launch` for a changed script."""
+    """Copy the project's scripts; apply a patch of tests/changes; then replace strings that a file
+    has once. Returns the first arguments of `launch` for a script of the copy."""
     for folder in (".", *ROOMS, "tests/workers"):
         (copy / folder).mkdir(parents=True, exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
             shutil.copy(path, copy / folder)
     if patch:
         subprocess.run(["git", "apply", CHANGES / f"{patch}.patch"], cwd=copy, check=True)
-    source = (copy / "model.py").read_text()
+    (path,) = (p for room in (".", *ROOMS) if (p := copy / room / f"{file}.py").exists())
+    source = path.read_text()
     for old, new in (edits or {}).items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    (copy / "model.py").write_text(source)
+    path.write_text(source)
     return "tests/workers/in_copy.py", copy
 
 
 def with_fault(copy: Path, file: str, old: str, new: str) -> tuple[str, Path]:
-    """Copy the project's scripts and replace a string that one of them has once. Returns what
-    changed_copy does."""
-    within = changed_copy(copy)
-    (path,) = (
-        path for path in (copy / room / f"{file}.py" for room in (".", *ROOMS)) if path.exists()
-    )
-    source = path.read_text()
-    assert source.count(old) == 1
-    path.write_text(source.replace(old, new))
-    return within
+    """Return changed_copy with one string of a file replaced."""
+    return changed_copy(copy, edits={old: new}, file=file)
 
 
 def error_lines(result: Result) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import succeed
-from workers.train_cases import BATCH, CLIP, STEPS, batch_of, build, initialize
+from workers.train_cases import BATCH, CLIP, SEQ, STEPS, batch_of, build, initialize
 
 from costs.work import Work
 from generate import generate
@@ -21,7 +21,7 @@ from plumbing.processes import UserError
 from runs.rules import check_parallel, check_work
 from techniques.nf4 import check_blocks, dequantized
 
-# Sizes that neither 2 nor 4 divides, where tensor parallelism allows it: over 1, 2 and 4 ranks.
+# Configurations for tp 1, 2 and 4, with sizes that ranks divide unevenly where tp allows it.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
 GROUPED = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=46, vocab_size=101)
 FOUR_HEADS = dict(dim=40, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=44, vocab_size=101)
@@ -45,9 +45,9 @@ def lora_on(targets: str) -> dict:
 
 
 def train(directory: Path, nproc: int, cases: dict, timeout: float = 300, within=()) -> dict:
-    """Train all cases in one launch of `nproc` processes; return their results by name.
+    """Train all cases in one launch of `nproc` processes (0: without torchrun).
 
-    `within` is what changed_copy returns, to train a changed model."""
+    Return results by name. `within` is what changed_copy returns, to run scripts of a copy."""
     given, results = directory / "cases.json", directory / "results.pt"
     given.write_text(json.dumps(list(cases.values())))
     script = (*within, "tests/workers/train_cases.py")
@@ -107,17 +107,18 @@ def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:
 def plain_training(key: str) -> dict:
     """Train on the whole batch in one process, in plain PyTorch: nothing of parallel.py runs.
 
-    `key` is JSON of a case's config, packed, lora, steps, optimizer, and seq if it has one.
-    Adapters are added to the weights of a model without adapters."""
-    config, packed, lora, steps, optimizer, *seq = json.loads(key)
+    `key` is JSON, so that results can be cached: a case's config, packed, lora, optimizer, steps,
+    seq. Where it has adapters, a model without any computes with the effective_weights."""
+    config, packed, lora, name, steps, seq = json.loads(key)
     model = build(config, lora).double()
     model.to_empty(device="cpu")
     model.tie_weights()
     initialize(model)
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    step = {"adamw": plain_adamw, "muon": plain_muon}[optimizer](trainable, 1e-3 if lora else 1e-2)
-    batch, rows, gradients = batch_of(packed, *seq), [], {}
+    make = {"adamw": plain_adamw, "muon": plain_muon}[name]
+    optimizer = make(trainable, 1e-3 if lora else 1e-2)
+    batch, rows, gradients = batch_of(packed, seq), [], {}
     bare = Llama(LlamaConfig(**config | dict(tie_embeddings=False))).double()
     for _ in range(steps):
         weights = effective_weights(model, lora)
@@ -127,7 +128,7 @@ def plain_training(key: str) -> dict:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable.values(), CLIP)
         gradients = gradients or {n: p.grad.clone() for n, p in trainable.items()}
-        step()
+        optimizer.step()
         model.zero_grad()
         rows.append((loss.item(), (batch.targets != IGNORE).sum().item(), norm.item()))
     assert all(norm > CLIP for *_, norm in rows)
@@ -155,31 +156,31 @@ def effective_weights(model: Llama, lora: dict | None) -> dict:
 
 
 def plain_adamw(named: dict[str, torch.Tensor], lr: float):
-    """Return the step function of torch's AdamW."""
+    """Return torch's AdamW, which decays matrices."""
     groups = [
         {"params": [p for p in named.values() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=False, foreach=False).step
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=False, foreach=False)
 
 
 def plain_muon(named: dict[str, torch.Tensor], lr: float):
-    """Return the step function of Muon for the matrices of blocks, and of AdamW for all other
-    parameters, written independently of techniques/optimizers.py."""
+    """Return Muon for the matrices of blocks, with AdamW for all other parameters, written
+    independently of techniques/optimizers.py."""
     matrices = {n: p for n, p in named.items() if n.startswith("layers.") and p.ndim == 2}
     adamw = plain_adamw({n: p for n, p in named.items() if n not in matrices}, lr)
     momenta = {name: torch.zeros_like(p) for name, p in matrices.items()}
 
     @torch.no_grad()
     def step() -> None:
-        adamw()
+        adamw.step()
         for name, p in matrices.items():
             momenta[name] = 0.95 * momenta[name] + p.grad
             direction = orthogonalized(p.grad + 0.95 * momenta[name])
             p.copy_(p - lr * (0.1 * p + 0.1 * max(p.shape) ** 0.5 * direction))
 
-    return step
+    return SimpleNamespace(step=step)
 
 
 def orthogonalized(x: torch.Tensor) -> torch.Tensor:
@@ -197,8 +198,8 @@ def orthogonalized(x: torch.Tensor) -> torch.Tensor:
 
 def assert_equals_plain(result: dict, case: dict) -> None:
     optimizer = case["parallel"].get("optimizer", "adamw")
-    key = case["config"], case["packed"], case.get("lora"), case.get("steps", STEPS), optimizer
-    key += (case["seq"],) if "seq" in case else ()
+    key = [case["config"], case["packed"], case.get("lora"), optimizer]
+    key += [case.get("steps", STEPS), case.get("seq", SEQ)]
     # Newton-Schulz and the singular value decomposition agree to fewer digits.
     assert_same(result, plain_training(json.dumps(key)), 1e-10 if optimizer == "muon" else 1e-12)
 
@@ -213,9 +214,8 @@ def assert_same(result: dict, expected: dict, tolerance: float = 1e-12) -> None:
             error = (result[what][name] - value).norm() / value.norm()
             assert error < tolerance, (what, name, error)
     for name, value in expected["first"].items():
-        is_norm = name.endswith("lora_magnitude")  # ranks sum squares in another order
-        tolerances = dict(rtol=1e-14 if is_norm else 0, atol=0)
-        assert torch.allclose(result["first"][name], value, **tolerances), name
+        rtol = 1e-14 if name.endswith("lora_magnitude") else 0  # ranks sum squares in another order
+        assert torch.allclose(result["first"][name], value, rtol=rtol, atol=0), name
 
 
 def assert_same_tokens(result: dict, case: dict) -> None:
@@ -233,7 +233,7 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
     parallel = ParallelConfig(**case["parallel"])
     sizes = {dim: getattr(parallel, dim) for dim in ("pp", "replicate", "shard", "tp")}
     expected = dict(result["predicted"])
-    if nproc > 1:  # and a step's all_gather_scalars, 40 bytes a rank over all ranks
+    if nproc > 1:  # a step also gathers 5 scalars of a rank, in a group named by its dimension
         dim = next((dim for dim, size in sizes.items() if size == nproc), "world")
         calls, nbytes = expected.get((dim, "all-gather"), (0, 0))
         expected[dim, "all-gather"] = calls + 1, nbytes + nproc * 40
@@ -241,8 +241,8 @@ def assert_traffic(result: dict, case: dict, nproc: int) -> None:
 
 
 def attentions(case: dict, layers: float) -> float:
-    """Return the attention forwards of a step in this many layers: one for each microbatch; twice
-    that with full checkpointing, and under --cp, where a rank has two chunks of each sequence."""
+    """Return the attention forwards of a step in so many layers: one for each microbatch, twice as
+    many with full checkpointing, and again with cp, where a rank has two chunks of a sequence."""
     parallel = ParallelConfig(**case["parallel"])
     parts = parallel.replicate * parallel.shard // parallel.cp
     microbatches = BATCH // parts // case.get("microbatch", BATCH // parts)
@@ -258,7 +258,7 @@ def assert_one_graph(result: dict, case: dict) -> None:
 
 
 def assert_case(result: dict, case: dict, nproc: int, reference: dict | None = None) -> None:
-    """Assert all of these. `reference` is another result than that of plain PyTorch."""
+    """Make all comparisons above that apply. A `reference` takes the place of plain PyTorch."""
     if reference:
         assert_same(result, reference)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator
 
 import pytest
 
-SHORT, LONG = 1_000, 16_000  # steps of a walk: some pairs, and all of them
+SHORT, LONG = 1_000, 16_000  # steps of a walk that meets some of the possible pairs, or all
 
 
 def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator[dict]:
@@ -19,7 +19,7 @@ def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator
     case = first
     while True:
         yield case
-        case = first if rng.random() < 0.02 else case  # leaves corners with few possible neighbours
+        case = first if rng.random() < 0.02 else case  # or it stays in corners with few neighbours
         names = rng.sample(list(options), rng.randint(1, 5))
         changed = case | {name: rng.choice(options[name]) for name in names}
         if possible(changed):
@@ -36,12 +36,12 @@ def pairwise(
     walked = itertools.islice(random_walk(options, possible, seed), steps)
     cases = {tuple(case.values()): case for case in walked}.values()
     # The pairs of each case are bits of an integer; items of cases are in the order of options.
-    pairs = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
-    uncovered, chosen = functools.reduce(operator.or_, pairs), []
+    masks = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
+    uncovered, chosen = functools.reduce(operator.or_, masks), []
     while uncovered:
-        covered, case = max(zip(pairs, cases), key=lambda given: (given[0] & uncovered).bit_count())
+        mask, case = max(zip(masks, cases), key=lambda both: (both[0] & uncovered).bit_count())
         chosen.append(case)
-        uncovered &= ~covered
+        uncovered &= ~mask
     return chosen
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import slow, step_of, succeed, with_fault
+from conftest import changed_copy, slow, step_of, succeed
 from exact import assert_same, assert_traffic, case, check_step, train
 
 from model import LlamaConfig
@@ -41,13 +41,10 @@ BY_CHUNKS = """
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *map(slow, ("rowwise", "mxfp8"))])
 def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
-    within = with_fault(
-        tmp_path / "copy", "float8", "        return self.product(x, self.weight)\n", BY_CHUNKS
-    )
-    path = tmp_path / "copy" / "techniques/float8.py"
     layer = "layer = Float8Linear(model.get_submodule(name), recipe)"
     by_rows = f"{layer}; layer.by_rows = attribute in ('wo', 'w2')"
-    path.write_text(path.read_text().replace(layer, by_rows))
+    edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
+    within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
     seq = {"seq": 64 if recipe == "mxfp8" else 16, "steps": 2}
     one = case(WIDE, 2, float8=recipe) | seq
     (expected,) = train(tmp_path, 0, {"one": one}, within=within).values()

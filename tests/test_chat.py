@@ -13,16 +13,7 @@ import finetune_lora
 from model import IGNORE
 from plumbing.processes import UserError
 from text import chat
-from text.chat import (
-    EXAMPLES,
-    Packed,
-    Rows,
-    encode,
-    encode_prompt,
-    open_samples,
-    pack,
-    read_conversations,
-)
+from text.chat import Packed, Rows, encode, encode_prompt, open_samples, pack, read_conversations
 from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -235,18 +226,6 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer):
 # ---------------------------------------------------------------------------------- packed rows
 
 
-def first_fit(lengths: list[int], seq_len: int) -> int:
-    """Return how many rows it takes if each sample goes into the first row that has room."""
-    rooms = []
-    for length in lengths:
-        at = next((i for i, room in enumerate(rooms) if room >= length), None)
-        if at is None:
-            rooms.append(seq_len - length)
-        else:
-            rooms[at] -= length
-    return len(rooms)
-
-
 def test_packing_puts_every_sample_in_one_row():
     choice = random.Random(0)
     for _ in range(300):
@@ -256,7 +235,10 @@ def test_packing_puts_every_sample_in_one_row():
         rows = pack(lengths, seq_len)
         assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
         assert all(0 < sum(lengths[sample] for sample in row) <= seq_len for row in rows)
-        assert len(rows) <= first_fit(lengths, seq_len)
+        rooms = [seq_len] * len(lengths)  # of rows; a sample goes into the first that has room
+        for length in lengths:
+            rooms[next(i for i, room in enumerate(rooms) if room >= length)] -= length
+        assert len(rows) <= sum(room < seq_len for room in rooms)
         assert rows == pack(lengths, seq_len)
     # Of many samples it fills rows well, in moments.
     lengths = [min(int(choice.lognormvariate(5.5, 0.9)) + 1, 2048) for _ in range(100_000)]
@@ -369,7 +351,7 @@ def test_prompts_leave_room_for_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", *answering(400))
     prompt = len(encode_prompt([user("say 0")], BYTES))
     _, val, prompts, _ = opened(path, prompt + 64 + 2)
-    assert len(prompts) == EXAMPLES == len({answer for _, answer in prompts})
+    assert len(prompts) == chat.EXAMPLES == len({answer for _, answer in prompts})
     assert {f"{answer}{{eot_id}}" for _, answer in prompts} <= set(answers_of(val))
     assert opened(path, prompt + 63)[2] == []
 

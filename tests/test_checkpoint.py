@@ -84,34 +84,17 @@ def test_a_new_optimizer_gets_its_state_without_a_change(tmp_path):
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
 
 
-class Stateful(torch.optim.SGD):
-    """SGD that keeps something in its state, for `owner` or for every parameter."""
+def odd(more):
+    """Return SGD whose steps also do more(its state, its group, parameter)."""
 
-    def __init__(self, named, value, owner=None):
-        super().__init__(named)
-        self.value, self.owner = value, owner
+    class Odd(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            super().step()
+            for parameter in self.param_groups[0]["params"]:
+                more(self.state, self.param_groups[0], parameter)
 
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            self.state[self.owner or parameter]["count"] = self.value
-
-
-class Counting(torch.optim.SGD):
-    """SGD that keeps its number of steps in its groups."""
-
-    def step(self):
-        super().step()
-        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
-
-
-class Shrinking(torch.optim.SGD):
-    """SGD whose weight decay does not depend on the learning rate."""
-
-    @torch.no_grad()
-    def step(self):
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(0.9)
+    return Odd
 
 
 def zero_redundancy(named):
@@ -126,10 +109,10 @@ def zero_redundancy(named):
     [
         (lambda named: torch.optim.SGD(dict(named).values()), "SGD .*parameters have no names"),
         (zero_redundancy, "ZeroRedundancyOptimizer .*another optimizer"),
-        (lambda named: Stateful(named, 0), r"embeddings\.weight\.count is 0; keep it as a tensor"),
-        (lambda named: Stateful(named, torch.ones(1), "all"), r"state in state\[parameter"),
-        (Counting, "Counting .*counts in its attributes"),
-        (Shrinking, "Shrinking .*changes weights at a learning"),
+        (odd(lambda s, g, p: s[p].update(n=0)), r"embeddings\.weight\.n is 0; keep it as a tensor"),
+        (odd(lambda s, g, p: s["all"].update(n=torch.ones(1))), r"state in state\[parameter"),
+        (odd(lambda s, g, p: g.update(n=g.get("n", 0) + 1)), "Odd .*counts in its attributes"),
+        (odd(lambda s, g, p: p.mul_(0.9)), "Odd .*changes weights at a learning"),
     ],
     ids=["no names", "wrapped", "no tensor", "no parameter", "counter", "decay"],
 )
@@ -333,12 +316,8 @@ def resume_all(directory, launches: list[tuple[int, str]]) -> None:
 
 
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path):
-    launches = [
-        (4, "fsdp2tp2"),
-        (2, "zero2 pp2 zero2>zero2 fsdp2tp2>fsdp2 pp2>zero2"),
-        (1, "zero2>one"),
-    ]
-    resume_all(tmp_path, launches)
+    on_two = "zero2 pp2 zero2>zero2 fsdp2tp2>fsdp2 pp2>zero2"
+    resume_all(tmp_path, [(4, "fsdp2tp2"), (2, on_two), (1, "zero2>one")])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import ENVIRONMENT, ROOT, succeed
 from test_chat import BYTES, assistant, user
-from test_formats import stored
+from test_formats import our_model, stored
 
 import generate as script
 from checkpoint import load_pretrained, write_checkpoint
@@ -34,14 +34,10 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def base(request, tmp_path_factory):
     """A random model that says capital letters only and, now and then, ends its answer."""
     config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=request.param)
-    model = Llama(config)
-    model.init_weights(seed=7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6 if parameter.ndim > 1 else 1)
-        says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
-        mute = [token for token in range(config.vocab_size) if token not in says]
-        model.output.weight[mute] = 0  # with temperature 0, some other logit is higher
+    model = our_model(config, seed=7, factor=6, norms=(1, 1))
+    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
+    mute = [token for token in range(config.vocab_size) if token not in says]
+    model.output.weight.data[mute] = 0  # with temperature 0, some other logit is higher
     return saved(model, tmp_path_factory.mktemp("base") / "base")
 
 
@@ -191,7 +187,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(base
 
 
 class Terminal:
-    """generate.py in a terminal of its own, whose keys are `press`ed."""
+    """generate.py in a terminal of its own."""
 
     def __init__(self, *arguments):
         self.master, slave = os.openpty()
@@ -199,15 +195,11 @@ class Terminal:
         settings[3] |= termios.NOFLSH  # Ctrl-C discards nothing that is not yet on the screen
         termios.tcsetattr(slave, termios.TCSANOW, settings)
         self.shown = ""
-        self.process = subprocess.Popen(
-            [sys.executable, ROOT / "generate.py", *map(str, arguments)],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=ENVIRONMENT | {"TERM": "dumb"},
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C comes from here
-        )
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), slave) | dict(start_new_session=True)
+        options |= dict(env=ENVIRONMENT | {"TERM": "dumb"})
+        options |= dict(preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # sends Ctrl-C
+        command = [sys.executable, ROOT / "generate.py", *map(str, arguments)]
+        self.process = subprocess.Popen(command, **options)
         os.close(slave)
 
     def __enter__(self) -> "Terminal":
@@ -217,9 +209,6 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self.master)
-
-    def press(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
 
     def shows(self, pattern: str, seconds: float) -> re.Match | None:
         """Wait until the terminal shows a pattern; return it. The next one is looked for after it.
@@ -237,48 +226,43 @@ class Terminal:
         self.shown = self.shown[found.end() :]
         return found
 
-    def wait_for(self, pattern: str) -> re.Match:
+    def wait_for(self, pattern: str, press: str = "") -> re.Match:
+        """Press keys, and wait until the terminal shows a pattern."""
+        os.write(self.master, press.encode())
         found = self.shows(pattern, 120)
         return found or pytest.fail(f"no {pattern!r} in {self.shown!r:.2000}")
 
     def clear_line(self) -> None:
-        """Press Ctrl-C at the prompt, until there is another prompt: a Ctrl-C while readline
-        handles the key before it is noticed at the next key only."""
-        self.press(CTRL_C)
+        """Press Ctrl-C at the prompt, and wait for another prompt: a Ctrl-C while readline handles
+        the key before it is noticed at the next key only, here one that clears an empty line."""
+        os.write(self.master, CTRL_C.encode())
         while not self.shows("\n> $", 2):
-            self.press(CTRL_C)
+            os.write(self.master, CTRL_U.encode())
 
 
-CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+CTRL_C, CTRL_D, CTRL_U, UP = "\x03", "\x04", "\x15", "\x1b[A"
 
 
 @endless
 def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base):
     with Terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as terminal:
         terminal.wait_for("Ctrl-C stops an answer, .*\n> $")
-        terminal.press("Hix\x7f\n")  # the line editor removes the x
-        terminal.wait_for("Hi.*\n")
+        terminal.wait_for("Hi.*\n", press="Hix\x7f\n")  # the line editor removes the x
         said = terminal.wait_for("[A-Z]{20}").group()
-        terminal.press(CTRL_C)
-        said += "".join(terminal.wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $").groups())
+        said += "".join(terminal.wait_for(r"([A-Z]*)(?:\^C)?([A-Z]*)\n> $", press=CTRL_C).groups())
         assert said == answer(base, user("Hi"), new=len(said))
 
-        terminal.press("not sent")
-        terminal.wait_for("not sent$")
+        terminal.wait_for("not sent$", press="not sent")
         terminal.clear_line()
-        terminal.press("Why?\n")
-        terminal.wait_for("Why[?]\n")
+        terminal.wait_for("Why[?]\n", press="Why?\n")
         expected = answer(base, user("Hi"), assistant(said), user("Why?"), new=30)
         assert expected != answer(base, user("Hi"), user("Why?"), new=30)
         assert terminal.wait_for("[A-Z]{30}").group() == expected
-        terminal.press(CTRL_C)
-        terminal.wait_for("\n> $")
+        terminal.wait_for("\n> $", press=CTRL_C)
 
-        terminal.press(UP)  # the history of the line editor
-        terminal.wait_for("Why[?]$")
+        terminal.wait_for("Why[?]$", press=UP)  # the history of the line editor
         terminal.clear_line()
-        terminal.press(CTRL_D)
-        terminal.wait_for("\n$")
+        terminal.wait_for("\n$", press=CTRL_D)
         assert terminal.process.wait(60) == 0
 
 

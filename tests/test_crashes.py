@@ -25,7 +25,7 @@ from conftest import (
     succeed,
     wait_for_lines,
 )
-from test_train import flags
+from test_train import flags, flip, same_losses
 from workers.kills import LAYOUTS, ranks_of
 
 import checkpoint
@@ -99,12 +99,7 @@ def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpu
     assert line.startswith("error: rank 1 on ") and "--resume continues from step-0" in line
     assert "resumed from" in succeed("train.py", *arguments, "--resume", nproc=2).out
     assert uninterrupted.finish().code == 0
-    assert_same_losses(out, whole)
-
-
-def assert_same_losses(out: Path, whole: Path) -> None:
-    for key in ("step", "loss", "grad_norm"):
-        assert [row[key] for row in metrics(out)] == [row[key] for row in metrics(whole)], key
+    same_losses(metrics(out), metrics(whole))
 
 
 @pytest.mark.slow
@@ -164,7 +159,7 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
     arguments = [*large(corpus, out, steps=steps, keep=2, **more), "--resume"]
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
     assert uninterrupted.finish().code == 0
-    assert_same_losses(out, whole)
+    same_losses(metrics(out), metrics(whole))
     assert not hidden(out) and len(all_complete(out)) == 2
     print(f"{interrupted} of {kills} kills interrupted a save")
     return interrupted
@@ -201,12 +196,8 @@ def test_a_limited_file_size(corpus, run, tmp_path, nproc, kilobytes, option):
     result, last = process.finish(), newest(out)
     assert last < 9 and not hidden(out) and all_complete(out)
     next_one, last = (out / f"step-{step:08d}" for step in (last + 1, last))
-    refused(
-        result,
-        f"cannot save {next_one}: ",
-        " GB are free there. ",
-        f"The last checkpoint is {last}:",
-    )
+    parts = f"cannot save {next_one}: ", " GB are free there. ", f"The last checkpoint is {last}:"
+    refused(result, *parts)
 
 
 # -------------------------------------------------------------------- two runs in one directory
@@ -237,13 +228,6 @@ def test_a_directory_belongs_to_one_run_which_goes_on_if_it_is_deleted(corpus, t
 # ------------------------------------------------------------------------------ damaged files
 
 
-def flip(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -256,9 +240,7 @@ def contents(out: Path) -> dict[Path, bytes]:
 WEIGHTS, MOMENTS = "weights/__0_0.distcp", "optimizer/__0_0.distcp"
 
 
-@pytest.mark.parametrize(
-    "damage", [flip, truncate, Path.unlink], ids=["flip", "truncate", "unlink"]
-)
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize("name", [WEIGHTS, "weights/.metadata", MOMENTS, "config.json", CHECKSUMS])
 def test_damage_is_found_and_named(run, tmp_path, name, damage):
     out = Path(shutil.copytree(run, tmp_path / "run"))
@@ -279,7 +261,6 @@ def test_damage_is_found_and_named(run, tmp_path, name, damage):
 @pytest.mark.parametrize(
     "nproc, name, damage",
     [(0, MOMENTS, Path.unlink), (2, WEIGHTS, truncate), (0, "config.json", flip)],
-    ids=["unlink", "truncate", "flip"],
 )
 def test_a_run_goes_back_past_a_damaged_checkpoint(corpus, run, tmp_path, nproc, name, damage):
     """To the one before; and if that is damaged, too, it is refused. generate.py goes nowhere."""

@@ -44,15 +44,10 @@ def test_tokenize_files_and_lines(tmp_path):
     out = tmp_path / "out"
     succeed("data.py", "tokenize", source, "--tokenizer", "bytes", "--out", out,
             "--shard-tokens", 500, "--val-fraction", 0.2)  # fmt: skip
-    train, val = (documents(out, split).split("<|begin_of_text|>") for split in ("train", "val"))
-    assert train.pop(0) == val.pop(0) == ""
-    for split in (train, val):  # the end is between documents
-        assert [document.endswith("<|eot_id|>") for document in split[:-1]] == [True] * (
-            len(split) - 1
-        )
-        assert not split[-1].endswith("<|eot_id|>")
-    found = [document.removesuffix("<|eot_id|>") for document in train + val]
-    assert sorted(found) == sorted(["first\nfile\n", "second", *lines])
+    texts = [documents(out, split) for split in ("train", "val")]
+    assert all(text.startswith("<|begin_of_text|>") for text in texts)
+    train, val = (f"<|eot_id|>{text}".split("<|eot_id|><|begin_of_text|>")[1:] for text in texts)
+    assert sorted(train + val) == sorted(["first\nfile\n", "second", *lines])
     assert 20 <= len(val) <= 60
     sizes = [len(open_token_file(path)) for path in sorted(out.glob("train_*.bin"))]
     assert sizes[:-1] == [500] * (len(sizes) - 1) and 0 < sizes[-1] <= 500

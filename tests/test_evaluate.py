@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, metrics, slow, succeed
 from test_finetune import flags
-from test_formats import stored
+from test_formats import our_model, stored
 
 from checkpoint import export_weights, load_pretrained, write_checkpoint
 from files.adapters import load_adapter
 from lora import TARGETS
-from model import Llama, LlamaConfig
+from model import LlamaConfig
 from plumbing.processes import UserError
 from techniques.nf4 import rounded
 from text import exams
@@ -103,11 +103,7 @@ def base(text, tmp_path_factory) -> Path:
     train_tokenizer([str(text)], 400, directory / "my.model")
     tokenizer = load_tokenizer(str(directory / "my.model"))
     config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
-    model = Llama(config).double()
-    model.init_weights(seed=5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    model = our_model(config, torch.float64, seed=5, factor=3, norms=(1, 1))
     write_checkpoint(directory / "base", config, stored(model), tokenizer)
     return directory / "base"
 
@@ -227,25 +223,14 @@ def test_fine_tuning_validates_on_other_conversations(base, files, sums, tmp_pat
 
 # ---------------------------------------------------------------------------------------- lm-eval
 
-TASK = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-    "output_type": "multiple_choice",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": "answer",
-    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
-WRITTEN_TASK = TASK | {
-    "output_type": "generate_until",
-    "doc_to_choice": None,
-    "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": ROOM},
-    "filter_list": [
-        {"name": "line", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
-    ],
-    "metric_list": [{"metric": "exact_match"}],
-}
+TASK = dict(dataset_path="json", test_split="test", doc_to_text="{{question}}")
+TASK |= dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target="answer")
+TASK |= dict(metric_list=[dict(metric="acc"), dict(metric="acc_norm")])
+WRITTEN_TASK = TASK | dict(output_type="generate_until", doc_to_target="{{answer}}")
+WRITTEN_TASK |= dict(doc_to_choice=None, metric_list=[dict(metric="exact_match")])
+WRITTEN_TASK |= dict(generation_kwargs=dict(until=["\n"], do_sample=False, max_gen_toks=ROOM))
+FILTERS = [dict(function="remove_whitespace"), dict(function="take_first")]
+WRITTEN_TASK |= dict(filter_list=[dict(name="line", filter=FILTERS)])
 PROGRAM = """
 import json, sys
 from lm_eval import simple_evaluate
@@ -267,10 +252,8 @@ def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
     export_weights(base, tmp_path / "model", "hf", torch.float32)
     (tmp_path / "tasks").mkdir()
     rows = read(files[0])
-    for name, task, part in (
-        ("choices", TASK, rows[:-WRITTEN]),
-        ("written", WRITTEN_TASK, rows[-WRITTEN:]),
-    ):
+    parts = dict(choices=(TASK, rows[:-WRITTEN]), written=(WRITTEN_TASK, rows[-WRITTEN:]))
+    for name, (task, part) in parts.items():
         data = tmp_path / f"{name}.jsonl"
         data.write_text("\n".join(map(json.dumps, part)))
         task = task | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}}

@@ -1,9 +1,9 @@
-"""Every split computes what plain PyTorch does on one process, to 1e-12, and sends as predicted.
+"""Every split computes what one process does, to 1e-12 (Muon: 1e-10), and sends as predicted.
 
 Cases are chosen by pairwise testing: any two values of two OPTIONS occur together in some case,
-unless the project refuses them together. The fast tests take the FAST cases on each number of ranks
-that cover most pairs of a short draw; `-m slow` all cases of a long one, compiled ones too, and
-some that are new each day."""
+unless the project refuses them together. The fast tests take QUICK: cases of a short draw that add
+most pairs and compute little. `-m slow` takes all cases of a long draw too, compiled ones among
+them, and some that are new each day. What rounds is compared with our own step on one process."""
 
 import functools
 import itertools
@@ -12,7 +12,6 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
-import exact
 import pytest
 from conftest import asks_for_slow
 from exact import (
@@ -21,6 +20,7 @@ from exact import (
     ODD,
     RANK_3,
     RSLORA,
+    assert_case,
     attentions,
     can_make,
     case,
@@ -72,9 +72,9 @@ OPTIONS = dict(
     qk_norm=(False, True),
     generate=(False, True),
 )
-FAST = {1: 12, 2: 14, 4: 10}  # ranks: how many cases, which compute
-FEW = 8  # attentions a step at most
-SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # of what is drawn anew
+FAST = {1: 12, 2: 14, 4: 10}  # ranks to train on -> how many cases the fast tests take
+MOST_ATTENTIONS = 8  # forwards of attention in one step of a case that the fast tests take
+SEED = os.environ.get("SEED", f"{date.today():%Y%m%d}")  # for the cases that are new each day
 CASE_TEST = "test_a_split_computes_what_one_process_computes"
 
 
@@ -99,14 +99,14 @@ def make_case(ranks: int, drawn: dict) -> dict:
     if float8 and options["async_tp"]:
         raise UserError("other chunks are rounded together than on one process")
     config = {1: ODD, 2: GROUPED, 4: FOUR_HEADS}[tp]
-    if bits == 4 or float8:  # which compute in blocks of features
+    if bits == 4 or float8:  # both compute in blocks of features: each rank needs whole ones
         config = config | dict(dim=64 * max(tp, 2), n_heads=4, n_kv_heads=4, ffn_dim=256)
     config = config | dict(tie_embeddings=more["tied"], rope_scaling=more["rope_scaling"])
-    if more["qk_norm"]:  # and heads that are wider together than the model, as in Qwen3
+    if more["qk_norm"]:  # and, as in Qwen3, heads that are together wider than the model
         config = config | dict(qk_norm=True, head_dim=16 if config["dim"] % 64 else 64)
     if parallel.pp > 1:
         config = config | dict(n_layers=parallel.pp * parallel.stages_per_rank + 1)
-    seq = 24 if cp > 1 else 16 if float8 else SEQ
+    seq = 24 if cp > 1 else 16 if float8 else SEQ  # 2 cp has to divide it, or float8's 16
     model = meta_model(LlamaConfig(**config), trainable=not lora)
     check_step(Work(model, parallel, BATCH, more["microbatch"], seq), bits)
     sizes = dict(replicate=parallel.replicate, shard=parallel.shard)
@@ -114,22 +114,21 @@ def make_case(ranks: int, drawn: dict) -> dict:
     lora = lora and lora | dict(base_bits=bits)
     given = case(config, more["microbatch"], more["packed"], lora, **options)
     given |= {"seq": seq} if seq != SEQ else {}
-    given |= {"flags": {"moments": options["moments"]}}
     return given | ({"generate": True} if more["generate"] else {})
 
 
 def drawn_today(ranks: int) -> list[dict]:
     """Return every hundredth case of a random walk that starts anew each day."""
-    steps = random_walk(OPTIONS, can_make(make_case, ranks), f"{SEED} {ranks}")
-    return list(itertools.islice(steps, 100, 900, 100))
+    walk = random_walk(OPTIONS, can_make(make_case, ranks), f"{SEED} {ranks}")
+    return list(itertools.islice(walk, 100, 900, 100))
 
 
 def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
-    """Return name -> (ranks, case of exact.py)."""
+    """Return name -> (ranks, case of exact.py) for the values drawn for each number of ranks."""
     return {
-        f"{ranks} ranks: {case_name(options, OPTIONS)}": (ranks, make_case(ranks, options))
+        f"{ranks} ranks: {case_name(values, OPTIONS)}": (ranks, make_case(ranks, values))
         for ranks in drawn
-        for options in drawn[ranks]
+        for values in drawn[ranks]
     }
 
 
@@ -143,7 +142,7 @@ def quick_cases() -> dict[str, tuple[int, dict]]:
     quick, left = {}, Counter(FAST)
     for name, (ranks, given) in draw(SHORT).items():
         parallel = given["parallel"]
-        few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= FEW
+        few = attentions(given, given["config"]["n_layers"] / parallel["pp"]) <= MOST_ATTENTIONS
         if few and left[ranks] and not parallel["compile"]:
             quick[name] = ranks, given
             left[ranks] -= 1
@@ -156,8 +155,8 @@ QUICK = quick_cases()
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
-    drawn = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG)
-    slower = {name: case for name, case in drawn.items() if name not in QUICK}
+    cases = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG)
+    slower = {name: entry for name, entry in cases.items() if name not in QUICK}
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # two thirds are traced and differentiated without kernels
         given["backend"] = "aot_eager_decomp_partition" if i % 3 else "inductor"
@@ -195,7 +194,7 @@ def train_references(directory: Path, cases: dict[str, tuple[int, dict]]) -> dic
 def assert_result(ranks: int, given: dict, result: dict, references: dict) -> None:
     """Assert that the result of a case equals its reference."""
     reference = references[str(unsplit(given))] if is_rounded(given) else None
-    exact.assert_case(result, given, ranks, reference)
+    assert_case(result, given, ranks, reference)
 
 
 def test_every_strategy_schedule_and_recipe_is_drawn():

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 from exact import effective_weights
-from test_formats import stored
-from test_train import SIZES, same_metrics
+from test_formats import our_model, stored
+from test_train import SIZES, same_losses, same_metrics, same_weights
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -36,11 +36,7 @@ SEQ = 96
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """A checkpoint in float64 of a model whose weights are large enough to matter."""
-    model = Llama(CONFIG).double()
-    model.init_weights(seed=5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2 if parameter.ndim > 1 else 1)
+    model = our_model(CONFIG, torch.float64, seed=5, factor=2, norms=(1, 1))
     path = tmp_path_factory.mktemp("base") / "base"
     write_checkpoint(path, CONFIG, stored(model), BYTES)
     return path
@@ -61,9 +57,7 @@ def factors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def same_run(out: Path, expected: Path, step: int) -> None:
     same_metrics(metrics(out), metrics(expected))
-    ours, theirs = (factors(run / f"step-{step:08d}") for run in (out, expected))
-    for name, factor in theirs.items():
-        assert (ours[name] - factor).norm() < 1e-12 * factor.norm(), name
+    same_weights(*(factors(run / f"step-{step:08d}") for run in (out, expected)))
 
 
 # ---------------------------------------------------------------------------- one run on every mesh
@@ -101,8 +95,7 @@ def test_fine_tuning_equals_the_plain_loop(base, sums, tmp_path):
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-12)
     load_adapter(saved := load_pretrained(base, torch.float64), out / "step-00000004")
-    for name, factor in adapters(saved).items():
-        assert (factor - trained[name]).norm() < 1e-12 * trained[name].norm(), name
+    same_weights(adapters(saved), trained)
 
 
 WHOLE_RUN = dict(steps=4, eval_every=2, eval_windows=7, save_every=2, keep=0)
@@ -177,8 +170,7 @@ def test_resuming_is_bit_exact_with_dropout_too(base, sums, tmp_path):
     arguments = [*flags(base, sums, parts, **options), "--resume"]
     resumed = succeed("finetune_lora.py", *arguments, nproc=2)
     assert f"resumed from {parts / 'step-00000002'}" in resumed.out
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in metrics(whole)] == [row[key] for row in metrics(parts)]
+    same_losses(metrics(whole), metrics(parts))
     expected = factors(whole / "step-00000004")
     for name, factor in factors(parts / "step-00000004").items():
         assert torch.equal(factor, expected[name]), name

@@ -39,12 +39,12 @@ def transformers_model(config: LlamaConfig):
     return model
 
 
-def our_model(config: LlamaConfig, dtype=torch.float32) -> Llama:
+def our_model(config: LlamaConfig, dtype=torch.float32, seed=1, factor=5, norms=(0.5, 2)) -> Llama:
     model = Llama(config)
-    model.init_weights(seed=1)
+    model.init_weights(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim == 2 else torch.linspace(0.5, 2, len(parameter)))
+        for p in model.parameters():
+            p.mul_(factor if p.ndim == 2 else torch.linspace(*norms, len(p)))
     return model.to(dtype)
 
 

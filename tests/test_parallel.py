@@ -52,12 +52,12 @@ def test_saving_gathers_adapters_and_no_more(two, name):
     for key, factor in result["adapters"].items():
         assert torch.equal(factor, result["last"][key])
         size += factor.nbytes
-    assert result["saving"] <= (0 if name == "lora ddp" else 2.2 * size)  # rounded up twice
+    assert result["saving_bytes"] <= (0 if name == "lora ddp" else 2.2 * size)  # rounded up twice
 
 
 def test_samples_gather_weights_once(two):
     """FSDP gathers each of two blocks once for four tokens; it has gathered the root before."""
-    assert two["fsdp tied"]["sampling"] == 2
+    assert two["fsdp tied"]["sampling_gathers"] == 2
 
 
 def test_tensor_parallelism_refuses_what_has_no_place():

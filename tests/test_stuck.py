@@ -30,11 +30,11 @@ FILES = {name: f"{name}.py" for name in ("checkpoint", "parallel")}
 FILES["astray"] = "tests/workers/astray.py"
 
 
-def report(line: str, waits: bool, **calls) -> dict:
+def report(line: str, waits: bool, size: int = 5, **calls) -> dict:
     """Return what a rank reports: of groups named after their ranks, as r02, the number of calls
-    that have ended, and of those that have not."""
+    that have ended, and of those that have not, which are of this size."""
     groups = {name: [int(rank) for rank in name[1:]] for name in calls}
-    listed = [[name, number, "all_reduce", [[5]], number <= ended]
+    listed = [[name, number, "all_reduce", [[5 if number <= ended else size]], number <= ended]
               for name, (ended, more) in calls.items() for number in range(1, ended + more + 1)
              ]  # fmt: skip
     return dict(line=line, waits=waits, groups=groups, calls=listed)
@@ -55,12 +55,17 @@ def report(line: str, waits: bool, **calls) -> dict:
              report("data.py:4", False, r13=(4, 0), r23=(5, 0))],
             "rank 1 waits in all_reduce 5 (b.py:2); rank 3 never called it: data.py:4",
         ),
+        (  # the second call of rank 1 is of another size
+            [report("train.py:9", True, r012=(1, 1)), report("a.py:4", True, r012=(1, 1), size=3),
+             report("train.py:9", True, r012=(1, 1))],
+            "ranks 0 2 called all_reduce 2 (train.py:9); rank 1 called all_reduce instead: a.py:4",
+        ),
         (  # messages of a pipeline have no number
             [report("pipeline.py:7", True), report("data.py:4", False)],
             "rank 0 waiting at pipeline.py:7; rank 1 computing at data.py:4",
         ),
     ],
-    ids=["nccl", "groups", "messages"],
+    ids=["nccl", "groups", "sizes", "messages"],
 )  # fmt: skip
 def test_the_rank_that_does_not_wait_itself_is_named(reports, expected):
     assert describe(dict(enumerate(reports))) == expected

@@ -45,22 +45,16 @@ def test_a_trained_tokenizer(text, tmp_path):
 def test_training_merges_the_most_frequent_pairs():
     """Compared with the textbook loop, which counts all pairs again after each merge."""
     words = Counter({"low": 5, "lowest": 2, "newer": 6, "wider": 3, "new": 2, "aaaaa": 4})
-    tokens_of_words = [[bytes([b]) for b in word.encode()] for word in words]
+    spelt = [[bytes([b]) for b in word.encode()] for word in words.elements()]
     expected = [bytes([i]) for i in range(256)]
     for _ in range(12):
-        counts = Counter()
-        for tokens, frequency in zip(tokens_of_words, words.values()):
-            for pair in itertools.pairwise(tokens):
-                counts[pair] += frequency
-        order = {token: i for i, token in enumerate(expected)}
-        best = min(counts, key=lambda pair: (-counts[pair], order[pair[0]], order[pair[1]]))
-        expected.append(best[0] + best[1])
-        for tokens in tokens_of_words:
-            i = 0
-            while i + 1 < len(tokens):
-                if (tokens[i], tokens[i + 1]) == best:
-                    tokens[i : i + 2] = [best[0] + best[1]]
-                i += 1
+        counts = Counter(pair for tokens in spelt for pair in itertools.pairwise(tokens))
+        best = min(counts, key=lambda pair: (-counts[pair], *map(expected.index, pair)))
+        expected.append(b"".join(best))
+        for tokens in spelt:
+            for i in range(len(tokens)):
+                if tokens[i : i + 2] == [*best]:
+                    tokens[i : i + 2] = [b"".join(best)]
     assert train_bpe(words, 268) == expected
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import by_torchrun, launch, metrics, refused, slow, succeed
+from conftest import finish, launch, metrics, refused, slow, start, succeed
+from exact import plain_adamw
 from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoint import load_pretrained
@@ -58,13 +59,7 @@ def plain_loop(data: Path, document_mask: bool = False, skip_steps: int = 0):
     held out: metrics and weights. Attention stays within documents if there is a mask."""
     model = Llama(CONFIG).double()
     model.init_weights(seed=0)
-    decayed = [p for p in model.parameters() if p.ndim == 2]
-    free = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        fused=False,
-    )
+    optimizer = plain_adamw(dict(model.named_parameters()), 1e-2)
     tokenizer = load_tokenizer("bytes")
     windows, held_out = open_windows([str(data)], tokenizer, 24)
 
@@ -109,6 +104,12 @@ def same_metrics(ours: list[dict], expected: list[dict]) -> None:
     for row, theirs in zip(ours, expected, strict=True):
         for key in keys & theirs.keys():
             assert row[key] == pytest.approx(theirs[key], rel=1e-12), key
+
+
+def same_losses(ours: list[dict], expected: list[dict]) -> None:
+    """Assert that two runs agree in every bit."""
+    for key in ("step", "loss", "grad_norm"):
+        assert [row[key] for row in ours] == [row[key] for row in expected], key
 
 
 def same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -198,7 +199,8 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(corpus, tmp_pat
 def test_a_run_learns_and_reports_it(corpus, tmp_path):
     out = tmp_path / "run"
     options = dict(steps=60, eval_every=60, dtype="float32", profile=True, keep=1, save_every=20)
-    result = succeed("train.py", *flags(corpus, out, **options), run=by_torchrun, nproc=1)
+    result = finish(start("train.py", *flags(corpus, out, **options), nproc=1))  # as a user does
+    assert result.code == 0, result.err
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
@@ -219,11 +221,11 @@ def test_a_run_learns_and_reports_it(corpus, tmp_path):
     assert metrics(tmp_path / "more")[0]["loss"] < 0.7 * rows[0]["loss"]
 
 
-def flip_a_token(file: Path) -> None:
-    """Change one token in the middle of a token file into another one."""
-    content = bytearray(file.read_bytes())
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file; in a token file, of the low byte of a token."""
+    content = bytearray(path.read_bytes())
     content[len(content) // 4 * 2] ^= 1
-    file.write_bytes(content)
+    path.write_bytes(content)
 
 
 def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
@@ -239,7 +241,7 @@ def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
     assert len(metrics(out)) == 1
     other_seed = resume(2, seed=1).err
     assert "warning: --seed was 0, is now 1" in other_seed and "sequences that" not in other_seed
-    flip_a_token(data / "train_000000.bin")
+    flip(data / "train_000000.bin")
     assert f"warning: --data {data} no longer gives the sequences" in resume(3, seed=1).err
 
 
@@ -251,5 +253,5 @@ def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, t
     result = launch(*launched, nproc=2)
     refused(result, "--out run must be on a disk that all nodes share")
     assert "step " not in result.err and not list(tmp_path.glob("*/run/[!.]*"))
-    flip_a_token(tmp_path / "1/data/train_000000.bin")
+    flip(tmp_path / "1/data/train_000000.bin")
     refused(launch(*launched, nproc=2), "the training data differ between rank 0 and rank 1")

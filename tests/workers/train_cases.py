@@ -1,10 +1,10 @@
-"""Train cases on several ranks. Arguments: a JSON file of cases, and a file for the results.
+"""Train cases. Arguments: a JSON file of cases, and a file for the results.
 
-A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig), "microbatch", "packed",
-"seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate", "backend" of
-torch.compile, and for adapters "lora" (fields of LoRA, and base_bits); those train with a tenth of
-the learning rate. Results are what the tests compare: losses, norms, the first step's gradients,
-first and last weights, counted and predicted traffic, attention forwards, and compiled graphs."""
+A case has "parallel" (fields of ParallelConfig), "config" (of LlamaConfig) and "packed"; it may
+have "microbatch", "seq" (tokens of a row), "dtype", "flags" of the optimizer, "steps", "generate",
+"backend" of torch.compile, and "lora" (fields of LoRA, and base_bits), with which the learning
+rate is a tenth. Results are what the tests compare: losses, norms, the first step's gradients,
+first and last weights, generated tokens, traffic, attention forwards, and compiled graphs."""
 
 import json
 import sys
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import costs.traffic as traffic
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
+from costs.traffic import predict_traffic
 from costs.work import Work
 from files.adapters import gather_adapters
 from generate import generate
@@ -116,36 +116,29 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = traffic.predict_traffic(
-        Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0
-    )
+    predicted = predict_traffic(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
-    lr = 1e-3 if "lora" in case else 1e-2
-    options = dict(lr=lr, optimizer=world.parallel.optimizer) | case.get("flags", {})
+    options = dict(lr=1e-3 if "lora" in case else 1e-2, optimizer=world.parallel.optimizer)
+    options |= dict(moments=world.parallel.moments) | case.get("flags", {})
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **options))
     gradients = {}
 
-    def keep_gradients(optimizer, args, kwargs):
-        updated = optimizer_parameters(model).items()
-        gradients.update({name: whole_tensor(p.grad) for name, p in updated})
+    def keep_first_gradients(optimizer, args, kwargs):
+        for name, p in optimizer_parameters(model).items() if not gradients else ():
+            gradients[name] = whole_tensor(p.grad)
 
-    batch = batch_of(case.get("packed", False), seq)
-    share = slice(world.data_rank * BATCH // parts, (world.data_rank + 1) * BATCH // parts)
-    positions = None if batch.positions is None else batch.positions[share]
-    local_batch = Batch(batch.tokens[share], batch.targets[share], positions, 1)
-    local_batch = share_sequences(local_batch, world)
-    rows = []
+    optimizer.register_step_pre_hook(keep_first_gradients)
+    batch = batch_of(case["packed"], seq).microbatches(BATCH // parts)[world.data_rank]
+    batch = share_sequences(batch, world)
+    rows = []  # of each step: mean loss, number of targets, gradient norm
     # Counted is a dispatch mode, in which compiled blocks would run eagerly: they are profiled.
     compiled = world.parallel.compile
     counter = torch.profiler.profile() if compiled else Counted(world)
     steps = case.get("steps", STEPS)
     for step in range(1, steps + 1):
-        hook = optimizer.register_step_pre_hook(keep_gradients) if step == 1 else None
         with counter if step == steps else nullcontext():
-            totals = train_step(runner, optimizer, local_batch, microbatch, CLIP, world, step)
-        if hook:
-            hook.remove()
+            totals = train_step(runner, optimizer, batch, microbatch, CLIP, world, step)
         rows.append((totals.mean_loss, totals.tokens, totals.grad_norm))
     tokens, sampling = None, Counted(world)
     if "generate" in case:
@@ -158,8 +151,8 @@ def train(process, case: dict) -> dict:
     return {
         "rows": rows,
         "tokens": tokens,
-        "sampling": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
-        "saving": sum(nbytes for _, nbytes in saving.sent.values()),
+        "sampling_gathers": sampling.sent.get(("shard", "all-gather"), (0, 0))[0],
+        "saving_bytes": sum(nbytes for _, nbytes in saving.sent.values()),
         "adapters": gathered,
         "gradients": merge_ranks(gradients),
         "first": merge_ranks(first),
