@@ -56,10 +56,11 @@ def shared(name: str) -> Path:
     return path
 
 
-def hugging_face_config(config, kind: str = "Llama", **more):
-    """transformers' description of a LlamaConfig, or of a relative of Llama with its sizes."""
+def hugging_face_model(config, kind: str = "", **more):
+    """transformers' model of a LlamaConfig, or a relative of Llama with its sizes."""
     import transformers
 
+    kind = kind or ("Qwen3" if config.qk_norm else "Llama")
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling != 1:
         rope |= dict(rope_type="llama3", factor=config.rope_scaling, low_freq_factor=1.0)
@@ -68,8 +69,9 @@ def hugging_face_config(config, kind: str = "Llama", **more):
     sizes |= dict(num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads)
     sizes |= dict(num_key_value_heads=config.n_kv_heads, vocab_size=config.vocab_size)
     sizes |= dict(max_position_embeddings=config.max_seq_len, rms_norm_eps=config.norm_eps)
-    sizes |= dict(tie_word_embeddings=config.tie_embeddings)
-    return getattr(transformers, f"{kind}Config")(**sizes, **more)
+    sizes |= dict(tie_word_embeddings=config.tie_embeddings, head_dim=config.head_dim)
+    described = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(described)
 
 
 def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, **more):

@@ -13,19 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (
-    CHANGES,
-    ROOT,
-    changed_copy,
-    hugging_face_config,
-    launch,
-    metrics,
-    refused,
-    slow,
-    succeed,
-)
+from conftest import CHANGES, ROOT, changed_copy, launch, metrics, refused, slow, succeed
 from exact import GROUPED, assert_same, assert_traffic, attentions, case, train
-from test_model import to_hugging_face
+from test_model import peer_in_float64, to_hugging_face
 from test_train import flags, same_metrics
 from torch.func import functional_call
 from workers.lion_reference import plain_lion
@@ -381,16 +371,9 @@ def experts(weights: dict, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def hugging_face(kind: str, weights: dict, tokens: torch.Tensor, **options) -> torch.Tensor:
-    import transformers
-
-    config = hugging_face_config(CONFIG, kind, attn_implementation="sdpa", **options)
-    peer = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    peer = peer_in_float64(CONFIG, kind, **options)
     in_float64 = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
-    for module in peer.modules():  # theirs computes in float32 whatever the model's dtype
-        if type(module).__name__ == f"{kind}RMSNorm":
-            module.forward = lambda x, norm=module: F.rms_norm(
-                x, norm.weight.shape, norm.weight, norm.variance_epsilon
-            )
+    for module in peer.modules():  # the router computes in float32 whatever the model's dtype
         if type(module).__name__ == "MixtralTopKRouter":
             module.forward = in_float64(module.forward)
     return functional_call(peer, weights, kwargs={"input_ids": tokens}).logits

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import slow, step_of, succeed
+from conftest import slow, succeed
 
 from costs.traffic import predict_traffic, sent_bytes
 from costs.work import Work
@@ -18,14 +18,6 @@ from lora import LoRA
 from model import PRESETS, Llama
 from parallel import ParallelConfig
 from perf import compare
-from perf.compare import (
-    Cost,
-    check_output,
-    choose_contestants,
-    choose_fitting,
-    compare_losses,
-    memory_needed,
-)
 from perf.instruments import Task, build_on_meta
 from plumbing.processes import UserError
 
@@ -38,19 +30,19 @@ def compare_two_ranks(directory: Path, *args) -> tuple[str, dict]:
     return out, json.loads(file.read_text())
 
 
-CONTESTANTS = {  # and the number of microbatches of a rank
-    "ddp": (ParallelConfig(replicate=2), 2),
-    "fsdp": (ParallelConfig(dp="fsdp", shard=2), 2),
-    "zero1": (ParallelConfig(dp="zero1", replicate=2), 2),
-    "fsdp-none": (ParallelConfig(dp="fsdp", shard=2, reshard="none"), 2),
-    "wrong": (ParallelConfig(dp="hsdp", shard=2), 2),
-    "tp": (ParallelConfig(tp=2), 4),
-    "async-tp": (ParallelConfig(tp=2, async_tp=True), 4),
-    "cp": (ParallelConfig(dp="fsdp", shard=2, cp=2), 4),
-    "pp": (ParallelConfig(dp="fsdp", pp=2), 4),
-    "pp-zero-bubble": (ParallelConfig(dp="fsdp", pp=2, schedule="zero-bubble"), 4),
-    "selective": (ParallelConfig(replicate=2, checkpointing="selective"), 2),
-    "full": (ParallelConfig(replicate=2, checkpointing="full"), 2),
+CONTESTANTS = {
+    "ddp": ParallelConfig(replicate=2),
+    "fsdp": ParallelConfig(dp="fsdp", shard=2),
+    "zero1": ParallelConfig(dp="zero1", replicate=2),
+    "fsdp-none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
+    "wrong": ParallelConfig(dp="hsdp", shard=2),
+    "tp": ParallelConfig(tp=2),
+    "async-tp": ParallelConfig(tp=2, async_tp=True),
+    "cp": ParallelConfig(dp="fsdp", shard=2, cp=2),
+    "pp": ParallelConfig(dp="fsdp", pp=2),
+    "pp-zero-bubble": ParallelConfig(dp="fsdp", pp=2, schedule="zero-bubble"),
+    "selective": ParallelConfig(replicate=2, checkpointing="selective"),
+    "full": ParallelConfig(replicate=2, checkpointing="full"),
 }
 
 
@@ -69,11 +61,11 @@ def test_contestants_have_the_same_loss_and_send_what_is_predicted(names, tmp_pa
     loss = loss_of_plain_model()
     model = build_on_meta(PRESETS["tiny"])
     for name, result in results["strategies"].items():
-        parallel, microbatches = CONTESTANTS[name]
+        parallel = CONTESTANTS[name]
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
         scalars = 2 * 40  # all-gathered in each step
         payload = sum(nbytes for _, nbytes in result["payload"].values()) - scalars
-        predicted = predict_traffic(step_of(model, parallel, 1, microbatches, 16), pp_rank=0)
+        predicted = predict_traffic(Work(model, parallel, 4, 1, 16), pp_rank=0)
         assert payload == sum(nbytes for _, nbytes in predicted.values()), name
         sent = sent_bytes(predicted, parallel)
         assert result["sends"] == sent + scalars / 2
@@ -150,7 +142,7 @@ def test_what_is_compared_by_default(monkeypatch):
     def chosen(nodes: int, per_node: int, device=cpu, names=(), **given) -> str:
         sizes = dict(size=nodes * per_node, per_node=per_node)
         base = SimpleNamespace(device=device, parallel=ParallelConfig(), **sizes)
-        return " ".join(choose_contestants(names, task_of(**given), base))
+        return " ".join(compare.choose_contestants(names, task_of(**given), base))
 
     assert chosen(1, 1) == "one selective full"
     assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
@@ -171,9 +163,9 @@ def test_what_is_compared_by_default(monkeypatch):
 def test_contestants_that_fit_together():
     """All keep what they keep; what a step takes on top is needed once."""
     needs = {"a": (10, 5), "b": (10, 7), "c": (10, 1), "d": (3, 7)}
-    assert choose_fitting(needs, 30)[0] == ["a", "b", "d"]
-    assert choose_fitting(needs, 37)[0] == ["a", "b", "c"]
-    assert list(choose_fitting(needs, 16)[1]) == ["b", "c", "d"]
+    assert compare.choose_fitting(needs, 30)[0] == ["a", "b", "d"]
+    assert compare.choose_fitting(needs, 37)[0] == ["a", "b", "c"]
+    assert list(compare.choose_fitting(needs, 16)[1]) == ["b", "c", "d"]
 
 
 def test_ddp_keeps_its_gradients_between_steps():
@@ -187,25 +179,21 @@ def test_ddp_keeps_its_gradients_between_steps():
         (ParallelConfig(dp="fsdp", shard=2), 6 * P),
     ]:
         work = Work(model, parallel, 8, 1, 16)
-        assert memory_needed(work)[0] == nbytes + counts
+        assert compare.memory_needed(work)[0] == nbytes + counts
 
 
 def test_losses_that_do_not_agree_are_named():
-    costs = {
-        "one": Cost(ParallelConfig(), 7.0),
-        "ddp": Cost(ParallelConfig(), 7.0000014),
-        "tp": Cost(ParallelConfig(), 7.01),
-    }
-    assert compare_losses(costs) == (
-        "losses of the first step DO NOT AGREE: tp 7.01000, but one 7.00000"
-    )
+    losses = {"one": 7.0, "ddp": 7.0000014, "tp": 7.01}
+    costs = {name: compare.Cost(ParallelConfig(), loss) for name, loss in losses.items()}
+    told = compare.compare_losses(costs)
+    assert told == "losses of the first step DO NOT AGREE: tp 7.01000, but one 7.00000"
     del costs["tp"]
-    assert compare_losses(costs) == "losses of the first step agree to 2e-07"
-    costs["float8"] = Cost(ParallelConfig(float8="tensorwise"), 7.01)
-    assert compare_losses(costs) == "losses of the first step agree to 1e-03"
+    assert compare.compare_losses(costs) == "losses of the first step agree to 2e-07"
+    costs["float8"] = compare.Cost(ParallelConfig(float8="tensorwise"), 7.01)
+    assert compare.compare_losses(costs) == "losses of the first step agree to 1e-03"
 
 
 def test_a_plot_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # now an import raises ImportError
     with pytest.raises(UserError, match="--plot needs matplotlib: pip install matplotlib"):
-        check_output(None, Path("comparison.png"))
+        compare.check_output(None, Path("comparison.png"))

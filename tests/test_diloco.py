@@ -26,15 +26,10 @@ from plumbing.processes import UserError, check_restarts
 
 ALONE = dict(dp="diloco", every=3, outer_lr=0.7, outer_momentum=0.9, replicate=2)
 MEAN = ALONE | dict(every=1, outer_lr=1.0, outer_momentum=0.0)
+SMALL = FOUR_HEADS | TIED
 CASES = {  # of two ranks, of four
-    2: {
-        "alone": case(FOUR_HEADS | TIED, 2, **ALONE),
-        "mean": case(FOUR_HEADS | TIED, 2, **MEAN),
-    },
-    4: {
-        "shards": case(FOUR_HEADS | TIED, 2, **ALONE, shard=2),
-        "tp": case(FOUR_HEADS, 2, **ALONE, tp=2),
-    },
+    2: {"alone": case(SMALL, 2, **ALONE), "mean": case(SMALL, 2, **MEAN)},
+    4: {"shards": case(SMALL, 2, **ALONE, shard=2), "tp": case(FOUR_HEADS, 2, **ALONE, tp=2)},
 }
 STEPS = 6
 

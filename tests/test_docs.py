@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_config, launch, succeed
+from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_model, launch, succeed
 
 from data import train_tokenizer
 from model import LlamaConfig
@@ -182,8 +182,6 @@ SMALL = {  # what is appended to the commands
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory) -> Path:
     """A user's directory, with the files that the commands of the pages expect."""
-    import transformers
-
     directory = tmp_path_factory.mktemp("user")
     notes = directory / "my_notes"
     notes.mkdir()
@@ -198,8 +196,7 @@ def sandbox(tmp_path_factory) -> Path:
     (directory / "questions.jsonl").write_text(json.dumps(question))
     for name in ("Llama-3.2-1B", "Llama-3.1-8B"):
         config = LlamaConfig(64, 2, 4, 2, 96, 600 + 256, 256, tie_embeddings=False)
-        model = transformers.LlamaForCausalLM(hugging_face_config(config))
-        model.save_pretrained(directory / name)
+        hugging_face_model(config).save_pretrained(directory / name)
         shutil.copy(tokenizer, directory / name / "tokenizer.model")
     (directory / "docs/measured").mkdir(parents=True)
     (directory / "docs/measured.md").write_text("# Measured\n" + "Text to be read.\n" * 99)

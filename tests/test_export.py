@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import transformers
-from conftest import changed_copy, hugging_face_config, launch, refused, slow, succeed
+from conftest import changed_copy, hugging_face_model, launch, refused, slow, succeed
 from test_formats import stored
+from test_model import to_hugging_face
 
 from checkpoint import load_pretrained, write_checkpoint
 from files import formats
@@ -70,13 +70,9 @@ def test_a_parameter_that_hugging_face_has_no_name_for():
     ids=["Llama", "Qwen3"],
 )
 def test_the_fingerprint_is_that_of_transformers(config, expected):
-    kind = "Qwen3" if config.qk_norm else "Llama"
-    theirs = hugging_face_config(config, kind, head_dim=config.head_dim)
-    reference = getattr(transformers, f"{kind}ForCausalLM")(theirs).double()
-    reference.load_state_dict({
-        formats.hf_name(name): formats.to_hf_rows(name, config, fixed_weight(name, p))
-        for name, p in Llama(config).named_parameters()
-    })  # fmt: skip
+    reference = hugging_face_model(config).double()
+    weights = {name: fixed_weight(name, p) for name, p in Llama(config).named_parameters()}
+    reference.load_state_dict(to_hugging_face(config, weights))
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
     torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
     fingerprint.check_computes_llama(config.qk_norm)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import hugging_face_config, shared, succeed
+from conftest import hugging_face_model, shared, succeed
 
 from checkpoint import export_weights, import_weights, load_pretrained, read_config
 from files import formats
@@ -30,9 +30,7 @@ QWEN3 = replace(PLAIN, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6)
 
 def transformers_model(config: LlamaConfig):
     torch.manual_seed(0)
-    kind = "Qwen3" if config.qk_norm else "Llama"
-    hf_config = hugging_face_config(config, kind, initializer_range=0.2, head_dim=config.head_dim)
-    model = getattr(transformers, f"{kind}ForCausalLM")(hf_config).eval()
+    model = hugging_face_model(config, initializer_range=0.2).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):  # so that their order matters
             torch.nn.init.uniform_(parameter, 0.5, 2)
@@ -228,7 +226,9 @@ def tokenizers_agree(directory: Path) -> None:
     assert reference.encode(text, add_special_tokens=False) == a.encode(text)
     assert reference.decode(a.encode(text)) == text
     chat = [dict(role="system", content=" Be brief. "), dict(role="user", content="What is 2 + 2?")]
-    ids = reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    said = [*chat, dict(role="tool", content="4")]
+    chat.append(dict(role="ipython", content="4"))  # what a tool has put out, as in training
+    ids = reference.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
     assert ids == encode_prompt(chat, a) and ids.count(a.bos) == 1
     assert reference(text)["input_ids"] == a.encode(text, bos=True)  # as Meta's own files do
     assert len(reference) == a.vocab_size and reference.eos_token_id in a.stop

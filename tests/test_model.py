@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hugging_face_config
+from conftest import hugging_face_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,40 +126,29 @@ def to_hugging_face(config: LlamaConfig, weights: dict) -> dict:
     return {hf_name(name): to_hf_rows(name, config, w) for name, w in weights.items()}
 
 
-@pytest.fixture
-def hugging_face(monkeypatch):
-    """Builds transformers' model with our weights, in float64 throughout."""
-    transformers = pytest.importorskip("transformers")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+def peer_in_float64(config: LlamaConfig, kind: str = "", **more) -> nn.Module:
+    """transformers' model, in float64 throughout."""
 
     def norm(self, x):  # theirs computes in float32 whatever the model's dtype
         variance = x.pow(2).mean(-1, keepdim=True)
         return self.weight * x * torch.rsqrt(variance + self.variance_epsilon)
 
-    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", norm)
-    monkeypatch.setattr(qwen3.Qwen3RMSNorm, "forward", norm)
-
-    def make(config: LlamaConfig, ours: Llama):
-        # sdpa, since "eager" computes its softmax in float32
-        kind, more = ("Qwen3", {"head_dim": config.head_dim}) if config.qk_norm else ("Llama", {})
-        more |= dict(attn_implementation="sdpa", eos_token_id=None)
-        their_config = hugging_face_config(config, kind, **more)
-        theirs = getattr(transformers, f"{kind}ForCausalLM")(their_config).double()
-        weights = to_hugging_face(config, dict(ours.named_parameters()))
-        loaded = theirs.load_state_dict(weights, strict=False)
-        assert not loaded.unexpected_keys
-        assert set(loaded.missing_keys) <= {"lm_head.weight"}
-        return theirs
-
-    return make
+    # sdpa, since "eager" computes its softmax in float32
+    model = hugging_face_model(config, kind, attn_implementation="sdpa", **more).double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(norm, module)
+    return model
 
 
 @pytest.mark.parametrize("name", SIX)
-def test_logits_loss_and_every_gradient_equal_transformers(name, hugging_face):
+def test_logits_loss_and_every_gradient_equal_transformers(name):
     config = SIX[name]
     ours = build(config)
-    theirs = hugging_face(config, ours)
+    theirs = peer_in_float64(config, eos_token_id=None)
+    weights = to_hugging_face(config, dict(ours.named_parameters()))
+    loaded = theirs.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
     tokens = tokens_of(config, 2, 48)
     far = torch.arange(48).expand(2, -1) + 9000  # where the scaling of RoPE shows
 

@@ -11,15 +11,9 @@ from conftest import launch, refused, succeed
 from exact import check_step
 from test_roofline import measurement
 
+from costs import search
 from costs.machines import REACHED, assumed_machine
 from costs.memory import predict_memory
-from costs.search import (
-    FILTERS,
-    USABLE_FRACTION,
-    data_parallel_choices,
-    every_plan,
-    with_mesh_sizes,
-)
 from costs.work import Work
 from model import PRESETS, LlamaConfig
 from parallel import ParallelConfig
@@ -46,10 +40,10 @@ def row_of(mesh: str, out: str) -> str:
 def test_data_parallel_choices():
     """Every strategy that shards something, once, and DDP."""
     of_8 = [("ddp", 1), ("zero1", 1), ("hsdp", 2), ("hsdp", 4), ("fsdp", 8)]
-    assert list(data_parallel_choices(8, 1)) == of_8
-    assert list(data_parallel_choices(8, 2)) == [of_8[0], *of_8[2:]]
-    assert list(data_parallel_choices(3, 1)) == [("ddp", 1), ("zero1", 1), ("fsdp", 3)]
-    assert list(data_parallel_choices(1, 1)) == [("ddp", 1)]
+    assert list(search.data_parallel_choices(8, 1)) == of_8
+    assert list(search.data_parallel_choices(8, 2)) == [of_8[0], *of_8[2:]]
+    assert list(search.data_parallel_choices(3, 1)) == [("ddp", 1), ("zero1", 1), ("fsdp", 3)]
+    assert list(search.data_parallel_choices(1, 1)) == [("ddp", 1)]
 
 
 def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
@@ -88,7 +82,7 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     parallel = ParallelConfig(*sizes, compile=True, dtype=torch.bfloat16)
     model = build_on_meta(PRESETS["llama3.1-8b"])
     memory = predict_memory(Work(model, parallel, 32, best["microbatch"], 8192, on_gpu=True))
-    assert best["bytes"] == memory and memory["peak"] < USABLE_FRACTION * 80e9
+    assert best["bytes"] == memory and memory["peak"] < search.USABLE_FRACTION * 80e9
     assert "needs" in out and "waiting for tp" in out  # why others lose
 
 
@@ -97,8 +91,8 @@ def test_the_flags_of_every_plan_ask_for_it():
     it."""
     requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16", async_tp=True, tp=2)
     model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
-    machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(FILTERS)
-    plans = every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
+    machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(search.FILTERS)
+    plans = search.every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
     works = [plan.work for plan in plans]
     parallels = {work.parallel for work in works}
     assert {1, 2} <= {parallel.cp for parallel in parallels}
@@ -107,7 +101,7 @@ def test_the_flags_of_every_plan_ask_for_it():
         parser = Parser()
         add_pretraining_flags(parser)
         args = parser.parse_args(flags_of(parallel).split())
-        again = with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
+        again = search.with_mesh_sizes(requested_parallel(args), 8, 4, args.shard)
         if again.reshard == "auto":  # nothing is sharded
             again = replace(again, reshard="weights")
         assert again == parallel
@@ -252,20 +246,15 @@ def test_long_sequences_are_shared_or_offloaded(tmp_path):
 def test_packed_documents_are_faster(tmp_path):
     """Attention to 1,024 tokens takes an eighth of that to 8,192; in float32 it needs a mask, of
     which each block saves a row for each token."""
-    found = {}
+    file, found = tmp_path / "plans.json", {}
+    given = "--gpus 16 --shard 16 --tp 1 --reshard weights --checkpointing none --microbatch 1"
+    given = [*given.split(), "--seq-len", 8192, "--gpu", "989:400:3350:450", "--dtype"]
     for dtype in ("bfloat16", "float32"):
         for length in (0, 1024):
-            file = tmp_path / "plans.json"
-            out = run(
-                *("--gpus", 16, "--shard", 16, "--tp", 1, "--reshard", "weights"),
-                *("--checkpointing", "none", "--microbatch", 1, "--seq-len", 8192),
-                *("--dtype", dtype, "--document-length", length),
-                *("--gpu", "989:400:3350:450", "--json", file),
-            )
+            out = run(*given, dtype, "--document-length", length, "--json", file)
             assert ("--document-mask" in out) == (length > 0)
-            (found[dtype, length],) = [
-                row for row in json.loads(file.read_text()) if row["dp"] == "fsdp"
-            ]
+            rows = json.loads(file.read_text())
+            (found[dtype, length],) = [row for row in rows if row["dp"] == "fsdp"]
     config, two, packed = PRESETS["llama3.1-8b"], found["bfloat16", 0], found["bfloat16", 1024]
     saved = two["parts"]["products"] - packed["parts"]["products"]
     # Two sequences: 7/8 of half a square, forward and 2.5 times that in backward.

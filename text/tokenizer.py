@@ -236,7 +236,8 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.it
 # Llama 3's chat format as a Jinja template, for transformers; the same as in text/chat.py.
 # It is worded as Meta's is, by whose likeness ollama recognizes the format.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + "
+    "('ipython' if message['role'] == 'tool' else message['role']) + "
     "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}"
     "{% if loop.first %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
