@@ -1,8 +1,9 @@
 """Mutation tests: faults of one line, each of which some case of test_exact.py has to find.
 
 Each is planted in a copy of the project, and test_exact.py's cases train with it, the fast ones
-first, until one differs. Most faults of techniques/passes.py cannot show: use_fewer_passes notices
-them before training, and leaves model.py's own functions in place."""
+first and then others that are not compiled, until one differs. Most faults of techniques/passes.py
+cannot show: use_fewer_passes notices them before training, and leaves model.py's own functions in
+place."""
 
 import functools
 import tempfile
@@ -80,31 +81,39 @@ FAULTS = {
 ALL = [(file, old, new) for file, faults in FAULTS.items() for old, new in faults]
 
 
+def cases_of(quick: bool) -> dict[str, tuple[int, dict]]:
+    """Return the fast cases, or all others that are not compiled."""
+    if quick:
+        return QUICK
+    slower = slower_cases().items()
+    return {name: case for name, case in slower if not case[1]["parallel"]["compile"]}
+
+
 @functools.cache
 def references(quick: bool) -> dict:
-    """Return the references of the fast cases, or of all others."""
+    """Return the references of these cases."""
     with tempfile.TemporaryDirectory() as directory:
-        return train_references(Path(directory), QUICK if quick else slower_cases())
+        return train_references(Path(directory), cases_of(quick))
 
 
 @pytest.mark.slow
 def test_a_copy_without_a_fault_passes(tmp_path):
-    cases = every_third(QUICK, 0)
+    cases = one_part(QUICK, 3, 0)
     results = train_all(tmp_path, cases, changed_copy(tmp_path / "copy"))
     for name, (ranks, given) in cases.items():
         assert_result(ranks, given, results[name], references(quick=True))
 
 
-def every_third(cases: dict, first: int) -> dict:
-    return dict([*cases.items()][first::3])
+def one_part(cases: dict, parts: int, part: int) -> dict:
+    return dict([*cases.items()][part::parts])
 
 
 def is_found(directory: Path, quick: bool, within: tuple) -> bool:
-    """Return whether a case fails or differs. They train in thirds: the first often suffices."""
-    cases, expected = QUICK if quick else slower_cases(), references(quick)
-    for i in range(3):
+    """Return whether a case fails or differs. They train in parts: the first often suffices."""
+    cases, expected, parts = cases_of(quick), references(quick), 3 if quick else 12
+    for part in range(parts):
         try:
-            results = train_all(directory, every_third(cases, i), within)
+            results = train_all(directory, one_part(cases, parts, part), within)
             for name, result in results.items():
                 assert_result(*cases[name], result, expected)
         except (AssertionError, pytest.fail.Exception):
