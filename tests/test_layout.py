@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3818, "techniques": 2857, "text": 1378, "files": 1682, "runs": 1286,
-    "costs": 1875, "perf": 3488, "plumbing": 963, "labs": 10651, "tests": 14854,
+    "costs": 1875, "perf": 3488, "plumbing": 963, "labs": 10651, "tests": 14863,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
