@@ -2,13 +2,16 @@
 
 import json
 import random
+import subprocess
+import sys
 import urllib.request
 from dataclasses import replace
+from subprocess import PIPE
 
 import numpy as np
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import ROOT, launch, refused, succeed
 from test_formats import our_model, stored
 
 from checkpoint import export_weights, write_checkpoint
@@ -19,7 +22,7 @@ from text.chat import encode_prompt
 from text.tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
-xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
+pytest.importorskip("xllamacpp", reason="needs xllamacpp, which is llama.cpp")
 
 # RoPE turns slowly enough that 300 tokens meet all three ranges of its scaling.
 PLAIN = LlamaConfig(64, 3, 4, 2, 96, vocab_size=700, max_seq_len=512, rope_theta=1e4)
@@ -29,21 +32,21 @@ TALK = [dict(role="system", content=" Be brief. "), dict(role="user", content="W
 
 
 class LlamaCpp:
-    """llama.cpp's server in this process, computing in float32, and asked by HTTP."""
+    """llama.cpp's server, in a process of its own and asked by HTTP."""
 
     def __init__(self, path):
-        p = xllamacpp.CommonParams()
-        p.model.path, p.n_ctx, p.n_parallel, p.cpuparams.n_threads = str(path), 512, 1, 1
-        p.warmup, p.verbosity = False, 0
-        p.cache_type_k = p.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        p.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        self.server = xllamacpp.Server(p)
-        # A server that is deleted before it has begun to wait for prompts never ends.
-        self.ask("/completion", prompt=[0], n_predict=1)
+        command = [sys.executable, ROOT / "tests/workers/llama_cpp.py", path]
+        self.process = subprocess.Popen(command, text=True, stdin=PIPE, stdout=PIPE)
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "llama.cpp cannot load the file"
+
+    def __del__(self):
+        self.process.kill()
+        self.process.communicate()
 
     def ask(self, path: str, **body) -> dict:
-        address, kind = self.server.listening_address + path, {"Content-Type": "application/json"}
-        request = urllib.request.Request(address, json.dumps(body).encode(), kind)
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, json.dumps(body).encode(), kind)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
