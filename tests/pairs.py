@@ -27,21 +27,27 @@ def random_walk(options: dict[str, tuple], possible: Callable, seed) -> Iterator
 
 
 def pairwise(
-    options: dict[str, tuple], possible: Callable[[dict], bool], seed, steps: int
+    options: dict[str, tuple],
+    possible: Callable[[dict], bool],
+    seed,
+    steps: int,
+    cost: Callable[[dict], float] = lambda case: 1,
 ) -> list[dict]:
     """Return few cases of a random walk that cover every pair of values in it: in each turn, the
-    case with most pairs that are not covered yet (a greedy cover)."""
+    case with most pairs that are not covered yet, for its cost (a greedy cover)."""
     items = [(name, value) for name, values in options.items() for value in values]
     bits = {pair: 1 << i for i, pair in enumerate(itertools.combinations(items, 2))}
     walked = itertools.islice(random_walk(options, possible, seed), steps)
-    cases = {tuple(case.values()): case for case in walked}.values()
+    cases = list({tuple(case.values()): case for case in walked}.values())
     # The pairs of each case are bits of an integer; items of cases are in the order of options.
     masks = [sum(bits[pair] for pair in itertools.combinations(case.items(), 2)) for case in cases]
+    costs = [cost(case) for case in cases]
     uncovered, chosen = functools.reduce(operator.or_, masks), []
     while uncovered:
-        mask, case = max(zip(masks, cases), key=lambda both: (both[0] & uncovered).bit_count())
-        chosen.append(case)
-        uncovered &= ~mask
+        worth = [(mask & uncovered).bit_count() / cost for mask, cost in zip(masks, costs)]
+        best = worth.index(max(worth))
+        chosen.append(cases[best])
+        uncovered &= ~masks[best]
     return chosen
 
 

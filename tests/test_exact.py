@@ -132,10 +132,12 @@ def named(drawn: dict[int, list[dict]]) -> dict[str, tuple[int, dict]]:
     }
 
 
-def draw(steps: int) -> dict[str, tuple[int, dict]]:
-    """Return cases that cover the pairs of walks of so many steps, those with most pairs first."""
+def draw(steps: int, compiled: float = 1) -> dict[str, tuple[int, dict]]:
+    """Return cases that cover the pairs of walks of so many steps, those with most pairs first;
+    `compiled` is what a compiled case costs, in others."""
     possible = {ranks: can_make(make_case, ranks) for ranks in FAST}
-    return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, steps) for ranks in FAST})
+    more = steps, lambda drawn: compiled if drawn["compile"] else 1
+    return named({ranks: pairwise(OPTIONS, possible[ranks], ranks, *more) for ranks in FAST})
 
 
 def quick_cases() -> dict[str, tuple[int, dict]]:
@@ -155,7 +157,7 @@ QUICK = quick_cases()
 @functools.cache
 def slower_cases() -> dict[str, tuple[int, dict]]:
     """Return all others: drawing them takes some seconds."""
-    cases = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG)
+    cases = named({ranks: drawn_today(ranks) for ranks in FAST}) | draw(LONG, compiled=3)
     slower = {name: entry for name, entry in cases.items() if name not in QUICK}
     compiled = [given for _, given in slower.values() if given["parallel"]["compile"]]
     for i, given in enumerate(compiled):  # two thirds are traced and differentiated without kernels
