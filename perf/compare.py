@@ -148,7 +148,8 @@ def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
                 needs[name] = memory_needed(replace(task, parallel=configure(name, base)))
             except UserError as error:
                 left_out[name] = str(error)
-    chosen, too_large = choose_fitting(needs, usable_memory(base.device, base.per_node))
+    room = base.minimum(usable_memory(base.device, base.per_node))
+    chosen, too_large = choose_fitting(needs, room)
     if left_out := left_out | too_large:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
         if not chosen:

@@ -206,8 +206,9 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace in ("fsdp", "c10d"):  # FSDP allocates and frees by resizing storages
-            for address, (storage, _) in list(self.storages.items()):
-                self._count_storage(address, storage())
+            for address, (reference, _) in list(self.storages.items()):
+                if (storage := reference()) is not None:  # another thread may just have freed it
+                    self._count_storage(address, storage)
         result = op(*args, **(kwargs or {}))
         self._count_tensors(tree_leaves((args, kwargs, result)))
         return result

@@ -275,8 +275,8 @@ def in_new_process(function: Callable, *args):
 def _send_result(sender: Connection, function: Callable, *args) -> None:
     try:
         sender.send(function(*args))
-    except UserError as error:
-        sender.send(error)
+    except (UserError, torch.OutOfMemoryError) as error:
+        sender.send(UserError(error))
 
 
 def lora_peak(make: Callable, task: Task, threads: int) -> int:

@@ -221,7 +221,7 @@ def explain_nothing_fits(question: Question, smallest: Plan) -> str:
     if adapters:
         model = build_on_meta(work.model.config, adapters, base_bits=4)
         base["--base-bits 4"] = dict(work=replace(work, model=model))
-    else:
+    elif work.parallel.dp != "diloco":
         choices["--optimizer muon"] = dict(optimizer="muon", moments="float32")
     for flags, choice in choices.items():
         parallel = replace(work.parallel, **choice)

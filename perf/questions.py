@@ -89,7 +89,7 @@ def compare_with_diloco(plan: Plan) -> list[str]:
     nodes, data_ranks = parallel.size // machine.per_node, parallel.size // parallel.tp
     sequences, rest = divmod(plan.work.batch, data_ranks)
     frozen = any(not parameter.requires_grad for parameter in plan.work.model.parameters())
-    if nodes < 2 or rest or frozen or parallel.dp == "diloco":
+    if nodes < 2 or data_ranks % nodes or rest or frozen or parallel.dp == "diloco":
         return []
     sizes = dict(replicate=nodes, shard=data_ranks // nodes, cp=1, pp=1)
     try:

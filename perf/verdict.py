@@ -62,7 +62,7 @@ def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelC
         "hsdp": with_mesh_sizes(replace(parallel, dp="hsdp"), size, per_node),
         "reshard none": replace(parallel, reshard="none"),
         "reshard adapters": replace(parallel, reshard="adapters"),
-        "selective": replace(parallel, checkpointing="selective"),
+        "selective": replace(parallel, checkpointing="selective", offload_activations=False),
         "none": replace(parallel, checkpointing="none"),
     }
 
@@ -172,8 +172,8 @@ def pp_levers(facts: Facts) -> list[str]:
 
 
 def recompute_levers(facts: Facts) -> list[str]:
-    weaker = ["none"] if facts.parallel.checkpointing == "selective" else ["none", "selective"]
-    notes = {name: facts.fit_note(name) for name in weaker}
+    only_none = facts.parallel.checkpointing == "selective" or facts.parallel.offload_activations
+    notes = {name: facts.fit_note(name) for name in ["none", "selective"][: 1 if only_none else 2]}
     return [f"--checkpointing {name} {note}" for name, note in notes.items() if note][:1]
 
 

@@ -314,6 +314,7 @@ def start_profiler(path: Path) -> torch.profiler.profile:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by a complete new one: a crash leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
     os.replace(temporary, path)

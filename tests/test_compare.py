@@ -141,7 +141,7 @@ def test_what_is_compared_by_default(monkeypatch):
 
     def chosen(nodes: int, per_node: int, device=cpu, names=(), **given) -> str:
         sizes = dict(size=nodes * per_node, per_node=per_node)
-        base = SimpleNamespace(device=device, parallel=ParallelConfig(), **sizes)
+        base = SimpleNamespace(device=device, parallel=ParallelConfig(), minimum=int, **sizes)
         return " ".join(compare.choose_contestants(names, task_of(**given), base))
 
     assert chosen(1, 1) == "one selective full"
