@@ -58,7 +58,7 @@ def test_machines_by_name_and_by_numbers():
     node_link = 300e9 * REACHED["node link"]
     assert (by_numbers.peak, by_numbers.node_link, by_numbers.link) == (312e12, node_link, 12.5e9)
     assert link_speed("ndr") == link_speed("400gbit") == link_speed("50GB")
-    assert link_speed("200mbit") == 25e6
+    assert link_speed("200mbit") == link_speed("200Mb/s") == 25e6
     with pytest.raises(UserError, match="no GPU 'h1000': choose one of h100"):
         assumed_machine("h1000", "ndr", 8)
     with pytest.raises(UserError, match="no link 'fast': choose one of ndr"):
