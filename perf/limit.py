@@ -260,8 +260,8 @@ def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
 def in_new_process(function: Callable, *args):
     """Return function(*args), run in a new process: the peak memory of a process never falls.
 
-    Raises its UserError, and EOFError if the process fails otherwise. The semaphores of an executor
-    would make Python warn after Ctrl-C."""
+    Raises its UserError, one if a GPU's memory does not suffice, and EOFError if the process fails
+    otherwise. The semaphores of an executor would make Python warn after Ctrl-C."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     context.Process(target=_send_result, args=(sender, function, *args), daemon=True).start()
