@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama, generator_for
+from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
 from techniques.nf4 import dequantized, packed_shape, quantized, some_rows
@@ -146,9 +147,7 @@ def _(weight, row_scale, A, B, scale):
 
 def _product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
-    dtype, device = x.dtype if row_scale is not None else weight.dtype, x.device.type
-    if row_scale is not None and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
     x_dropped = F.dropout(flat, dropout) if dropout else None
     if A is not None:

@@ -4,6 +4,7 @@ import importlib.util
 
 import torch
 import torch.nn.attention
+from torch import Tensor
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -33,6 +34,15 @@ def use_flash_attention_3(device: torch.device) -> bool:
         return False
     activate("FA3")
     return True
+
+
+def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors as autocast, where it is on, gives them to torch's own products. A function
+    that computes products in another way asks for it."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return [*tensors]
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -197,7 +197,11 @@ def check_documents(config: LlamaConfig, world: World) -> None:
                 f"{config.head_dim}: choose other --dim or --n-heads, or --dtype float32"
             )
         return
-    model = with_fixed_weights(Llama(small := small_config(config, 4)).double()).to(device, dtype)
+    model = with_fixed_weights(Llama(small := small_config(config, 4)).double()).to(device)
+    if world.parallel.strategy.uses_fsdp or dtype != torch.bfloat16:
+        model.to(dtype)
+    else:  # autocast: a change of model.py may give the kernel another dtype
+        model.float().compute_dtype = dtype
     rank = world.cp_mesh.get_local_rank() if cp > 1 else 0
     for packed in (False, True) if cp > 1 else (True,):
         batch = small_batch(1, math.ceil(512 / cp) * 2 * cp, small, packed).to(device)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from model import Vocabulary, sum_of_losses
+from plumbing.devices import cast_by_autocast
 
 LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (bench.py loss measures others)
 
@@ -42,9 +43,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocabulary, in_training):
-        weight_trains, device = in_training and ctx.needs_input_grad[1], hidden.device.type
-        autocast = torch.is_autocast_enabled(device)  # which would cast the weight in each chunk
-        w = weight.to(torch.get_autocast_dtype(device)) if autocast else weight
+        weight_trains = in_training and ctx.needs_input_grad[1]
+        (w,) = cast_by_autocast(weight)  # once instead of in each chunk
         w = w.detach().requires_grad_(weight_trains)
         sum_dtype = torch.promote_types(w.dtype, torch.float32)
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)

@@ -55,6 +55,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
 from model import Llama
+from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
@@ -205,11 +206,8 @@ class Float8Product(torch.autograd.Function):
 
 def float8_product(x: Tensor, weight: Tensor, recipe: str, groups: tuple = (None, None)) -> Tensor:
     """Return x Wᵀ in 8 bits, x [..., in]. Autocast applies to x and W, and not within."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
-    with torch.autocast(device, enabled=False):
+    x, weight = cast_by_autocast(x, weight)
+    with torch.autocast(x.device.type, enabled=False):
         y = Float8Product.apply(x.flatten(0, -2), weight, recipe, groups)
     return y.unflatten(0, x.shape[:-1])
 

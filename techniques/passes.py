@@ -91,7 +91,8 @@ def torch_fuses(x: Tensor) -> bool:
 def norm_in_few_passes(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return model.py's rms_norm(x, weight, eps)."""
     if torch_fuses(x):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        with torch.autocast(x.device.type, enabled=False):  # else it returns, and saves, float32
+            return F.rms_norm(x, x.shape[-1:], weight.type_as(x), eps)
     return Normalized.apply(x, weight, eps)
 
 

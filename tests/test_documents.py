@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from workers.train_cases import batch_of
 
 import text.batch as batch_py
-from model import Llama, LlamaConfig, document_mask
+from model import Llama, LlamaConfig, document_mask, rotate
 from parallel import ParallelConfig
 from plumbing.processes import UserError
 from runs.check_model import check_documents
@@ -26,7 +26,7 @@ def one_by_one(q, k, v, starts, k_starts, longest, k_longest, *, window_size, en
     """torch.nn.attention.varlen.varlen_attn: each document by itself, whose last query attends to
     all its keys. q [N, H, E]."""
     assert starts.dtype == k_starts.dtype == torch.int32 and window_size == (-1, 0)
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    assert enable_gqa == (q.shape[1] != k.shape[1]) and q.dtype == k.dtype == v.dtype
     of_queries, of_keys = (zip(s.tolist(), s.tolist()[1:]) for s in (starts, k_starts))
     rows = []
     for (start, end), (k_start, k_end) in zip(of_queries, of_keys, strict=True):
@@ -133,6 +133,9 @@ def test_a_mask_and_a_kernel_that_differ_are_refused(with_kernel, monkeypatch):
     monkeypatch.setattr(batch_py, "DOCUMENT_KERNELS", kernels)
     for dtype in (torch.float64, torch.bfloat16):
         check_documents(CONFIG, world_of(dtype))
+    with monkeypatch.context() as changed:  # autocast casts what the kernel is given, too
+        changed.setattr("model.rotate", lambda x, cos, sin: rotate(x.float(), cos, sin))
+        check_documents(CONFIG, world_of(torch.bfloat16))
 
     def in_a_window(positions, queries):
         return document_mask(positions, queries).triu(-256)

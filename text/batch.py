@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plumbing.devices import cast_by_autocast
+
 DOCUMENT_KERNELS = {("cuda", torch.bfloat16): range(8, 257, 8)}  # -> head widths they take
 LARGEST_R: dict[int, int] = {}  # tokens of a row -> the R of document_starts so far
 VARLEN_TAKES_GQA = torch.__version__ >= "2.12"
@@ -34,7 +36,7 @@ class Documents(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn  # which imports the compiler
 
-        rows = (tensor.flatten(0, 1) for tensor in (q, k, v))  # [N, heads, E]
+        rows = (tensor.flatten(0, 1) for tensor in cast_by_autocast(q, k, v))  # [N, heads, E]
         gqa = dict(enable_gqa=q.shape[2] != k.shape[2]) if VARLEN_TAKES_GQA else {}
         return varlen_attn(*rows, *self, window_size=(-1, 0), **gqa).view_as(q)
 

@@ -94,6 +94,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen as varlen
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -150,6 +151,7 @@ def pretend() -> None:
     cuda.amp.common.amp_definitely_not_available = lambda: False
     FakeTensor.record_stream = lambda *_: None
     F.scaled_dot_product_attention = attention_kernel
+    varlen.varlen_attn = partial(of_low_precision, varlen.varlen_attn)
     torch.Tensor.tolist = FakeTensor.tolist = tolist
 
 
@@ -179,6 +181,11 @@ def attention_kernel(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False)
         attn_mask = attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, True, 0.0, is_causal)[0]
+
+
+def of_low_precision(kernel, q, k, v, *rest, **options):
+    assert q.dtype == k.dtype == v.dtype == LOW, "this kernel needs bfloat16"
+    return kernel(q, k, v, *rest, **options)
 
 
 # ---------------------------------------------------------------------------- waits of the host
@@ -269,11 +276,13 @@ FSDP, TP = dict(dp="fsdp", shard=2), dict(dp="fsdp", tp=2)
 PP, CP = dict(dp="fsdp", pp=2), dict(dp="fsdp", shard=2, cp=2)
 ADAPTERS, DORA = LoRA(8), LoRA(8, dora=True)
 OLD = dict(dtype=torch.float32, gpu=dict(bfloat16=False, triton=False))  # such as a P100
-CASES = {  # fields of ParallelConfig, in bfloat16 if not said; lora, bits, packed, rank, gpu
+CASES = {  # fields of ParallelConfig, in bfloat16 if not said; arguments of take_step
     "float32": dict(dtype=torch.float32),
     "float64": dict(dtype=torch.float64),
     "autocast": dict(),
     "packed": dict(packed=True),
+    "qk norm": dict(qk_norm=True),
+    "qk norm packed": dict(packed=True, qk_norm=True),
     "selective packed": dict(packed=True, checkpointing="selective"),
     "float32 packed": dict(dtype=torch.float32, packed=True),
     "moments": dict(moments="bfloat16"),
@@ -322,6 +331,7 @@ def take_step(
     rank: int = 0,
     gpu: dict | None = None,
     device: torch.device = DEVICE,
+    qk_norm: bool = False,
     **options,
 ) -> dict:
     """Take two training steps; return the waits of the second's forward and backward and of its
@@ -332,8 +342,8 @@ def take_step(
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
     world = with_mesh(Process(rank, parallel.size, 0, parallel.size, device), parallel)
-    model = build_on_meta(replace(CONFIG, n_layers=parallel.pp * parallel.stages_per_rank + 1),
-                          lora, bits)  # fmt: skip
+    layers = parallel.pp * parallel.stages_per_rank + 1
+    model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, bits)
     runner = parallelize(model, world, lambda model: None)
     flags = dict(moments=parallel.moments, optimizer=parallel.optimizer)
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
