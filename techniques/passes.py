@@ -9,11 +9,12 @@ what lies between matrix products of a block, so there only SwiGLU differs, whic
 backward. The loss is not compiled: autograd makes some 9 passes over logits, and 3 numbers of each
 exist at a time; here it takes 5 passes and 2 numbers.
 
-parallelize() puts these functions in for training, each only if a small model computes the same
-with it as without it: model.py may have been changed.
+parallelize() puts these functions in for training, each only where model.py's own is used, and if
+a small model computes the same with it as without it: model.py may have been changed.
 """
 
 import sys
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -21,66 +22,77 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model import Attention, FeedForward, Llama, LlamaConfig, RMSNorm, Vocabulary, rotate
+import model as model_py
+from model import Llama, LlamaConfig, Vocabulary
 from plumbing.processes import print_rank_zero
+
+NAMES = ("RMSNorm", "RoPE", "SwiGLU", "cross entropy")
 
 
 def use_fewer_passes(model: Llama) -> None:
     """Let norms, RoPE, SwiGLU and cross entropy of a model compute by the functions below."""
-    for name in ("RMSNorm", "RoPE", "SwiGLU", "cross entropy"):
-        if computes_the_same(type(model), model.config.norm_eps, name):
-            put_in(model, name)
-
-
-def put_in(model: nn.Module, name: str) -> None:
-    """Put the function below that computes what `name` says wherever a model has one."""
-    for module in model.modules():
-        # The same objects in all blocks, so that one compiled graph serves them.
-        if name == "RMSNorm" and isinstance(module, RMSNorm):
-            module.normalize = norm_in_few_passes
-        if name == "RoPE" and isinstance(module, Attention):
-            module.rotate = rotate_in_one_pass
-        if name == "SwiGLU" and isinstance(module, FeedForward):
-            module.swiglu = swiglu_that_saves_less
-        if name == "cross entropy" and isinstance(module, Llama):
-            vocabulary = module.vocabulary
-            vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
+    sizes = dict(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=0, ffn_dim=12, vocab_size=11)
+    put_in(model, replaceable(type(model), replace(model.config, **sizes)))
 
 
 @cache
-def computes_the_same(model_class: type[Llama], eps: float, name: str) -> bool:
-    """Return whether a small model has the same loss and gradients with the function below as with
-    that of model.py; if not, say so once."""
+def replaceable(model_class: type[Llama], small: LlamaConfig) -> tuple[str, ...]:
+    """Return those of NAMES with which a small model computes the same, and say once which not."""
+    if compute_the_same(model_class, small, NAMES):
+        return NAMES
+    found = tuple(name for name in NAMES if compute_the_same(model_class, small, (name,)))
+    for name in (name for name in NAMES if name not in found):
+        note = f"note: model.py's own {name} is used: techniques/passes.py computes another one"
+        print_rank_zero(note, file=sys.stderr)
+    return found
+
+
+def compute_the_same(model_class: type[Llama], small: LlamaConfig, names: tuple[str, ...]) -> bool:
+    """Return whether a small model has the same loss and gradients with the functions below as with
+    those of model.py."""
     try:  # with large weights, too: a limit on activations shows only where it is reached
         pairs = [
             pair
             for scale in (1, 3)
-            for pair in zip(*(trial(model_class, eps, scale, given) for given in ("", name)))
+            for pair in zip(*(trial(model_class, small, scale, given) for given in ((), names)))
         ]
-        same = all((a - b).norm() <= 1e-9 * a.norm() for a, b in pairs)
     except (TypeError, AttributeError, ValueError, RuntimeError):  # it is called in another way
-        same = False
-    if not same:
-        note = f"note: model.py's own {name} is used: techniques/passes.py computes another one"
-        print_rank_zero(note, file=sys.stderr)
-    return same
+        return False
+    return all((a - b).norm() <= 1e-9 * a.norm() for a, b in pairs)
 
 
-def trial(model_class: type[Llama], eps: float, scale: int, name: str) -> list[Tensor]:
-    """Return the loss and the gradients of a small model on the CPU, of which the function that
-    `name` says is replaced, if one is."""
+def trial(
+    model_class: type[Llama], small: LlamaConfig, scale: int, names: tuple[str, ...]
+) -> list[Tensor]:
+    """Return the loss and the gradients of a small model on the CPU, of which the functions that
+    `names` say are replaced."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        model = model_class(LlamaConfig(16, 1, 2, 1, ffn_dim=12, vocab_size=11, norm_eps=eps))
+        model = model_class(small)
     model.double().eval()  # dropout would be random
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             values = torch.arange(parameter.numel()).double() ** 2 + i
             parameter.copy_(scale * values.sin().view(parameter.shape))
-    put_in(model, name)
+    put_in(model, names)
     tokens = torch.arange(64)[None] ** 2 % 11
     loss = model(tokens, targets=tokens)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def put_in(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Put the functions below that `names` say wherever a model has model.py's."""
+    for module in model.modules():
+        # The same objects in all blocks, so that one compiled graph serves them.
+        if "RMSNorm" in names and getattr(module, "normalize", None) is model_py.rms_norm:
+            module.normalize = norm_in_few_passes
+        if "RoPE" in names and getattr(module, "rotate", None) is model_py.rotate:
+            module.rotate = rotate_in_one_pass
+        if "SwiGLU" in names and getattr(module, "swiglu", None) is model_py.swiglu:
+            module.swiglu = swiglu_that_saves_less
+        if "cross entropy" in names and isinstance(module, Llama):
+            vocabulary = module.vocabulary
+            vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
 
 def torch_fuses(x: Tensor) -> bool:
@@ -124,7 +136,7 @@ class Normalized(torch.autograd.Function):
 
 def rotate_in_one_pass(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return model.py's rotate(x, cos, sin)."""
-    return rotate(x, cos, sin) if torch_fuses(x) else Rotation.apply(x, cos, sin)
+    return model_py.rotate(x, cos, sin) if torch_fuses(x) else Rotation.apply(x, cos, sin)
 
 
 class Rotation(torch.autograd.Function):

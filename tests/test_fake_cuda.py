@@ -18,8 +18,8 @@ from conftest import ENVIRONMENT, ROOT, slow, with_fault
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
-QUICK = """float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full, old nf4,
-old fsdp muon, generate, loss""".replace("\n", " ").split(", ")
+QUICK = """float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full,
+old nf4, old fsdp muon, generate, loss""".replace("\n", " ").split(", ")
 APPLE = [name for name in CASES if name.startswith("apple")]
 SLOWER = [name for name in CASES if name not in (*QUICK, *APPLE)]
 

@@ -31,7 +31,7 @@ def compare(ours, theirs, inputs: list[torch.Tensor], *constants) -> None:
 
 
 def in_few_passes(norm: RMSNorm) -> RMSNorm:
-    passes.put_in(norm, "RMSNorm")
+    passes.put_in(norm, ["RMSNorm"])
     return norm
 
 
@@ -85,9 +85,9 @@ EVERYTHING = {"RMSNorm", "RoPE", "SwiGLU", "cross entropy"}
 
 def replaced() -> set[str]:
     """What passes.py puts into a model."""
-    passes.computes_the_same.cache_clear()
+    passes.replaceable.cache_clear()
     passes.use_fewer_passes(model := Llama(LlamaConfig(16, 1, 2, 1, 12, 11)))
-    passes.computes_the_same.cache_clear()
+    passes.replaceable.cache_clear()
     block = model.layers["0"]
     found = {
         "RMSNorm": block.ffn_norm.normalize is passes.norm_in_few_passes,
@@ -118,3 +118,15 @@ def test_what_was_changed_is_not_replaced(monkeypatch, capsys):
 
     monkeypatch.setattr(FeedForward, "forward", of_relu)
     assert replaced() == EVERYTHING and not capsys.readouterr().err
+
+
+def test_a_layer_that_has_its_own_function_keeps_it(monkeypatch):
+    class WithoutPositions(passes.model_py.Attention):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            self.rotate = (lambda x, *_: x) if layer == 3 else self.rotate
+
+    monkeypatch.setattr("model.Attention", WithoutPositions)
+    passes.use_fewer_passes(model := Llama(LlamaConfig(16, 4, 2, 1, 12, 11)))
+    ours = [block.attention.rotate is passes.rotate_in_one_pass for block in model.layers.values()]
+    assert ours == [True, True, True, False]
