@@ -43,7 +43,7 @@ from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
 from plumbing.processes import Progress, UserError, print_rank_zero
-from text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, chat_template, find_tokenizer, load_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
 LOCK_SECONDS = 120  # longer than file servers keep the locks of a node that does not answer
@@ -123,19 +123,33 @@ def read_config(directory: Path) -> dict:
 def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Copy to `target` the generation settings, and with the same tokenizer its files and its chat
     template, of Hugging Face's directory that the model in `source` began with, however many runs
-    ago. Does nothing if there was none, or if it has gone."""
+    ago. What a chat needs beyond a base's is added: the tokens that end an answer, and a template.
+    Does nothing if there was no such directory, or if it has gone."""
+    passed = set()
     while not is_hf(source):
         init = has_weights(source) and JsonFile(metadata_file(source))["flags"].get("init")
-        if not init:
+        if not init or source in passed:  # a run that was made anew from one that it began
             return
-        source = Path(init)
-    names, file = ["generation_config.json"], find_tokenizer(source)
-    if tokenizer and file and load_tokenizer(str(file)).hash == tokenizer.hash:
-        names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-        names += ["chat_template.jinja"]
+        passed.add(source)
+        try:
+            source = find_checkpoint(Path(init))
+        except UserError:
+            return
+    names = ["generation_config.json"]
+    with contextlib.suppress(UserError):  # it has no tokenizer, or one that cannot be read
+        if tokenizer and load_tokenizer(str(source)).hash == tokenizer.hash:
+            names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+            names += ["chat_template.jinja"]
     for name in names:
         if (source / name).is_file():
             shutil.copy(source / name, target)
+    if tokenizer and (settings := target / "generation_config.json").exists():
+        content = json.loads(settings.read_text())
+        ends = content.get("eos_token_id") or []
+        ends = [*dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *tokenizer.stop])]
+        settings.write_text(json.dumps(content | {"eos_token_id": ends}, indent=2))
+    if tokenizer and tokenizer.template and not chat_template(target):
+        (target / "chat_template.jinja").write_text(tokenizer.template)
 
 
 def check_tokenizer(metadata: dict, tokenizer: Tokenizer) -> None:

@@ -13,7 +13,14 @@ import torch
 import transformers
 from conftest import hugging_face_model, shared, succeed
 
-from checkpoint import export_weights, import_weights, load_pretrained, read_config
+from checkpoint import (
+    export_weights,
+    import_weights,
+    load_pretrained,
+    open_weights,
+    read_config,
+    write_checkpoint,
+)
 from files import formats
 from files.safetensors import StoredTensor
 from model import Llama, LlamaConfig
@@ -248,15 +255,26 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     assert written[0] == written[1]
 
     # A base with a chat template and settings of its own hands them on, through several runs.
-    own = {"generation_config.json": '{"temperature": 0.6}', "chat_template.jinja": "mine"}
-    for name, content in own.items():
-        (tmp_path / "out" / name).write_text(content)
-    import_weights(tmp_path / "again", tmp_path / "third", None)
+    stop, settings = list(tokenizer.stop), "generation_config.json"
+    (tmp_path / "out" / settings).write_text('{"temperature": 0.6, "eos_token_id": 1}')
+    (tmp_path / "out" / "chat_template.jinja").write_text("mine")
+    import_weights(tmp_path / "again", tmp_path / "run2" / "step-00000007", None)
+    of_run = {"init": str(tmp_path / "run2")}  # as train.py records it
+    write_checkpoint(tmp_path / "third", *open_weights(tmp_path / "again"), tokenizer, of_run)
     export_weights(tmp_path / "third", tmp_path / "last", "hf", None)
-    for name in [*own, "tokenizer.json", "tokenizer_config.json"]:
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "last")
-    assert tokenizer.get_chat_template() == "mine"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "last")
+    assert theirs.get_chat_template() == "mine"
+    # An answer ends where a chat ends, and there is a template, although a base has none.
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "last")
+    assert (config.temperature, config.eos_token_id) == (0.6, [1, *stop])
+    (tmp_path / "out" / "chat_template.jinja").unlink()
+    path = tmp_path / "out" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
+    export_weights(tmp_path / "third", tmp_path / "of base", "hf", None)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "of base")
+    assert theirs.get_chat_template() == tokenizer.template
     shutil.rmtree(tmp_path / "out")
     export_weights(tmp_path / "third", tmp_path / "without", "hf", None)
     assert not (tmp_path / "without" / "generation_config.json").exists()
