@@ -312,12 +312,12 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 
 
 def open_text(
-    data: list[str], tokenizer: Tokenizer, seq_len: int, document_mask: bool = False
+    data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading, document_mask: bool
 ) -> Packed:
     """Return the windows of all of a text, to the last token of each of its files. With
     `document_mask`, each document in a window is a sample of its own."""
     samples = []
-    for path in token_files(data, tokenizer, Reading(val_fraction=0.0)):
+    for path in token_files(data, tokenizer, replace(reading, val_fraction=0.0)):
         file = open_token_file(path)
         check_ids(file, tokenizer)
         borders = np.arange(0, len(file) - 1, seq_len)
@@ -366,7 +366,7 @@ def open_windows(
     train_set = Windows(all_train, seq_len, tokenizer, document_mask)
     train_set.sources = sources
     if val_data:
-        return train_set, open_text(val_data, tokenizer, seq_len, document_mask)
+        return train_set, open_text(val_data, tokenizer, seq_len, reading, document_mask)
     return train_set, Windows(all_val, seq_len, tokenizer, document_mask)
 
 

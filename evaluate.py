@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import load_weights
-from data import Windows, open_text
+from data import LEFT_OUT, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, adapters, add_adapters
@@ -43,7 +43,9 @@ from runs.setup import choose_work
 from techniques.context_parallel import share_sequences
 from techniques.nf4 import check_blocks
 from text.chat import Packed, Rows, open_chats
+from text.corpora import Reading
 from text.exams import ROOM, Exam
+from text.tokenizer import CACHE
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     add_model_flags(parser)
     parser.add_argument("--data", nargs="+", help="text files, directories or token files")
+    add_reading_flags(parser)
     parser.add_argument("--exam", type=Path, metavar="FILE", help="questions, as JSON lines")
     parser.add_argument("--chat", action="store_true",
                         help="the data are conversations, and a question is a user's message")
@@ -195,8 +198,12 @@ def main() -> None:
     dataset = None
     if args.data:
         make = partial(open_text, document_mask=flags.get("document_mask", False))
-        make = partial(open_chats if args.chat else make, args.data, tokenizer, args.seq_len)
+        reading = Reading(args.text_field, args.skip_bad)
+        options = args.data, tokenizer, args.seq_len, reading
+        make = partial(open_chats if args.chat else make, *options)
         dataset = process.local_rank_zero_first("data", make)
+        if process.rank == 0:
+            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT}")
     model, world = load_split(args, metadata, process)
     if dataset:
         totals = evaluate(model, dataset, len(dataset), args.microbatch, world)

@@ -327,7 +327,7 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
     model = Llama(LlamaConfig(16, 1, 2, 1, ffn_dim=16, vocab_size=267)).double()
     model.init_weights()
     windows = Windows([tokens.astype(np.uint16)], T, BYTES, document_mask=masked)
-    rows = data.open_text([str(tmp_path)], BYTES, T, masked)
+    rows = data.open_text([str(tmp_path)], BYTES, T, Reading(), masked)
     batches = [dataset.batch([*range(len(dataset))]) for dataset in (windows, rows)]
     with torch.no_grad():
         losses = [model(*batch.inputs).item() for batch in batches]

@@ -23,6 +23,7 @@ from plumbing.processes import UserError
 from techniques.nf4 import rounded
 from text import exams
 from text.chat import encode_prompt, open_chats
+from text.corpora import Reading
 from text.tokenizer import load_tokenizer, train_tokenizer
 
 WRITTEN, ROOM = 5, 8  # questions whose answer is written, in so many tokens
@@ -181,7 +182,7 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, np
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows))
 
     load_adapter(model, adapter / "step-00000003")
-    packed = open_chats([str(sums)], tokenizer, 96)
+    packed = open_chats([str(sums)], tokenizer, 96, Reading())
     batch = packed.batch([*range(len(packed))])
     with torch.no_grad():
         loss = model(batch.tokens, batch.targets, batch.positions).item()
@@ -198,14 +199,18 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     """What it records is what evaluate.py says of its checkpoint; all of --data is trained on."""
     (exam, text), tokenizer = files, load_tokenizer(str(base))
     given = ["--init", base, "--seq-len", 24, "--dtype", "float64", "--exam", exam]
-    given += ["--val-data", text, "--steps", 1, "--eval-every", 1, "--data", text]
+    record = json.dumps({"body": text.read_text()})
+    (records := tmp_path / "records.jsonl").write_text(f"{record}\n7")
+    given += ["--steps", 1, "--eval-every", 1, "--data", text]
+    val = [records, "--text-field", "body", "--skip-bad"]
+    given += ["--val-data", *val]
     result = succeed("train.py", *given, "--out", tmp_path / "run", nproc=2)
     (row,) = metrics(tmp_path / "run")
     model = load_pretrained(tmp_path / "run", torch.float64)
     expected = scores(plain_details(model, tokenizer, read(exam), room=exams.ROOM))
     assert {name: round(100 * row[f"exam_{name}"], 1) for name in expected} == expected
     assert printed(result.out.split("step 1:")[1]) == expected
-    out = succeed("evaluate.py", tmp_path / "run", "--data", text, "--dtype", "float64").out
+    out = succeed("evaluate.py", tmp_path / "run", "--data", *val, "--dtype", "float64").out
     assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
     n = len(tokenizer.encode(text.read_text(), bos=True)) - 1
     assert f"{n // 24:,} sequences an epoch" in result.out

@@ -169,6 +169,8 @@ def test_chats_are_written_as_by_the_template(pair, talk):
     ours, theirs = pair
     if not ours.template:
         pytest.skip("a base model has no template")
+    with pytest.raises(UserError, match="has the role tool"):
+        encode_prompt([*talk, dict(role="ipython", content="4"), *talk[-2:]], ours)
     options = dict(tokenize=True, return_dict=False)
     prompt = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **options)
     assert encode_prompt(talk, ours) == prompt

@@ -167,9 +167,10 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 # What a chat template contains -> what it writes before and after the message of a `role`, which
 # comes after one of role `last`. A template is a program in Jinja; these are what the common ones
 # write, but that they leave spaces around a message. A space before an answer is part of it.
+LLAMA_3 = "<|start_header_id|>"
 FORMS = {
     "<|im_start|>": lambda role, last: (f"<|im_start|>{role}\n", "<|im_end|>\n"),  # ChatML
-    "<|start_header_id|>": lambda role, last: (  # Llama 3's
+    LLAMA_3: lambda role, last: (
         f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"
     ),
     "<<SYS>>": lambda role, last: {  # Llama 2's
@@ -217,6 +218,11 @@ def write_out(
         messages = [{"role": "system", "content": default[1]}, *messages]
     for message in messages:
         role, is_answer = message["role"], message["role"] == "assistant"
+        if role == "ipython" and form in FORMS.values() and form is not FORMS[LLAMA_3]:
+            raise UserError(
+                f"a message has the role tool, for which tokenizer {tokenizer.name}'s chat format "
+                f"has no place here: leave such conversations out, or take a Llama 3"
+            )
         before, after = form(role, last)
         heading = before.rstrip(" ") if is_answer else before
         yield from ((piece, False) for piece in split(heading))
@@ -416,9 +422,9 @@ def open_samples(
     return train_rows, val_rows, list(itertools.islice(short, EXAMPLES)), summary
 
 
-def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int) -> Packed:
+def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
     """Return the rows of all conversations of files, with what is too long truncated."""
-    samples, _ = _encode_all(data, tokenizer, seq_len, "truncate", False, Reading())
+    samples, _ = _encode_all(data, tokenizer, seq_len, "truncate", False, reading)
     return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
 
 
