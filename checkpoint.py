@@ -73,8 +73,9 @@ from files.published import check_computes_llama
 from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
+from plumbing.devices import use_gpu
 from plumbing.parser import Parser
-from plumbing.processes import UserError, note_checkpoint, print_rank_zero, run, use_gpu
+from plumbing.processes import UserError, meet, note_checkpoint, print_rank_zero, run
 from plumbing.shards import allocate, assign_shard
 from techniques.diloco import left_out, named_for_checkpoint, replicas_in
 from text.tokenizer import Tokenizer, chat_template, load_tokenizer
@@ -101,8 +102,8 @@ class Saver:
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
     frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
-    checkpoints are kept, and the best. labs/resume saves and resumes by hand.
-    Creating a Saver raises UserError if a save would fail, so that it is known before step 1.
+    checkpoints are kept, and the best. Creating a Saver raises UserError if a save would fail, so
+    that it is known before step 1. labs/resume saves and resumes by hand.
 
     In the background, `save` copies this rank's tensors to CPU memory and returns; a thread writes
     the files while training goes on. If the thread fails, the next `save` or `wait` raises its
@@ -343,6 +344,7 @@ def load_weights(directory: Path, model: Llama) -> None:
     in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
     if has_weights(directory) and not in_4_bits:
         verify(directory, "weights")
+        meet()
         load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)

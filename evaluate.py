@@ -201,7 +201,7 @@ def main() -> None:
         reading = Reading(args.text_field, args.skip_bad)
         options = args.data, tokenizer, args.seq_len, reading
         make = partial(open_chats if args.chat else make, *options)
-        dataset = process.local_rank_zero_first("data", make)
+        dataset = process.local_rank_zero_first(make)
         if process.rank == 0:
             reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT}")
     model, world = load_split(args, metadata, process)

@@ -38,7 +38,7 @@ from generate import generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, print_rank_zero, run
+from plumbing.processes import Process, UserError, meet, print_rank_zero, run
 from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
 from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
@@ -84,10 +84,11 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
     load = partial(load_tokenizer, choose_tokenizer(args, base))
-    tokenizer = process.local_rank_zero_first("tokenizer", load)
+    tokenizer = process.local_rank_zero_first(load)
     checkpoint.check_tokenizer(base, tokenizer)
     if process.rank == 0:
         note_unseen_end(args.init, tokenizer)
+    meet()
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     options = args.seq_len, args.long, args.train_on_prompt, args.val_data, reading

@@ -164,7 +164,7 @@ def find_model(args: argparse.Namespace, process: Process) -> tuple[dict, Tokeni
     metadata = read_config(directory)
     if not (name := args.tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    tokenizer = process.local_rank_zero_first("tokenizer", partial(load_tokenizer, name))
+    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, name))
     check_tokenizer(metadata, tokenizer)
     args.adapter = args.adapter and find_adapter(args.adapter)
     return metadata, tokenizer

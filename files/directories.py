@@ -42,7 +42,7 @@ from files.safetensors import StoredTensor, Weights
 from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
-from plumbing.processes import Progress, UserError, print_rank_zero
+from plumbing.processes import Progress, UserError, meet, print_rank_zero
 from text.tokenizer import Tokenizer, chat_template, find_tokenizer, load_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
@@ -269,6 +269,7 @@ def newest_undamaged(newest: Path) -> Path:
         mine = ""
     except UserError as error:
         mine = str(error)
+    meet()
     dist.all_gather_object(problems, mine)
     if not (problem := max(problems)):
         return newest

@@ -1,4 +1,4 @@
-"""What a device can compute: bfloat16, compiled kernels, FlashAttention 3, float64."""
+"""What a device can compute: bfloat16, compiled kernels, FlashAttention 3, float64; and how."""
 
 import importlib.util
 
@@ -34,6 +34,13 @@ def use_flash_attention_3(device: torch.device) -> bool:
         return False
     activate("FA3")
     return True
+
+
+def use_gpu(gpu: int) -> None:
+    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
+    otherwise wait for training."""
+    torch.cuda.set_device(gpu)
+    torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:

@@ -74,17 +74,13 @@ class Process:
     per_node: int  # processes on a node
     device: torch.device
 
-    def local_rank_zero_first(self, name: str, make: Callable):
-        """Return make(), which local rank 0 of each node runs before the other ranks of its node.
+    def local_rank_zero_first(self, make: Callable):
+        """Return make(), which local rank 0 of each node runs before all other ranks.
 
-        For work whose result is cached on disk: the first rank fills the cache, the others read
-        it. They wait at the store, since a collective would give up after COLLECTIVE_TIMEOUT."""
-        key = f"{name} made on node {os.environ.get('GROUP_RANK', 0)}"
-        if self.local_rank > 0:
-            _store().wait([key], timedelta(days=7))
-        made = make()
-        _store().set(key, "")
-        return made
+        For work whose result is cached on disk: the first fill the cache, the others read it."""
+        made = make() if self.local_rank == 0 else None
+        meet()
+        return make() if self.local_rank > 0 else made
 
     def broadcast_from_rank_zero(self, make: Callable):
         """Return rank 0's make() on every rank, where ranks might see different things."""
@@ -214,13 +210,6 @@ def keep_freed_memory() -> None:
         set_option(-3, 2**30) or set_option(-3, 2**25)
 
 
-def use_gpu(gpu: int) -> None:
-    """Let a thread use this GPU, and a stream of its own: where it waits for its copies, it would
-    otherwise wait for training."""
-    torch.cuda.set_device(gpu)
-    torch.cuda.set_stream(torch.cuda.Stream())
-
-
 def _own_address(host: str, port: int) -> str:
     """Return this node's address on its way to the first node, to torchrun's store.
 
@@ -231,6 +220,20 @@ def _own_address(host: str, port: int) -> str:
             return connection.getsockname()[0]
     except OSError as error:
         raise dist.DistNetworkError(f"{error} ({host}, port {port})")
+
+
+_meetings = itertools.count()
+
+
+def meet() -> None:
+    """Wait at the store until all ranks are here. Where they read files, each at its pace, a
+    collective would give up after COLLECTIVE_TIMEOUT."""
+    if not dist.is_initialized():
+        return
+    name = f"meeting {next(_meetings)}"
+    if _store().add(name, 1) == dist.get_world_size():
+        _store().set(f"{name} is complete", "")
+    _store().wait([f"{name} is complete"], timedelta(days=7))
 
 
 def note_checkpoint(name: str) -> None:

@@ -132,12 +132,12 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     if args.reshard == "adapters":
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
     load = partial(load_tokenizer, choose_tokenizer(args, initial))
-    tokenizer = process.local_rank_zero_first("tokenizer", load)
+    tokenizer = process.local_rank_zero_first(load)
     exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
     reading = Reading(args.text_field, args.skip_bad)
     options = tokenizer, args.seq_len, args.document_mask, args.val_data, reading
     windows = partial(open_windows, args.data, *options)
-    train_set, val_set = process.local_rank_zero_first("data", windows)
+    train_set, val_set = process.local_rank_zero_first(windows)
     choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())

@@ -343,6 +343,10 @@ def test_an_exception_is_printed_once_and_ends_all():
     assert result.codes == [1, 1]
 
 
+def test_a_node_that_reads_for_long_is_waited_for():
+    succeed("tests/workers/meeting.py", nproc=2)
+
+
 def test_nothing_is_updated_when_another_rank_is_not_finite():
     model = Llama(CONFIG)
     model.init_weights()
