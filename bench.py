@@ -401,6 +401,11 @@ def plan(args: argparse.Namespace) -> str:
     for name in ("model", "seq_len", "dtype", "compile"):
         if getattr(args, name) is None:
             setattr(args, name, defaults[name])
+    if args.dtype != defaults["dtype"] and (args.measured or args.gpu.lower() in GPUS):
+        raise UserError(
+            f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "
+            f"{defaults['dtype']}: leave it out, or give that of {args.dtype} as --gpu in numbers"
+        )
     adapters, base_bits = adapters_of(args)
     model = build_on_meta(PRESETS[args.model], adapters, base_bits)
     wanted = {name: getattr(args, name) for name in FILTERS}

@@ -170,9 +170,11 @@ def what_would_fit(work: Work, process: Process) -> str:
         for base, moments, (checkpointing, offload), size in choices:
             given = dict(moments=moments, checkpointing=checkpointing, offload_activations=offload)
             with contextlib.suppress(UserError):  # what does not combine with the other flags
-                yield replace(work, parallel=replace(base, **given), microbatch=size)
+                choice = replace(work, parallel=replace(base, **given), microbatch=size)
+                if fits_in(choice, limit):
+                    yield choice
 
-    found = next((choice for choice in candidates() if fits_in(choice, limit)), None)
+    found = next(candidates(), None)
     if found is None:
         gigabytes = f"{room / 1e9:.3g} GB"
         return f"no flags make a step fit in {gigabytes}: use more GPUs, or a shorter --seq-len"

@@ -259,8 +259,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
 
-    # Backward is two thirds of products and passes; beside a frozen base, half.
-    forward = (parts["products"] + parts["passes"]) / (2 if lora else 3)
+    of_backward = 1 if lora else 2  # times forward, of products and passes: beside a frozen base, 1
+    forward = (parts["products"] + parts["passes"]) / (1 + of_backward)
     backward = parts["products"] + parts["passes"] - forward + parts["recompute"]
     saved, _ = saved_elements(model.config, parallel)
     saved += of_adapters(model, parallel, fused=True)[0] * (parallel.checkpointing == "none")
@@ -292,7 +292,9 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     waits = parts["tp"] + parts["cp"]  # of forward and backward
     if parallel.pp > 1:
         messages = traffic.get(("pp", "send"), (0, 0))
-        parts["pp"] = bubble_time(of_stages, waits, messages, parallel, microbatches, machine)
+        parts["pp"] = bubble_time(
+            of_stages, of_backward, waits, messages, parallel, microbatches, machine
+        )
     return parts
 
 
@@ -313,6 +315,7 @@ def beside_messages(
 
 def bubble_time(
     of_stages: list[dict[str, float]],
+    of_backward: int,
     waits: float,
     messages: tuple[int, float],
     parallel: ParallelConfig,
@@ -320,16 +323,18 @@ def bubble_time(
     machine: Machine,
 ) -> float:
     """Return seconds that the busiest rank of a pipeline waits for other stages. `of_stages` are
-    what compute_time returned for each; a rank `waits` so many seconds for tp and cp in a step, and
-    sends `messages`, (calls, bytes)."""
+    what compute_time returned for each, and backward takes `of_backward` times as long as forward;
+    a rank `waits` so many seconds for tp and cp in a step, and sends `messages`, (calls, bytes)."""
     p, v = parallel.pp, parallel.stages_per_rank
-    splits, seconds = has_w(parallel.schedule), {}
+    # A frozen matrix has no gradient, which W would compute.
+    splits, seconds = has_w(parallel.schedule) and of_backward == 2, {}
     waits /= 3 * microbatches * v  # of a forward; a backward waits twice as long
     for stage, parts in enumerate(of_stages):
-        forward = (parts["products"] + parts["passes"]) / 3
+        forward = (parts["products"] + parts["passes"]) / (1 + of_backward)
         weights = splits * parts["products"] / 3
         seconds["F", stage] = forward + waits
-        seconds["B", stage] = 2 * (forward + waits) + parts["recompute"] - weights
+        backward = of_backward * forward + 2 * waits + parts["recompute"]
+        seconds["B", stage] = backward - weights
         seconds["W", stage] = weights
     calls, nbytes = messages
     message = collective_time("send", nbytes / calls, "pp", parallel, machine)

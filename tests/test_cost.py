@@ -67,6 +67,8 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
          "--moments bfloat16 --checkpointing full"),
         (80, 1, dict(microbatch=1), None),
+        (120, 2, dict(batch=12, microbatch=6, pp=2, schedule="interleaved", stages_per_rank=2),
+         "--microbatch 1"),  # which refuses microbatches of 4, for 3 are no multiple of 2
     ],
 )  # fmt: skip
 def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
@@ -74,10 +76,11 @@ def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
     monkeypatch.setattr("costs.search.usable_memory", lambda device, n: 0.9e9 * gigabytes)
     process = SimpleNamespace(size=size, per_node=size, device=torch.device("cpu"))
     seq_len, microbatch = given.pop("seq_len", 4096), given.pop("microbatch")
+    batch = given.pop("batch", 4 * size)
     parallel = ParallelConfig(**given | dict(dtype=LOW, compile=True))
     parallel = with_mesh_sizes(parallel, size, size)
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    text = what_would_fit(Work(model, parallel, 4 * size, microbatch, seq_len), process)
+    text = what_would_fit(Work(model, parallel, batch, microbatch, seq_len), process)
     if flags is None:
         assert text == "no flags make a step fit in 72 GB: use more GPUs, or a shorter --seq-len"
     else:

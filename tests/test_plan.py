@@ -175,6 +175,8 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     assert "torchrun --nproc-per-node 2 train.py --model tiny" in out and "--no-compile" in out
     file.write_text(json.dumps(measurement() | {"compute": None}))
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
+    file.write_text(json.dumps(measurement()))
+    refused(launch("bench.py", "plan", "--measured", file, "--dtype", "bfloat16"), "in float32")
 
 
 def test_check_counts_what_was_predicted():
@@ -203,6 +205,7 @@ REFUSALS = """
 --gpus 1 --document-length 8192 | what would fit: --gpus
 --measured nowhere.json | nowhere.json ... bench.py comm
 --float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
+--dtype float32 | h100 is its speed in bfloat16 ... give that of float32 as --gpu in numbers
 --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
 --lora --float8 rowwise | leave out --lora
 --dora | --dora and --base-bits are for adapters: give --lora
@@ -267,8 +270,8 @@ def test_packed_documents_are_faster(tmp_path):
 
 
 def test_the_best_plan_starts(corpus, tmp_path):
-    out = run(*"--model tiny --gpus 4 --per-node 4 --seq-len 32 --batch 8 --dtype float32 "
-              "--no-compile --pp 2 --schedule interleaved".split())  # fmt: skip
+    out = run(*"--model tiny --gpus 4 --per-node 4 --gpu 60:80:3350:450 --dtype float32 --seq-len 32 "
+              "--batch 8 --no-compile --pp 2 --schedule interleaved".split())  # fmt: skip
     _, _, nproc, _, *command = command_in(out).split()
     assert nproc == "4" and "--pp 2" in " ".join(command)
     given = ["--data", corpus, "--steps", 1, "--eval-every", 0, "--out", tmp_path / "run"]

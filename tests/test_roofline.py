@@ -240,6 +240,18 @@ def test_zero1_hides_its_gradients_and_never_its_weights():
     assert step_time(ddp, H100)["optimizer"] == pytest.approx(8 * parts["optimizer"])
 
 
+def test_zero_bubble_saves_nothing_beside_a_frozen_base():
+    """Its matrices have no gradients, which W would compute while a rank waits."""
+
+    def waits(schedule: str, lora: LoRA | None) -> float:
+        model = build_on_meta(PRESETS["llama3.2-1b"], lora)
+        parallel = ParallelConfig(pp=4, schedule=schedule, dtype=torch.bfloat16)
+        return step_time(step_of(model, parallel, 1, 8, 4096), H100)["pp"]
+
+    assert waits("zero-bubble", LoRA(8)) == waits("1f1b", LoRA(8))
+    assert waits("zero-bubble", None) < 0.8 * waits("1f1b", None)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_offloaded_activations_hide_beside_computation(checkpointing):
     """The 1B on 8,192 tokens: with full checkpointing D elements a token and block move, and take
