@@ -96,7 +96,9 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
         of = checkpoint.read_config(merged)["flags"].get("adapter") if args.resume else None
-        if of != f"step-{args.steps:08d}":
+        last = args.out / f"step-{args.steps:08d}"
+        source = args.out / "best" if args.merge == "best" else last
+        if of != source.resolve().name or not last.exists():
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if process.rank == 0:

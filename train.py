@@ -34,6 +34,7 @@ from costs.search import fits_unsharded
 from costs.work import Work
 from data import Windows, read_ahead, row_of
 from evaluate import describe_exam, evaluate, take_exam
+from files.directories import new_link
 from generate import generate
 from model import IGNORE, Llama
 from parallel import World, gradient_sync, unsharded
@@ -230,6 +231,10 @@ def train(
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, tokenizer, done)
     best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
+    if args.keep_best:
+        world.broadcast_from_rank_zero(
+            lambda: new_link(args.out, "best").unlink()
+        )  # may be refused
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):

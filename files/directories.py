@@ -444,14 +444,24 @@ def new_directory(target: Path) -> Iterator[Path]:
 def remove_old(newest: Path, keep: int, is_best: bool) -> None:
     """Let OUT/best link to the newest checkpoint if it is the best so far. With `keep`, remove all
     but so many of the newest, and the best."""
-    link, new_link = newest.with_name("best"), newest.with_name(".best")
+    link = newest.with_name("best")
     if is_best:
-        new_link.unlink(missing_ok=True)
-        new_link.symlink_to(newest.name)
-        os.replace(new_link, link)
+        os.replace(new_link(newest.parent, newest.name), link)
     for old in checkpoints(newest.parent)[: -keep or 0]:
         if old.name != link.resolve().name:
             remove_checkpoint(old)
+
+
+def new_link(out: Path, name: str) -> Path:
+    """Return a hidden link in OUT to a name. Raise UserError where the disk has no links."""
+    link = out / ".best"
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+    except OSError as error:
+        reason = f"{error.strerror}, and {out / 'best'} would be a symbolic link"
+        raise UserError(f"{reason}: leave out --keep-best, or give --out on another disk")
+    return link
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
