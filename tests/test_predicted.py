@@ -73,8 +73,14 @@ def draw(steps: int) -> dict[str, tuple[Work, dict]]:
     return {
         f"{ranks} ranks: {case_name(drawn, OPTIONS)}": make_step(ranks, drawn)
         for ranks in (1, 3, 8)
-        for drawn in pairwise(OPTIONS, can_make(make_step, ranks), ranks, steps)
+        for drawn in pairwise(OPTIONS, can_make(make_step, ranks), ranks, steps, seconds)
     }
+
+
+def seconds(drawn: dict) -> float:
+    """Return about how long a case takes, in any unit."""
+    sequences = drawn["microbatch"] * drawn["microbatches"]
+    return 4 + sequences * (1 if drawn["float8"] == "none" else 3)
 
 
 def is_short(work: Work) -> bool:
