@@ -37,6 +37,7 @@ from labs.machinery.predict import parse, seed_of_student
 from labs.machinery.training import run_in_forks, to_tune
 from plumbing.parser import Parser, nonnegative_int
 from plumbing.processes import UserError, run
+from runs.flags import MODEL_SIZES
 from runs.records import write_atomically
 
 WARD = ROOT / "out/clinic"
@@ -346,7 +347,9 @@ def check_flags(text: str) -> None:
         raise UserError(f"'{text}' has a quote without its other half")
     if any(flag.startswith("-h") or "--help".startswith(flag) for flag in flags):
         raise UserError(f"'{text}' is no cure: give flags, as --dp fsdp")
-    for flag, fixed in itertools.product(flags, ("--batch", "--seq-len", "--model")):
+    of_work = ("batch", "seq_len", "model", "tokenizer", "init", "data", *MODEL_SIZES)
+    of_work = [f"--{name.replace('_', '-')}" for name in of_work]
+    for flag, fixed in itertools.product(flags, of_work):
         if fixed.startswith(flag):  # argparse takes their beginnings, too
             raise UserError(f"'{text}': the cure may not change the work, which {fixed} does")
 

@@ -63,7 +63,7 @@ def alternatives(parallel: ParallelConfig, per_node: int) -> dict[str, ParallelC
         "reshard none": replace(parallel, reshard="none"),
         "reshard adapters": replace(parallel, reshard="adapters"),
         "selective": replace(parallel, checkpointing="selective", offload_activations=False),
-        "none": replace(parallel, checkpointing="none"),
+        "none": replace(parallel, checkpointing="none", offload_activations=False),
     }
 
 
@@ -172,9 +172,10 @@ def pp_levers(facts: Facts) -> list[str]:
 
 
 def recompute_levers(facts: Facts) -> list[str]:
-    only_none = facts.parallel.checkpointing == "selective" or facts.parallel.offload_activations
-    notes = {name: facts.fit_note(name) for name in ["none", "selective"][: 1 if only_none else 2]}
-    return [f"--checkpointing {name} {note}" for name, note in notes.items() if note][:1]
+    weaker = ["none"] if facts.parallel.checkpointing == "selective" else ["none", "selective"]
+    notes = {name: facts.fit_note(name) for name in weaker}
+    offload = " without --offload-activations" * facts.parallel.offload_activations
+    return [f"--checkpointing {name}{offload} {note}" for name, note in notes.items() if note][:1]
 
 
 def optimizer_levers(facts: Facts) -> list[str]:

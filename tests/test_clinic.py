@@ -159,6 +159,7 @@ def test_wrong_commands_are_refused(arguments, says, copy):
         ("--dp 'ddp", "a quote without its other half"),
         ("--batch 2", "may not change the work, which --batch does"),
         ("--dp ddp --seq=2", "may not change the work, which --seq-len does"),
+        ("--n-layers 1", "may not change the work, which --n-layers does"),
         ("--model=tiny", "may not change the work, which --model does"),
     ],
 )

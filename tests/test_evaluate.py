@@ -161,11 +161,11 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
         loss = sum(losses_of(model, window).sum().item() for window in windows)
     n, bits = len(ids) - 1, loss / math.log(2) / text.stat().st_size
     out = run_evaluate(
-        base, files, tmp_path / "details", "--data", text, *split.split(), nproc=nproc
+        base, files, tmp_path / "new/details", "--data", text, *split.split(), nproc=nproc
     )
     assert f"loss {loss / n:.4f}, {bits:.4f} bits/byte, {n:,} tokens" in out
     expected = plain_details(model, tokenizer, read(exam))
-    same_details(read(tmp_path / "details"), expected)
+    same_details(read(tmp_path / "new/details"), expected)
     assert printed(out) == scores(expected)
     assert all(0 < share < 100 for share in printed(out).values())  # or a miscount would not show
 

@@ -164,6 +164,8 @@ def test_a_slow_link_decides():
     )
     assert "Best: 1 x 16 x 1" in fast and "Best: 1 x 16 x 1" not in slow
     assert "s of waiting for shard" in row_of("1 x 16 x 1", slow)
+    crossing = run("--model", "llama3.2-1b", "--gpus", 4, "--per-node", 1, "--tp", 4, "--batch", 4)
+    assert "DiLoCo" not in crossing  # a replica of which would be a part of one GPU's
 
 
 def test_a_plan_of_a_measured_cluster(tmp_path):
@@ -205,6 +207,7 @@ REFUSALS = """
 --gpus 1 --document-length 8192 | what would fit: --gpus
 --measured nowhere.json | nowhere.json ... bench.py comm
 --float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
+--model llama3.1-70b --gpus 16 --dp diloco --batch 16 | nothing fits ... fit: --gpus 64 --batch 64
 --dtype float32 | h100 is its speed in bfloat16 ... give that of float32 as --gpu in numbers
 --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
 --lora --float8 rowwise | leave out --lora

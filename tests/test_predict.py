@@ -199,6 +199,12 @@ def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeyp
     assert re.search(rf"{form} .* 1 first, 100%; 1 later, 0%", guess(None))
 
 
+def test_a_small_b_is_a_bit():
+    (asked,) = (one for one in question("crossing", 3).asked if one.unit == "Gbit/s")
+    values = [predict.parse(text, asked).value for text in ("8 Gb/s", "1 GB/s", "8000 mbit")]
+    assert values == [8, 8, 8]
+
+
 def test_a_term_that_is_missing_is_named():
     """The second bucket of DDP. What is 0, and was said to be 0, does not count."""
     text = question("bytes", 2).text

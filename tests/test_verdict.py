@@ -98,6 +98,9 @@ def test_recomputing():
     )
     (lever,) = verdict(facts(full, shares=shares, peaks={"none": 11 * GB, "selective": 6 * GB}))
     assert lever.endswith("--checkpointing selective fits: 6 of 10 GB")
+    offloading = replace(full, offload_activations=True)
+    (lever,) = verdict(facts(offloading, shares=shares, peaks={"selective": 6 * GB}))
+    assert lever.endswith("selective without --offload-activations fits: 6 of 10 GB")
     (needed,) = verdict(facts(full, shares=shares))
     assert "recompute 25 %" in needed and "--checkpointing" not in needed
 

@@ -52,7 +52,8 @@ UNITS = {
     "calls": {"": 1},
     "%": {"": 1, "%": 1},
     "factor": {"": 1, "x": 1, "times": 1},
-    "Gbit/s": {"": 1, "gbit": 1, "gbit/s": 1, "mbit": 1e-3, "mbit/s": 1e-3, "gb/s": 8},
+    "Gbit/s": {"": 1, "gbit": 1, "gbit/s": 1, "gb/s": 1, "mbit": 1e-3, "mbit/s": 1e-3,
+               "mb/s": 1e-3, "gbyte/s": 8, "mbyte/s": 8e-3},
 }  # fmt: skip
 EXAMPLES = {
     "bytes": "12.5 MB, 3e6 or 1,234",
@@ -214,6 +215,8 @@ def parse(text: str, asked: Asked) -> Guess:
         if sorted(letters) != list("abcde"):
             raise ValueError(f"'{text}': type each of the letters a to e once, such as c a d b e")
         return Guess(" ".join(letters))
+    if asked.unit == "Gbit/s":
+        text = text.replace("B", "byte")
     match = re.fullmatch(NUMBER, text.lower())
     if not match or match[4] not in UNITS[asked.unit]:
         kind = {"calls": "a whole number", "bytes": "a number of bytes"}.get(asked.unit, "a number")

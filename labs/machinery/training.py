@@ -145,6 +145,7 @@ def run_in_forks(main: Callable[[], None], ranks: int, nodes: int = 1) -> str | 
                     MASTER_PORT=str(address[1]),
                     TORCHELASTIC_USE_AGENT_STORE="True",
                     OMP_NUM_THREADS="1",
+                    CUDA_VISIBLE_DEVICES="",  # forks could not use it
                 )
                 os.dup2(os.open(os.devnull, os.O_WRONLY) if rank else printed.fileno(), 1)
                 sys.stdout = os.fdopen(1, "w")
