@@ -105,6 +105,9 @@ def sample(
     return order.gather(1, choice).squeeze(1)
 
 
+AT_A_TIME = 2048  # tokens of a prompt: a mask of as many rows than a long one would have
+
+
 @torch.no_grad()
 def stream(
     model: nn.Module,
@@ -129,7 +132,9 @@ def stream(
     positions = torch.tensor(rows, device=device)  # [B, T]
     cache, running = KVCache(), [True] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, cache=cache)[:, -1].to(device)  # [B, V]
+        parts = zip(tokens.split(AT_A_TIME, 1), positions.split(AT_A_TIME, 1))
+        *_, last = (model(part, positions=at, cache=cache) for part, at in parts)
+        logits = last[:, -1].to(device)  # [B, V]
         tokens = sample(logits, temperature, top_k, top_p, generator)[:, None]  # [B, 1]
         positions = positions[:, -1:] + 1  # [B, 1]
         new = tokens.squeeze(1).tolist()

@@ -319,6 +319,8 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
         write(path, *answering(samples))
         with pytest.raises(UserError, match=f"holds {holds}"):
             opened(path)
+    train, val, _, _ = opened(path, val_data=[str(path)])  # of one, where none is held out
+    assert (len(train.samples), len(val.samples)) == (1, 1)
 
 
 def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):

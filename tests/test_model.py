@@ -251,7 +251,9 @@ def test_loss_memory_is_a_quarter_of_the_plain_one_at_most():
 # ------------------------------------------------------------------------------------ generation
 
 
-def test_cached_generation_equals_the_uncached_forward():
+@pytest.mark.parametrize("at_a_time", [2048, 5])
+def test_cached_generation_equals_the_uncached_forward(at_a_time, monkeypatch):
+    monkeypatch.setattr("generate.AT_A_TIME", at_a_time)
     model, prompts = build(SMALL), [tokens_of(SMALL, n, seed=n).tolist() for n in (1, 13, 6)]
     for prompt, new in zip(prompts, generate(model, prompts, 25, temperature=0)):
         text = list(prompt)

@@ -397,10 +397,10 @@ def open_samples(
     no target within a row is dropped in any case
 
     Samples are held out by a hash; if that leaves either split empty, the last one is held out. If
-    `val_data` is given, they are those in place of a part of `data`. Raise UserError if fewer than
-    two samples can be used."""
+    `val_data` is given, they are those in place of a part of `data`. Raise UserError if none can be
+    used, or one of which none is left for validation."""
     options = seq_len, long, train_on_prompt, reading or Reading()
-    samples, changes = _encode_all(data, tokenizer, *options)
+    samples, changes = _encode_all(data, tokenizer, *options, least=1 if val_data else 2)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
     if val_data:
         train, val = samples, _encode_all(val_data, tokenizer, *options)[0]
@@ -435,9 +435,10 @@ def _encode_all(
     long: str,
     on_prompt: bool,
     reading: Reading,
+    least: int = 1,
 ) -> tuple[list[Sample], str]:
     """Return the samples that can be used, and text that says how many were truncated or dropped.
-    Raise UserError if fewer than two can be used: one for training, one for validation."""
+    Raise UserError if fewer than `least` can be used: 2 where one of them is held out."""
     usable, truncated, longest = [], 0, 0
     conversations = list(_conversations(data, reading))
     for split, messages in with_progress(conversations, "encoding samples"):
@@ -450,12 +451,12 @@ def _encode_all(
             # In arrays an id and its is_target take 5 bytes, in lists about 48.
             usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
     count, dropped = len(conversations), len(conversations) - len(usable)
-    if len(usable) < 2 and dropped:
+    if len(usable) < least and dropped:
         raise UserError(
-            f"{dropped:,} of {count:,} samples do not fit in --seq-len {seq_len}, and at least two "
-            f"must: the longest takes {longest:,} tokens; give a longer --seq-len"
+            f"{dropped:,} of {count:,} samples do not fit in --seq-len {seq_len}, and at least "
+            f"{least} must: the longest takes {longest:,} tokens; give a longer --seq-len"
         )
-    if len(usable) < 2:
+    if len(usable) < least:
         raise UserError(f"{' '.join(data)} holds one sample: give two or more, one is held out")
     counts = {"truncated": truncated, "dropped": dropped}
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)
