@@ -128,7 +128,7 @@ class Normalized(torch.autograd.Function):
         product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
         weight_grad = None
         if ctx.needs_input_grad[1]:  # the weight is not frozen
-            weight_grad = product.reshape(-1, len(weight)).sum(0).type_as(weight)
+            weight_grad = product.sum(tuple(range(product.ndim - 1))).type_as(weight)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
         x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
         return x_grad.type_as(saved), weight_grad, None
@@ -170,7 +170,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate) * up  # in place, torch 2.11's compiler would lose the gradient
 
     @staticmethod
     def backward(ctx, grad):
