@@ -62,7 +62,8 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
         blocks = rows.float().unflatten(1, (-1, BLOCK))  # [rows, in / 64, 64]
         largest = blocks.abs().amax(-1)
         # These views fill row_scale and weight. A row of zeros has a scale too: 0 / scale is 0.
-        scale.copy_(largest.amax(1, keepdim=True) / 255).clamp_(min=1e-30)
+        # A product, since a GPU divides by a number with another rounding than a CPU.
+        scale.copy_(largest.amax(1, keepdim=True) * (1 / 255)).clamp_(min=1e-30)
         packed[..., 0] = (largest / scale).round().clamp(1, 255)
         blocks = blocks / (packed[..., :1] * scale[..., None])
         codes = torch.bucketize(blocks, middles, out_int32=True)

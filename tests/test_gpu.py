@@ -3,6 +3,7 @@
 One process goes the same way there as any number of them. With GPU_TESTS_ON_CPU=1 in front, the
 command runs on a CPU what can run there, to try the tests themselves."""
 
+import gc
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, metrics, start, step_of, wait_for_lines
+from conftest import finish, metrics, start, step_of, succeed, wait_for_lines
 from test_documents import random_positions
 from test_train import flags
 
@@ -22,7 +23,7 @@ import model as model_py
 from costs.memory import predict_memory
 from generate import generate
 from lora import LoRA
-from model import LlamaConfig, sum_of_losses
+from model import LlamaConfig, rope_angles, sum_of_losses
 from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
@@ -46,6 +47,16 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 SMALL = LlamaConfig(256, 3, 4, 2, 512, vocab_size=1000)
 LOW = torch.bfloat16
 ADAPTERS = LoRA(8, alpha=32)
+
+
+def angles_on_the_cpu(config, positions) -> tuple[torch.Tensor, torch.Tensor]:
+    """rope_angles: those of a GPU differ in the last bit of float32, also beside float64."""
+    return tuple(angles.to(positions.device) for angles in rope_angles(config, positions.cpu()))
+
+
+@pytest.fixture
+def same_angles(monkeypatch):
+    monkeypatch.setattr(model_py, "rope_angles", angles_on_the_cpu)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +167,7 @@ EXACT = pytest.mark.parametrize(
 @EXACT
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", SPLITS)
-def test_gradients_are_those_of_the_cpu(process, name, packed, dtype, tolerance):
+def test_gradients_are_those_of_the_cpu(process, same_angles, name, packed, dtype, tolerance):
     compare(process, SPLITS[name], dtype, tolerance, packed)
 
 
@@ -167,7 +178,7 @@ def test_compiled_gradients_are_those_of_the_cpu(process, name):
 
 @EXACT
 @pytest.mark.parametrize("parallel", [{}, dict(dp="fsdp", reshard="adapters")])
-def test_adapters_have_the_gradients_of_the_cpu(process, parallel, dtype, tolerance):
+def test_adapters_have_the_gradients_of_the_cpu(process, same_angles, parallel, dtype, tolerance):
     compare(process, parallel, dtype, tolerance, lora=ADAPTERS)
 
 
@@ -179,7 +190,7 @@ def test_bfloat16_is_close_to_float64(process, name, packed, lora):
     compare(process, (SPLITS | COMPILED)[name], LOW, 0.05, packed, lora)
 
 
-def test_tensor_parallelism_of_one_rank(process):
+def test_tensor_parallelism_of_one_rank(process, same_angles):
     model, _, world = built(process, SMALL, values=weights_of(SMALL), dtype=torch.float64)
     model.loss = sum_of_losses  # parallelize has replaced it, since a mesh of one has no tp
     tensor_parallel(model, world.mesh["tp"])
@@ -204,8 +215,10 @@ def test_packed_documents_need_no_mask(process, monkeypatch):
 
 def test_offloaded_activations_change_no_bit_and_leave_the_gpu(process):
     config = LlamaConfig(512, 10, 8, 4, 1536, vocab_size=1000)
-    batch = batch_of(2, 1024 if ON_GPU else 32, True, config)
     for options in (dict(dtype=LOW), dict(dtype=LOW, dp="fsdp", checkpointing="full")):
+        full = "checkpointing" in options
+        rows = 128 if full and ON_GPU else 2  # inputs that take more than the gradients to come
+        batch = batch_of(rows, 1024 if ON_GPU else 32, True, config)
         found, peaks = [], []
         for offload in (False, True):
             model, runner, world = built(
@@ -214,14 +227,13 @@ def test_offloaded_activations_change_no_bit_and_leave_the_gpu(process):
             if ON_GPU:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            found.append(gradients(model, runner, batch, world))
+            found.append(gradients(model, runner, batch, world, rows))
             peaks.append(torch.cuda.max_memory_allocated() - before if ON_GPU else 0)
         for name, value in found[0].items():
             assert torch.equal(found[1][name], value), (options, name)
         if ON_GPU:
-            full = options.get("checkpointing") == "full"
             saved = 2 * 512 if full else 2 * (7 * 512 + 2 * 256 + 3 * 1536)  # bytes a token
-            assert peaks[0] - peaks[1] > 0.7 * 8 * 2 * 1024 * saved, options
+            assert peaks[0] - peaks[1] > 0.7 * 8 * rows * 1024 * saved, (options, peaks)
 
 
 BIG = LlamaConfig(1024, 8, 16, 4, 4096, vocab_size=32_000)
@@ -252,7 +264,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     parallel = ParallelConfig(**options)
     model = build_on_meta(BIG, lora)
     predicted = predict_memory(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
-    torch.cuda.empty_cache()
+    gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
     moments = parallel.moments
     args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
@@ -270,19 +282,21 @@ def test_memory_is_predicted_within_a_tenth(process, name):
 
 
 @needs_gpu
-def test_out_of_memory_is_told_with_flags_that_fit(corpus, tmp_path):
+def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(60_000)))
+    succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
     given = dict(model="llama3.2-3b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
     given = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    given += ["--data", str(corpus), "--no-compile", "--eval-every=0", "--save-every=0"]
+    given += ["--no-compile", "--eval-every=0", "--save-every=0", "--data", tmp_path / "tokens"]
     result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)
     assert result.code == 2 and result.err.count("error: ") == 1, result.err
     line = result.err[result.err.index("error: out of memory on a GPU of") :]
     suggested = line.split(", and with ")[1].split()
     suggested = suggested[: next(i for i, word in enumerate(suggested) if word[0].isdigit() and
                                  suggested[i - 1] != "--microbatch")]  # fmt: skip
-    result = finish(
-        start("train.py", *given, *suggested, "--batch=2", "--out", tmp_path / "again"), timeout=300
-    )
+    again = start("train.py", *given, *suggested, "--out", tmp_path / "again")
+    result = finish(again, timeout=300)
     assert result.code == 0, (suggested, result.err)
 
 
@@ -333,7 +347,7 @@ def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
                     update(optimizer, loss, batch, 1.0, world, step=1)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits.append([str(w.message) for w in caught if "synchroniz" in str(w.message)])
+        waits.append([str(w.message) for w in caught if "called a synchronizing" in str(w.message)])
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert [len(messages) for messages in waits] == [0, 1], waits
 
