@@ -13,14 +13,14 @@ from techniques.float8 import recipes_of
 # docs/calibrate.py, whose table docs/measured.md has.
 REACHED = {
     "products a100": 0.723,
-    "products h100": 0.56,
-    "products b200": 0.448,
+    "products h100": 0.574,
+    "products b200": 0.45,
     "attention a100": 0.34,
-    "attention h100": 0.213,
-    "attention b200": 0.444,
-    "attention h100 cudnn": 0.305,
-    "500 of 700 W": 0.853,  # the share of both that an H100 with 500 W keeps
-    "node link": 0.396,
+    "attention h100": 0.21,
+    "attention b200": 0.442,
+    "attention h100 cudnn": 0.315,
+    "500 of 700 W": 0.848,  # the share of both that an H100 with 500 W keeps
+    "node link": 0.387,
 }
 
 # Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
@@ -110,7 +110,7 @@ def assumed_machine(
     gpu: str, link: str, per_node: int, kernel: str = "", reached: dict[str, float] = REACHED
 ) -> Machine:
     """Return the machine that --gpu and --link describe by a name or by numbers, whose attention is
-    computed by a `kernel`: "cudnn", or "" for flash.
+    computed by a `kernel`: "cudnn" (which H100s take for rows without documents), or "" for flash.
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
@@ -123,7 +123,7 @@ def assumed_machine(
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
             f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
         )
-    attention = f"attention {row.like} {kernel}".rstrip()
+    attention = f"attention {row.like} {kernel}"
     powered = reached.get(row.power, 1.0)
     return Machine(
         gpu,
@@ -132,7 +132,7 @@ def assumed_machine(
         bandwidth=row.bandwidth * 1e9,
         node_link=row.node_link * 1e9 * reached["node link"],
         matmul_fraction=reached[f"products {row.like}"] * powered,
-        attention_fraction=reached[attention] * powered,
+        attention_fraction=reached.get(attention, reached[f"attention {row.like}"]) * powered,
         link=link_speed(link),
         per_node=per_node,
         recipes=recipes_of(row.capability),

@@ -104,7 +104,7 @@ ORDER = """
 step 1b-4096, step 3b-4096, step 8b-4096, step 8b-2x4096, step 8b-4x4096, lora 8b-4096,
 peers 1b-4096, step 8b-8192, step 1b-8192,
 largest-full 1b-4096, largest-full 8b-4096, largest-none 1b-4096, largest-none 8b-4096,
-float8 8b-8192, float8 1b-8192, lora-nf4 8b-4096, lora-dora 8b-4096, lora 8b-8192, lora 1b-4096,
+float8 8b-2x4096, float8 1b-8192, lora-nf4 8b-4096, lora-dora 8b-4096, lora 8b-8192, lora 1b-4096,
 lora 1b-8192, peers 1b-8192,
 largest-full 1b-8192, largest-full 8b-8192, largest-none 1b-8192, largest-none 8b-8192
 """

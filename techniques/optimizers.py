@@ -239,14 +239,12 @@ class BFloat16AdamW(torch.optim.Optimizer):
         written = parameter, state["exp_avg"], state["exp_avg_sq"]
         weight, mean, square = (to_local(tensor).view(-1) for tensor in written)
         gradient = to_local(parameter.grad).reshape(-1)
-        if not len(weight):  # of fewer rows than ranks: no kernel runs over no elements
-            return
         # Numbers that change in every step: tensors, so that nothing is compiled anew, and on the
         # CPU, where reading them waits for nothing.
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
         keep = torch.full_like(step, 1 - lr * group["weight_decay"])
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
-        compiled = has_triton(weight.device)
+        compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 has no kernel for 1
         update = make_update(beta1, beta2, group["eps"], compiled)
         size = len(weight) if compiled else ELEMENTS_AT_A_TIME
         for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):

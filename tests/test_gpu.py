@@ -286,7 +286,7 @@ def test_out_of_memory_is_told_with_flags_that_fit(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(60_000)))
     succeed("data.py", "tokenize", text, "--tokenizer", "bytes", "--out", tmp_path / "tokens")
-    given = dict(model="llama3.2-3b", batch=16, seq_len=8192, dtype="bfloat16", steps=2, lr=1e-4)
+    given = dict(model="llama3.2-1b", batch=32, seq_len=8192, dtype="bfloat16", steps=1, lr=1e-4)
     given = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     given += ["--no-compile", "--eval-every=0", "--save-every=0", "--data", tmp_path / "tokens"]
     result = finish(start("train.py", *given, "--out", tmp_path / "out"), timeout=200)

@@ -56,7 +56,7 @@ def test_answers_about_a_run(tmp_path):
     seconds = 1e12 / (16 * float(speed.replace(",", ""))) / (float(share) / 100)
     assert days == pytest.approx(seconds / 86400, rel=0.01)
     assert "one of 2 fails every 500.0 h" in out
-    assert re.search(r"with links half as fast \+\d+%, with attention at 0.35 of the peak -\d", out)
+    assert re.search(r"with links half as fast \+\d+%, with attention at 0.5 of the peak -\d", out)
     rows = [line for line in out.splitlines() if "llama3_h100_202412" in line]
     assert rows and all(re.search(r"[+-]\d+% \|$", row) for row in rows)
     succeed("bench.py", "plan", "--model", "llama3.2-1b", "--gpus", 4, "--plot", picture)
