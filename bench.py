@@ -55,13 +55,7 @@ from perf.plan import Question, plan_cluster
 from perf.questions import Run, best_batch
 from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
-from plumbing.parser import (
-    Parser,
-    nonnegative_float,
-    nonnegative_int,
-    positive_float,
-    positive_int,
-)
+from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from runs.flags import (
     add_finetuning_flags,
@@ -212,8 +206,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=batch_sizes, metavar="N|LEAST:MOST|auto",
                         help="sequences per step, over all GPUs (default: 2 per GPU); or the best "
                              "of LEAST, twice as many, and so on to MOST; auto: 1 to 16 per GPU")
-    parser.add_argument("--seq-len", type=positive_int,
-                        help="tokens per sequence (default: 8192)")
+    parser.add_argument("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
     parser.add_argument("--document-length", type=nonnegative_int, default=0,
                         help="tokens per document, where a sequence holds several and attention "
                              "stays within them; 0 for whole sequences (default: %(default)s)")
@@ -356,8 +349,7 @@ def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> s
 
 
 def step_lora(args: argparse.Namespace) -> str:
-    prepare = finetune_lora.prepare
-    return step(finetune_lora.complete(args), lambda *given: prepare(*given)[0])
+    return step(finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0])
 
 
 def equal(args: argparse.Namespace) -> str:
@@ -421,9 +413,7 @@ def plan(args: argparse.Namespace) -> str:
         what = machine, args.gpus, wanted, adapters, base_bits
         questions.append(Question(args.model, Work(*given), *what))
         least *= 2
-    question, told = questions[0], ""
-    if len(questions) > 1:
-        question, told = best_batch(questions)
+    question, told = best_batch(questions) if len(questions) > 1 else (questions[0], "")
     run = Run(args.tokens, args.dollars, args.mtbf, args.save_seconds, args.restart_seconds)
     asked = args.top, args.json, args.plot, args.check, args.evidence
     return "\n".join(filter(None, [told, plan_cluster(question, run, *asked)]))
@@ -448,15 +438,13 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=raw)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():
         add_flags(subparsers.add_parser(name))
     args = parser.parse_args()
     _, measure = COMMANDS[args.command]
-    output = measure(args)
-    print_rank_zero(output)
+    print_rank_zero(measure(args))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ generate.py also accept a model directory of Meta or Hugging Face (files/formats
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
+import contextlib
 import os
 import shutil
 import sys
@@ -97,7 +98,7 @@ def lock_run(out: Path, resume: bool = False) -> Path | None:
     return newest
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager):
     """Saves the checkpoints of a run, one at a time, and optionally in the background.
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
@@ -132,9 +133,6 @@ class Saver:
         self._check()
         if checkpoints(out):
             note_checkpoint(checkpoints(out)[-1].name)
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, *_) -> None:
         self.wait()
@@ -385,7 +383,7 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
     loaded = load_tokenizer(tokenizer) if tokenizer else _tokenizer_of(metadata)
     if loaded:
         check_tokenizer(metadata, loaded)
-    write_checkpoint(target, config, stored, loaded, {"init": str(source.resolve())})
+    write_checkpoint(target, config, stored, loaded, init=str(source.resolve()))
 
 
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
@@ -393,16 +391,12 @@ def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) 
     config, stored = open_weights(base)
     merged = Merged(stored, adapter, config)
     flags = dict(init=str(base.resolve()), adapter=adapter.name)
-    write_checkpoint(target, config, merged.weights, tokenizer, flags)
+    write_checkpoint(target, config, merged.weights, tokenizer, **flags)
     print(merged.describe())
 
 
 def write_checkpoint(
-    target: Path,
-    config: LlamaConfig,
-    stored: Weights,
-    tokenizer: Tokenizer | None,
-    flags: dict | None = None,
+    target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None, **flags
 ) -> None:
     """Write a checkpoint of step 0 without an optimizer, from one process.
 
@@ -411,7 +405,7 @@ def write_checkpoint(
     with new_directory(target) as temporary:
         save_stored_tensors(stored, temporary / "weights")
         digests = checksums(temporary, (temporary / "weights").glob("__*"))
-        metadata = {"model": asdict(config), "step": 0, "flags": flags or {}}
+        metadata = {"model": asdict(config), "step": 0, "flags": flags}
         complete(temporary, metadata, tokenizer, digests)
 
 
@@ -489,8 +483,7 @@ def main() -> None:
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":
         source = find_checkpoint(args.source)
-        tokenizer = _tokenizer_of(read_config(source))
-        merge(source, find_adapter(args.adapter), args.target, tokenizer)
+        merge(source, find_adapter(args.adapter), args.target, _tokenizer_of(read_config(source)))
     else:
         dtype = args.dtype and getattr(torch, args.dtype, args.dtype)
         export_weights(args.source, args.target, args.format, dtype)

@@ -178,8 +178,7 @@ def cached_token_files(files: list[Path], tokenizer: Tokenizer, reading: Reading
     for path in files:
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
-    directory = CACHE / f"tokens-{key.hexdigest()[:16]}"
-    if not directory.exists():
+    if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
         tokenize(files, tokenizer, directory, replace(reading, left_out=[]))
     return directory
 
@@ -193,8 +192,7 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
     if not any(found):
         return [(data, 1)]
     if not all(found) or not all(float(match[2]) for match in found):
-        given = " ".join(data)
-        raise UserError(f"--data {given}: give a weight to each source, as in a=0.7 b=0.3")
+        raise UserError(f"--data {' '.join(data)}: give a weight to each source, as in a=0.7 b=0.3")
     total = sum(float(match[2]) for match in found)
     return [([m[1]], max(1, round(ROUND * float(m[2]) / total))) for m in found]
 
@@ -219,8 +217,7 @@ def find_token_files(data: list[str]) -> list[Path]:
 def tokenizer_of_token_files(data: list[str]) -> str | None:
     """Return the name or path of the tokenizer that the token files in --data were made with, for
     load_tokenizer; None if --data is text. Raise UserError if they have no data.json."""
-    files = find_token_files(paths_of(data))
-    if not files:
+    if not (files := find_token_files(paths_of(data))):
         return None
     directory = files[0].parent
     metadata = directory / "data.json"
@@ -298,10 +295,8 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 
     Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
     projects, are not checked."""
-    paths = find_token_files(data)
-    if not paths:
-        directory = cached_token_files(find_files(data), tokenizer, reading)
-        paths = sorted(directory.glob("*.bin"))
+    if not (paths := find_token_files(data)):
+        paths = sorted(cached_token_files(find_files(data), tokenizer, reading).glob("*.bin"))
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
@@ -354,8 +349,7 @@ def open_windows(
             train[-1], val = train[-1][:border], [train[-1][border:]]
         splits = {"training": train} if val_data else {"training": train, "validation": val}
         for split, files in splits.items():
-            longest = max(map(len, files), default=0)
-            if longest <= seq_len:
+            if (longest := max(map(len, files), default=0)) <= seq_len:
                 raise UserError(
                     f"the {split} part of {' '.join(source)} is too short: --seq-len {seq_len} "
                     f"needs {seq_len + 1} consecutive tokens, it has {longest}; give more text, or "

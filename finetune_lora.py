@@ -83,8 +83,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     check_training_flags(args, base["model"], process)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
-    load = partial(load_tokenizer, choose_tokenizer(args, base))
-    tokenizer = process.local_rank_zero_first(load)
+    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, choose_tokenizer(args, base)))
     checkpoint.check_tokenizer(base, tokenizer)
     if process.rank == 0:
         note_unseen_end(args.init, tokenizer)
@@ -155,11 +154,9 @@ def sample_answers(
     said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
     true = [tokenizer.encode(text) for text in true_answers]
     who, lines = f"after {step} steps" if step else "base model", []
-    for prompt, answer, true_answer in list(zip(prompts, answers, true_answers))[:SHOWN]:
+    for prompt, answer, truth in list(zip(prompts, answers, true_answers))[:SHOWN]:
         shown = "" if step else tokenizer.decode(prompt)
-        lines.append(
-            f"{shown}--- {who}: {tokenizer.decode(answer)}\n--- true answer: {true_answer}"
-        )
+        lines += [f"{shown}--- {who}: {tokenizer.decode(answer)}", f"--- true answer: {truth}"]
     common = [(Counter(a) & Counter(b)).total() for a, b in zip(said, true)]
     pairs = zip(common, said, true)
     overlap = statistics.mean(2 * n / max(1, len(a) + len(b)) for n, a, b in pairs)

@@ -62,8 +62,7 @@ def mean(values: list) -> float | None:
 def read_run(directory: Path) -> dict:
     """Return what the page shows of a run: its flags, what else config.json says of it, curves of
     at most POINTS points, and its evaluations."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
+    if not (path := directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is no run of train.py: it has no metrics.jsonl")
     rows = read_lines(path)
     try:

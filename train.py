@@ -231,10 +231,8 @@ def train(
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, tokenizer, done)
     best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
-    if args.keep_best:
-        world.broadcast_from_rank_zero(
-            lambda: new_link(args.out, "best").unlink()
-        )  # may be refused
+    if args.keep_best:  # refused now where the disk has no links
+        world.broadcast_from_rank_zero(lambda: new_link(args.out, "best").unlink())
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):

@@ -146,8 +146,7 @@ def link_speed(text: str) -> float:
     if text.lower() in LINKS:
         return LINKS[text.lower()]
     units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9, "Mb": 1e6 / 8, "Gb": 1e9 / 8}
-    match = re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)
-    if not match:
+    if not (match := re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)):
         raise UserError(
             f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
             f"as 400gbit or 50GB"

@@ -24,13 +24,7 @@ from costs.traffic import (
 )
 from costs.work import Work
 from parallel import STRATEGIES, ParallelConfig, World
-from plumbing.processes import (
-    Process,
-    UserError,
-    memory_of_others,
-    print_rank_zero,
-    with_progress,
-)
+from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero, with_progress
 from techniques import nf4
 from techniques.schedules import has_w
 
@@ -184,22 +178,17 @@ def what_would_fit(work: Work, process: Process) -> str:
             flags.append(f"--{name} {getattr(new, name)}")
     flags += ["--offload-activations"] * (new.offload_activations > parallel.offload_activations)
     flags += [f"--microbatch {found.microbatch}"] * (found.microbatch != work.microbatch)
-    peak = predict_memory(found)["peak"]
-    return (
-        f"a step is predicted to need {needed / 1e9:.3g} GB, and with {' '.join(flags)} "
-        f"{peak / 1e9:.3g}"
-    )
+    told = f"a step is predicted to need {needed / 1e9:.3g} GB, and with {' '.join(flags)}"
+    return f"{told} {predict_memory(found)['peak'] / 1e9:.3g}"
 
 
 def fits_unsharded(work: Work, world: World) -> bool:
     """Return whether every rank has room for all weights beside what it holds between steps; where
     FSDP has to gather them for each token of a sample, print what that sends."""
     parallel = world.parallel
-    nbytes = max(
-        sum(p.numel() * bytes_each(p, parallel.weight_bytes) for p in part.parameters())
-        // parallel.tp
-        for part in parts_of(work.model, parallel)
-    )
+    w, parts = parallel.weight_bytes, parts_of(work.model, parallel)
+    of_parts = (sum(p.numel() * bytes_each(p, w) for p in part.parameters()) for part in parts)
+    nbytes = max(of_parts) // parallel.tp
     held = predict_memory(work)
     room = world.minimum(usable_memory(world.device, world.per_node))
     there_is_room = nbytes + held["parameters"] + held["optimizer"] < room
@@ -303,9 +292,8 @@ def every_plan(
     in_4_bits = any(not parameter.is_floating_point() for parameter in work.model.parameters())
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
     blocks = nf4.BLOCK if in_4_bits else 1  # that tp cuts between
-    tp_sizes = divisors(
-        math.gcd(gpus, config.n_kv_heads, config.dim // blocks, config.ffn_dim // blocks)
-    )
+    largest = math.gcd(gpus, config.n_kv_heads, config.dim // blocks, config.ffn_dim // blocks)
+    tp_sizes = divisors(largest)
     for tp, pp in with_progress(list(itertools.product(tp_sizes, divisors(gpus))), "plans"):
         data_ranks, rest = divmod(gpus, tp * pp)
         if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):

@@ -161,9 +161,7 @@ def compute_time(
     block = 2 * (2 * D * (q_dim + kv_dim) + 3 * D * F)
     attention = 2 * seq_len * q_dim  # scores and weighted sums, over half of the square
     output = 2 * D * V * has_output
-    selective = (
-        2 * D * (q_dim + kv_dim + F)
-    )  # wq, wv and w1: parallel.py's recompute saves the others
+    selective = 2 * D * (q_dim + kv_dim + F)  # wq, wv and w1: recompute.py saves the others
     block_again = {"none": 0, "selective": selective, "full": block}[checkpointing]
     attention_again = attention if checkpointing == "full" else 0
 
@@ -307,9 +305,8 @@ def beside_messages(
         return 0.0
     n, layers = parallel.tp, config.n_layers // parallel.pp
     flops = 3 * 2 * (2 * config.dim**2 + 2 * config.dim * config.ffn_dim) * layers
-    rate = (
-        machine.peak * machine.matmul_fraction * (1 if parallel.float8 == "none" else FLOAT8_GAIN)
-    )
+    gain = 1 if parallel.float8 == "none" else FLOAT8_GAIN
+    rate = machine.peak * machine.matmul_fraction * gain
     return (n - 1) / n * flops * tokens / n / rate
 
 

@@ -125,8 +125,7 @@ def _zero1(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterato
 def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator[tuple]:
     g, w, m, reshard = parallel.grad_bytes, parallel.weight_bytes, microbatches, parallel.reshard
     root_uses = m if parallel.pp == 1 else 1  # it stays unsharded until backward, or the last one
-    units = sizes_of(model, parallel, parallel.shard)
-    for unit, (frozen_bytes, trainable) in units.items():
+    for unit, (frozen_bytes, trainable) in sizes_of(model, parallel, parallel.shard).items():
         n, uses = (1, root_uses) if unit == "root" else (len(model.layers), 2 * m)
         gathered = trainable * w + (0 if reshard == "adapters" else frozen_bytes)
         yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered
@@ -398,8 +397,5 @@ def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
         f"{nbytes / 1e6:,.2f} MB by {calls} {collective} over {dim}"
         for (dim, collective), (calls, nbytes) in largest_first
     )
-    return (
-        f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
-        if payload
-        else "nothing"
-    )
+    sent = f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
+    return sent if payload else "nothing"

@@ -60,10 +60,8 @@ def check_names(model: Llama) -> None:
         try:
             peft_name(name)
         except UserError as error:
-            target = name.split(".")[-2]
-            raise UserError(
-                f"{error}, so no file holds its adapter: leave {target} out of --targets"
-            )
+            advice = f"leave {name.split('.')[-2]} out of --targets"
+            raise UserError(f"{error}, so no file holds its adapter: {advice}")
 
 
 def _peft_target(target: str) -> str:
@@ -151,8 +149,7 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
             f"{directory} adapts lm_head: here LoRA works only on the seven matrices of a block, "
             f"{', '.join(targets)}"
         )
-    missing = (listed & targets.keys()) - in_file
-    if missing or not in_file:
+    if (missing := (listed & targets.keys()) - in_file) or not in_file:
         raise UserError(f"{file} has no factors for {', '.join(sorted(missing)) or 'any matrix'}")
     dropout = content.get("lora_dropout")
     lora = LoRA(
@@ -176,9 +173,8 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
 def metadata_file(directory: Path) -> Path:
     """Return the file with the metadata of a checkpoint: run.json beside an adapter, where
     transformers would take config.json for a model's. Old checkpoints have the latter."""
-    path = directory / "run.json"
     has_old_name = not is_adapter(directory) or (directory / "config.json").is_file()
-    return directory / "config.json" if has_old_name else path
+    return directory / ("config.json" if has_old_name else "run.json")
 
 
 def bits_of_base(directory: Path) -> int:

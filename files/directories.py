@@ -113,8 +113,7 @@ def read_config(directory: Path) -> dict:
     except (TypeError, ValueError) as error:
         raise UserError(f"{directory} was saved with another model.py: {error}")
     if "logits" in content:
-        logits = content["logits"]
-        warn_of_other_code(directory, logits and tuple(logits))
+        warn_of_other_code(directory, content["logits"] and tuple(content["logits"]))
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
         metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
@@ -263,10 +262,9 @@ def newest_undamaged(newest: Path) -> Path:
     another name, and a warning. All ranks call it together, and each reads a share of the files.
 
     Raises UserError if all are damaged."""
-    problems = [""] * dist.get_world_size()
+    mine, problems = "", [""] * dist.get_world_size()
     try:
         verify(newest, "")
-        mine = ""
     except UserError as error:
         mine = str(error)
     meet()
@@ -361,20 +359,15 @@ class _LoadWithProgress(dcp.DefaultLoadPlanner):
 
 
 def save_stored_tensors(stored: Weights, directory: Path) -> None:
-    """Write weights/ from one process, which holds one tensor at a time."""
+    """Write weights/ from one process, which holds one tensor at a time: DCP plans with tensors on
+    `meta`, and each is read only when DCP writes it."""
+
+    class ReadWhenWritten(dcp.DefaultSavePlanner):
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return stored[index.fqn].read()
+
     on_meta = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in stored.items()}
-    dcp.save(on_meta, checkpoint_id=directory, planner=_ReadWhenWritten(stored), no_dist=True)
-
-
-class _ReadWhenWritten(dcp.DefaultSavePlanner):
-    """Lets DCP plan with tensors on `meta`, and reads each one only when DCP writes it."""
-
-    def __init__(self, stored: Weights):
-        super().__init__()
-        self.stored = stored
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.stored[index.fqn].read()
+    dcp.save(on_meta, checkpoint_id=directory, planner=ReadWhenWritten(), no_dist=True)
 
 
 def failure_reason(error: OSError | CheckpointException) -> str:
@@ -443,13 +436,21 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 def remove_old(newest: Path, keep: int, is_best: bool) -> None:
     """Let OUT/best link to the newest checkpoint if it is the best so far. With `keep`, remove all
-    but so many of the newest, and the best."""
+    but so many of the newest, and the best. Print a warning where that fails.
+
+    They are first renamed to hidden names, since half of one must not look complete. Some disks
+    refuse to remove files that are being read; the next run removes what is left (lock_run)."""
     link = newest.with_name("best")
     if is_best:
         os.replace(new_link(newest.parent, newest.name), link)
     for old in checkpoints(newest.parent)[: -keep or 0]:
-        if old.name != link.resolve().name:
-            remove_checkpoint(old)
+        hidden = old.with_name(f".{old.name}")
+        try:
+            if old.name != link.resolve().name:
+                os.rename(old, hidden)
+                shutil.rmtree(hidden)
+        except OSError as error:
+            print(f"warning: {old} is not removed: {error}", file=sys.stderr)
 
 
 def new_link(out: Path, name: str) -> Path:
@@ -462,19 +463,6 @@ def new_link(out: Path, name: str) -> Path:
         reason = f"{error.strerror}, and {out / 'best'} would be a symbolic link"
         raise UserError(f"{reason}: leave out --keep-best, or give --out on another disk")
     return link
-
-
-def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, or print a warning where that fails.
-
-    It is first renamed to a hidden name, since half of one must not look complete. Some disks
-    refuse to remove files that are being read; the next run removes what is left (lock_run)."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}")
-    try:
-        os.rename(checkpoint, hidden)
-        shutil.rmtree(hidden)
-    except OSError as error:
-        print(f"warning: {checkpoint} is not removed: {error}", file=sys.stderr)
 
 
 def sync(*paths: Path) -> None:

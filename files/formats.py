@@ -146,11 +146,8 @@ class JsonFile(dict):
         """Return a value from this file, converted to `kind`: bool, int or float.
 
         Raises UserError for another type, and for a number not above 0 and below `limit`."""
-        if kind is bool:
-            valid = type(value) is bool
-        else:
-            valid = type(value) in (kind, int) and 0 < value < limit
-        if not valid:
+        in_range = type(value) in (kind, int) and 0 < value < limit
+        if not (type(value) is bool if kind is bool else in_range):
             raise UserError(f"{self.path} is damaged: {name} cannot be {value!r:.50}")
         return kind(value)
 
@@ -234,8 +231,7 @@ def hf_config(directory: Path) -> LlamaConfig:
 def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     """Open a directory that transformers' save_pretrained has written."""
     config = hf_config(directory)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
+    if (index := directory / "model.safetensors.index.json").exists():
         weight_map = JsonFile(index)["weight_map"]
         named = weight_map.values() if isinstance(weight_map, dict) else [None]
         if any(Path(str(file)).name != file for file in named):
@@ -412,11 +408,8 @@ def save_meta(directory: Path, config: LlamaConfig, weights: Weights) -> None:
     tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
     torch.save(tensors, directory / "consolidated.00.pth")
     params = {name: getattr(config, name) for name in META_FIELDS}
-    params |= {
-        "vocab_size": config.vocab_size,
-        "ffn_dim_multiplier": config.ffn_dim / int(8 * config.dim / 3),
-        "multiple_of": config.ffn_dim,
-    }
+    params |= {"vocab_size": config.vocab_size, "multiple_of": config.ffn_dim}
+    params["ffn_dim_multiplier"] = config.ffn_dim / int(8 * config.dim / 3)
     if config.rope_scaling != 1.0:
         params["use_scaled_rope"] = True
     if config.rope_scaling not in (1.0, 32.0 if config.tie_embeddings else 8.0):

@@ -152,8 +152,7 @@ def encoded(tensor: Tensor, dtype: DType) -> bytes:
         return tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     blocks = tensor.float().reshape(-1, BLOCK).numpy()
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
-    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    scaled = blocks * inverse
+    scaled = blocks * np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     rounded = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled).astype(np.int8)
     return np.hstack([scale.astype("<f2").view(np.int8), rounded]).tobytes()
 

@@ -14,17 +14,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     the optimizer updates slices of the model's parameters. Settings, such as weight decay, are not
     saved: a resumed run takes them from its flags. Raises UserError for an optimizer with any other
     state, which a checkpoint would not hold."""
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
+
+    def refuse(reason: str):
+        raise UserError(f"{type(optimizer).__name__} cannot be saved: {reason}")
+
+    groups = optimizer.param_groups
     if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-        raise UserError(
-            f"{kind} cannot be saved: its state is in another optimizer that it wraps; --dp zero1 "
-            f"shards AdamW's state"
-        )
+        refuse("its state is in another optimizer that it wraps; --dp zero1 shards AdamW's state")
     if not all("param_names" in group for group in groups):
-        raise UserError(
-            f"{kind} cannot be saved: its parameters have no names; make it of "
-            f"optimizer_parameters(model).items()"
-        )
+        refuse("its parameters have no names; make it of optimizer_parameters(model).items()")
     if not optimizer.state:
         create_state(optimizer)
     named = {
@@ -34,12 +32,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     if len(named) < sum(map(len, optimizer.state.values())):
-        raise UserError(f"{kind} cannot be saved: keep all its state in state[parameter]")
+        refuse("keep all its state in state[parameter]")
     for name, value in named.items():
         if not isinstance(value, Tensor):
-            raise UserError(
-                f"{kind} cannot be saved: its {name} is {value!r:.60}; keep it as a tensor"
-            )
+            refuse(f"its {name} is {value!r:.60}; keep it as a tensor")
     return named
 
 

@@ -103,8 +103,7 @@ def open_safetensors(path: Path) -> Weights:
         begin, end = offsets
         if begin + math.prod(shape) * DTYPES[dtype].itemsize != end:
             refuse(f"{name!r} of shape {shape} in {dtype} does not fill {offsets}")
-        position = 8 + length + begin
-        read = partial(_map, path, file_size, position, DTYPES[dtype], tuple(shape))
+        read = partial(_map, path, file_size, 8 + length + begin, DTYPES[dtype], tuple(shape))
         tensors[name] = StoredTensor(DTYPES[dtype], tuple(shape), read)
         ranges.append((begin, end))
     data_end = 0
@@ -159,15 +158,11 @@ def save_safetensors(path: Path, tensors: Weights, metadata: dict[str, str]) -> 
     header, end = {"__metadata__": metadata}, 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": dtype_names[tensors[name].dtype],
-            "shape": tensors[name].shape,
-            "data_offsets": (begin, end),
-        }
+        dtype, shape = dtype_names[tensors[name].dtype], tensors[name].shape
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned, too
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            flat = tensors[name].read().contiguous().view(-1)
-            file.write(flat.view(torch.uint8).numpy())
+            file.write(tensors[name].read().contiguous().view(-1).view(torch.uint8).numpy())

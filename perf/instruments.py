@@ -39,13 +39,7 @@ from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
 from plumbing.parser import Parser
-from plumbing.processes import (
-    Process,
-    UserError,
-    init_distributed,
-    is_rank_zero,
-    with_progress,
-)
+from plumbing.processes import Process, UserError, init_distributed, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
 from runs.records import write_atomically

@@ -25,15 +25,12 @@ def use_flash_attention_3(device: torch.device) -> bool:
     """Compute attention by FlashAttention 3 where its package is installed and the GPU is a Hopper,
     for which it was written; return whether it is. Without it, packed documents have the kernel of
     FlashAttention 2."""
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if device.type != "cuda" or torch.version.hip or not activate:
-        return False
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return False
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    activate("FA3")
-    return True
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    is_hopper = is_nvidia and torch.cuda.get_device_capability(device)[0] == 9
+    uses_it = is_hopper and importlib.util.find_spec("flash_attn_interface") is not None
+    if uses_it:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    return uses_it
 
 
 def use_gpu(gpu: int) -> None:

@@ -20,7 +20,7 @@ _left_to_thread = threading.Event()
 _received: list[int] = []  # by signals_collected
 _started = time.monotonic()
 # What asks a run to save and end: Ctrl-C, torchrun, a closed terminal, Slurm, and the time limit.
-SAVING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGALRM")
+SAVING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM
 
 
 def end(code: int, message: str, show: bool) -> None:
@@ -69,9 +69,8 @@ def signals_collected(time_limit: float = 0) -> Iterator[list[int]]:
     `with` block. A second SIGINT ends it after all. `time_limit`, in seconds since this process
     has started, sends SIGALRM; 0 is none."""
     _received.clear()
-    numbers = [getattr(signal, name) for name in SAVING_SIGNALS]
-    ignored = {n for n in numbers if signal.getsignal(n) is signal.SIG_IGN}  # as by nohup
-    before = {n: signal.signal(n, _collect) for n in numbers if n not in ignored}
+    ignored = {n for n in SAVING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN}  # as by nohup
+    before = {n: signal.signal(n, _collect) for n in SAVING_SIGNALS if n not in ignored}
     if time_limit:
         left = time_limit - (time.monotonic() - _started)
         signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))

@@ -23,7 +23,6 @@ import atexit
 import contextlib
 import ctypes
 import errno
-import functools
 import itertools
 import json
 import math
@@ -51,9 +50,7 @@ OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, 
 GRACE = 5  # seconds in which all ranks notice that they are stuck
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
-USER_FIXABLE_ERRNOS = (
-    "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
-)
+USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
 
 
 class UserError(Exception):
@@ -117,10 +114,9 @@ class Process:
         return value
 
 
-def _one_thread_gloo(
-    address: str | None, store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> dist.ProcessGroupGloo:
-    """Return a gloo backend that runs the collectives of its group in one thread.
+def register_gloo(address: str | None) -> None:
+    """Let init_process_group know `one_thread_gloo`, a gloo backend that runs the collectives of
+    its group in one thread.
 
     By default two threads do. After each collective, its thread assigns the collective's name to a
     string of the group without a lock (as of torch 2.13). If both do so at once, they corrupt the
@@ -128,20 +124,18 @@ def _one_thread_gloo(
 
     `address`: where other ranks reach this node. By default it is what the host's name resolves to,
     which on some systems is 127.0.1.1."""
-    gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
-    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    devices = [gloo.create_device(interface=name) for name in interfaces]
-    if not devices and address:
-        devices = [gloo.create_device(hostname=address)]
-    options._devices = devices or [gloo.create_default_device()]
-    options._threads, options._timeout = 1, timeout
-    return gloo(store, rank, size, options)
 
+    def one_thread_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta):
+        gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
+        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        devices = [gloo.create_device(interface=name) for name in interfaces]
+        if not devices and address:
+            devices = [gloo.create_device(hostname=address)]
+        options._devices = devices or [gloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        return gloo(store, rank, size, options)
 
-def register_gloo(address: str | None) -> None:
-    """Make `one_thread_gloo` a name that init_process_group knows."""
-    gloo = functools.partial(_one_thread_gloo, address)
-    dist.Backend.register_backend("one_thread_gloo", gloo, devices=["cpu"])
+    dist.Backend.register_backend("one_thread_gloo", one_thread_gloo, devices=["cpu"])
 
 
 def init_distributed() -> Process:
@@ -150,8 +144,7 @@ def init_distributed() -> Process:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if per_node > gpus:
+        if per_node > (gpus := torch.cuda.device_count()):
             raise UserError(f"--nproc-per-node {per_node} on a node of {gpus} GPUs: at most {gpus}")
         device = torch.device("cuda", local_rank)
         if "PYTORCH_ALLOC_CONF" not in os.environ:  # less is lost between tensors of many sizes
@@ -161,8 +154,7 @@ def init_distributed() -> Process:
         keep_freed_memory()
     address = None
     if "RANK" in os.environ:
-        store_is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if store_is_torchruns:
+        if store_is_torchruns := os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             check_restarts()
             address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         store, rank, size = next(dist.rendezvous("env://"))
@@ -177,9 +169,8 @@ def init_distributed() -> Process:
         backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
     if size > 1:
-        watcher = threading.Thread(
-            target=_watch_next_rank, args=(_store().clone(), rank, size), daemon=True
-        )
+        given = _store().clone(), rank, size
+        watcher = threading.Thread(target=_watch_next_rank, args=given, daemon=True)
         watcher.start()
         atexit.register(_stop_watching, watcher)
         signal.signal(signal.SIGTERM, _exit_late)
@@ -295,11 +286,9 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
 
-def with_progress(
-    items: Iterable, what: str, every: float = 5.0, total: int | None = None
-) -> Iterator:
+def with_progress(items: Iterable, what: str, total: int | None = None, **options) -> Iterator:
     """Yield the items, of which there are len(items) or `total`, and print the Progress."""
-    progress = Progress(what, len(items) if total is None else total, every=every)
+    progress = Progress(what, len(items) if total is None else total, **options)
     for item in items:
         yield item
         progress.add()
@@ -308,13 +297,8 @@ def with_progress(
 # ------------------------------------------------------------------------------------------ end
 
 
+# What `run` advises where memory does not suffice. Who knows better replaces it.
 out_of_memory_advice: Callable[[], str] = lambda: "use a smaller model or batch"  # noqa: E731
-
-
-def advise_if_out_of_memory(advice: Callable[[], str]) -> None:
-    """Let `run` end its line with advice(), should this process run out of memory."""
-    global out_of_memory_advice
-    out_of_memory_advice = advice
 
 
 def memory_of_others(device: torch.device) -> int:
@@ -343,10 +327,9 @@ def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
     rank; so does a full or read-only disk.
 
-    The first rank to fail prints its message and leaves it in the store; the other ranks find it
-    there and exit, even if the failure interrupted a collective; of these, the first on each other
-    node prints it too. A dead rank is noticed after HEARTBEAT_TIMEOUT; with gloo, which sees lost
-    connections, after PEER_LOST_TIMEOUT."""
+    The first rank to fail leaves its message in the store, where the others find it and exit, even
+    if the failure interrupted a collective (_fail). A dead rank is noticed after HEARTBEAT_TIMEOUT;
+    with gloo, which sees lost connections, after PEER_LOST_TIMEOUT."""
     try:
         main()
     except KeyboardInterrupt:
@@ -357,7 +340,7 @@ def run(main: Callable[[], None]) -> None:
         on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if isinstance(error, torch.OutOfMemoryError) or on_cpu:
             error = _out_of_memory()
-        if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE_ERRNOS:
+        if isinstance(error, OSError) and errno.errorcode.get(error.errno) in USER_FIXABLE:
             error = UserError(f"{error}: free some space, or give a path that can be written")
         store = _store() if dist.is_initialized() else None
         if store is None and isinstance(error, BrokenPipeError):  # who reads has left, as head does
@@ -390,7 +373,6 @@ def _fail(
     endings.end_if_orphaned()
     show, rank = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK")
     node = os.environ.get("GROUP_RANK")
-    mine = json.dumps([code, message, rank, node])
     try:
         if peer_lost:
             store.set("peer lost", "")
@@ -399,8 +381,8 @@ def _fail(
             except dist.DistStoreError:  # nothing was found
                 reason = f"{_describe_stuck(store)}; " if _error else ""
                 message = f"{reason}{message}{_hint(store)}"
-                mine = json.dumps([code, message, rank, node])
         if store:
+            mine = json.dumps([code, message, rank, node])
             first = store.compare_set("failed", "", mine).decode()
             code, message, first_rank, first_node = json.loads(first)
             show = first_rank == rank or (show and first_node != node)
@@ -419,10 +401,9 @@ def _fail(
 
 
 def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
-    """Watch the next rank from a thread: send a heartbeat every second, expect the next rank's,
-    and end this process when some rank has failed.
-
-    The store serves a few small requests a second from each rank; training is not disturbed."""
+    """Watch the next rank from a thread: send a heartbeat every second, expect the next rank's, and
+    end this process when some rank has failed. The store serves a few small requests a second from
+    each rank; training is not disturbed."""
     other, host = (rank + 1) % size, socket.gethostname()
     last_heartbeat, heard_at = b"", time.monotonic()
     reported = told = -1  # the step after which this rank has reported, and rank 0 has printed

@@ -53,8 +53,7 @@ def sharded_over(parameter: Tensor) -> dict[str, int]:
     each shards."""
     if not isinstance(parameter, DTensor):
         return {}
-    names = parameter.device_mesh.mesh_dim_names
-    placements = zip(names, parameter.placements, strict=True)
+    placements = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
     return {name: placement.dim for name, placement in placements if not placement.is_replicate()}
 
 

@@ -81,11 +81,9 @@ def describe(reports: dict[int, dict]) -> str:
         missing = [rank for rank in members[group] if rank in reports and rank not in calls]
         if waiting and missing:
             guilty = [rank for rank in missing if not reports[rank]["waits"]]
-            line = reports[(guilty or missing)[0]]["line"]
-            wait = "wait" if len(waiting) > 1 else "waits"
-            text = (
-                f"{_ranks(waiting)} {wait} in {here}; {_ranks(guilty or missing)} never called it"
-            )
+            awaited, wait = guilty or missing, "wait" if len(waiting) > 1 else "waits"
+            text = f"{_ranks(waiting)} {wait} in {here}; {_ranks(awaited)} never called it"
+            line = reports[awaited[0]]["line"]
             absent.append((not guilty, -len(waiting), f"{text}: {line}"))
     if absent:
         return min(absent)[2]

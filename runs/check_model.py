@@ -290,8 +290,7 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     of_replica = parallel.shard * parallel.tp
     norms = world.all_gather_scalars([norm, codes])
     norms = norms.view(parallel.pp, parallel.replicate, of_replica, 2)
-    different = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).nonzero().tolist()
-    if different:
+    if different := ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).nonzero().tolist():
         stage, replica, place, _ = different[0]
         first = stage * parallel.replicate * of_replica + place
         raise UserError(

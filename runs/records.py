@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from costs.machines import peak_flops
-from costs.traffic import (
-    describe_traffic,
-    flops_per_token,
-    muon_flops,
-    parts_of,
-    predict_traffic,
-)
+from costs.traffic import describe_traffic, flops_per_token, muon_flops, parts_of, predict_traffic
 from costs.work import Work
 from files.directories import lock_directory
 from model import Llama
@@ -82,8 +76,7 @@ class Recorder:
         tokens_per_second = args.batch * args.seq_len / seconds
         mfu = None
         if self.peak_flops:
-            achieved = self.flops_per_token * tokens_per_second
-            mfu = achieved / (self.peak_flops * self.world.size)
+            mfu = self.flops_per_token * tokens_per_second / (self.peak_flops * self.world.size)
         metrics = {
             "step": step,
             "loss": totals.mean_loss,
@@ -290,10 +283,8 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
     for name in sorted(now.keys() - set(RESUMABLE_FLAGS)):
         if name in before and str(before[name]) != str(now[name]):
-            flag = name.replace("_", "-")
-            print_rank_zero(
-                f"warning: --{flag} was {before[name]}, is now {now[name]}", file=sys.stderr
-            )
+            change = f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
+            print_rank_zero(f"warning: {change}", file=sys.stderr)
     if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
         print_rank_zero(
             f"warning: --data {' '.join(now['data'])} no longer gives the sequences that the run "

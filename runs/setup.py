@@ -19,29 +19,17 @@ from data import Windows, open_windows
 from files.directories import newest_undamaged
 from model import Llama
 from parallel import World, parallelize, with_mesh
+from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
-from plumbing.processes import (
-    Process,
-    UserError,
-    advise_if_out_of_memory,
-    init_distributed,
-    print_rank_zero,
-)
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
 from plumbing.shards import assign_shard
-from runs import records
+from runs import records, rules
 from runs.check_model import (
     Accumulate,
     check_equal_replicas,
     check_model,
     generation_caveat,
     layers_caveat,
-)
-from runs.rules import (
-    check_training_flags,
-    choose_model_config,
-    choose_steps,
-    choose_tokenizer,
-    requested_work,
 )
 from text.corpora import Reading
 from text.exams import Exam
@@ -127,18 +115,18 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     if args.init:
         find = partial(checkpoint.find_checkpoint, args.init)
         initial = checkpoint.read_config(process.broadcast_from_rank_zero(find))
-    config = choose_model_config(args, initial)
-    check_training_flags(args, config, process)
+    config = rules.choose_model_config(args, initial)
+    rules.check_training_flags(args, config, process)
     if args.reshard == "adapters":
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
-    load = partial(load_tokenizer, choose_tokenizer(args, initial))
+    load = partial(load_tokenizer, rules.choose_tokenizer(args, initial))
     tokenizer = process.local_rank_zero_first(load)
     exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
     reading = Reading(args.text_field, args.skip_bad)
     options = tokenizer, args.seq_len, args.document_mask, args.val_data, reading
     windows = partial(open_windows, args.data, *options)
     train_set, val_set = process.local_rank_zero_first(windows)
-    choose_steps(args, len(train_set))
+    rules.choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if initial:
@@ -157,7 +145,7 @@ def choose_work(
     args: argparse.Namespace, whole: Llama, packed: bool, process: Process
 ) -> tuple[Work, str]:
     """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
-    work = requested_work(args, whole, process, packed)
+    work = rules.requested_work(args, whole, process, packed)
     room = process.minimum(usable_memory(process.device, process.per_node))
     parallel, reason = choose_parallel(work, args.shard, process, room)
     return replace(work, parallel=parallel), reason
@@ -170,7 +158,7 @@ def build(
     train.py's, with which a small model is tried first."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
-    advise_if_out_of_memory(partial(what_would_fit, work, process))
+    processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
     traffic = predict_traffic(work)

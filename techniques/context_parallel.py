@@ -103,8 +103,7 @@ class SharedSequences(NamedTuple):
         attended = []
         for queries, end, mask in zip(q.chunk(2, 1), self.ends, self.masks):
             seen = queries, k[:, :end], v[:, :end]
-            out = causal_lower_right(*seen)[0] if mask is None else attend(*seen, mask)
-            attended.append(out)
+            attended.append(causal_lower_right(*seen)[0] if mask is None else attend(*seen, mask))
         return torch.cat(attended, 1)
 
 
@@ -141,12 +140,8 @@ class SharedBatch(Batch):
         none, and its keys up to the chunk's end. The kernel lets the last query attend to the last
         key, the one before to all keys but the last, and so on."""
         of_queries = self.starts.clamp(end - queries, end) - (end - queries)
-        return Documents(
-            flat_starts(of_queries, queries),
-            flat_starts(self.starts.clamp(max=end), end),
-            queries,
-            end,
-        )
+        starts = flat_starts(of_queries, queries), flat_starts(self.starts.clamp(max=end), end)
+        return Documents(*starts, queries, end)
 
 
 def share_sequences(batch: Batch, world) -> Batch:

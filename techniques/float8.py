@@ -155,7 +155,7 @@ def product(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool = False) -> T
     """Return a bᵀ [m, n] of a [m, k] and b [n, k]. `fast`: sums may be less exact, as is usual in
     forward."""
     if has_kernel(a.codes.device, dtype, "mxfp8" if a.in_blocks else "rowwise"):
-        return scaled_mm(a.codes, b.codes, a.scale, b.scale, dtype, fast)
+        return scaled_mm(a, b, dtype, fast)
     wide = torch.promote_types(dtype, torch.float32)
     return (a.numbers(wide) @ b.numbers(wide).T).to(dtype)
 
@@ -231,13 +231,9 @@ class Float8Linear(nn.Linear):
         rows = weight[0].is_shard(1)  # `in` is sharded, else `out`
         x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
         groups = (group, None) if rows else (None, group)
-        self.product = local_map(
-            partial(float8_product, recipe=self.recipe, groups=groups),
-            out_placements=y,
-            in_placements=(x, weight),
-            in_grad_placements=(x if rows else [Partial()], weight),
-            device_mesh=mesh,
-        )
+        product = partial(float8_product, recipe=self.recipe, groups=groups)
+        gradients = x if rows else [Partial()], weight
+        self.product = local_map(product, y, (x, weight), gradients, mesh)
 
 
 def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
@@ -291,18 +287,15 @@ def has_kernel(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
     return recipe in recipes_of(torch.cuda.get_device_capability(device))
 
 
-def scaled_mm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    """Return a bᵀ [m, n] of codes a [m, k] and b [n, k], with scales [], [m, 1] and [n, 1], or
-    [m, k / BLOCK] and [n, k / BLOCK]. `fast`: sums may be less exact."""
-    in_blocks = a_scale.ndim == 2 and a_scale.shape[1] > 1
-    if in_blocks:
+def scaled_mm(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return product(a, b, dtype, fast) where the device has a kernel for it."""
+    a_scale, b_scale = a.scale, b.scale
+    if a.in_blocks:
         a_scale, b_scale = in_tiles(a_scale), in_tiles(b_scale)
     elif b_scale.ndim:
         b_scale = b_scale.T.contiguous()
-    left, right = a.contiguous(), b.contiguous().T  # row-major, column-major
-    fast = fast and not in_blocks
+    left, right = a.codes.contiguous(), b.codes.contiguous().T  # row-major, column-major
+    fast = fast and not a.in_blocks
     return torch._scaled_mm(left, right, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 

@@ -58,12 +58,12 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     row_scale = matrix.new_empty(out, 1, dtype=torch.float32)
     values = torch.tensor(NF4, device=matrix.device)
     middles = (values[:-1] + values[1:]) / 2
+    steps = values.new_full((), 255)  # a tensor: by a number, GPUs divide less exactly than CPUs
     for rows, packed, scale in some_rows(width, matrix, weight, row_scale):
         blocks = rows.float().unflatten(1, (-1, BLOCK))  # [rows, in / 64, 64]
         largest = blocks.abs().amax(-1)
         # These views fill row_scale and weight. A row of zeros has a scale too: 0 / scale is 0.
-        # A product, since a GPU divides by a number with another rounding than a CPU.
-        scale.copy_(largest.amax(1, keepdim=True) * (1 / 255)).clamp_(min=1e-30)
+        scale.copy_(largest.amax(1, keepdim=True) / steps).clamp_(min=1e-30)
         packed[..., 0] = (largest / scale).round().clamp(1, 255)
         blocks = blocks / (packed[..., :1] * scale[..., None])
         codes = torch.bucketize(blocks, middles, out_int32=True)

@@ -66,10 +66,8 @@ class Muon(torch.optim.Optimizer):
     groups: as for any optimizer, but of (name, parameter); each has its own weight_decay
     world: the World (parallel.py) over which the model is split; None: it is whole, and alone"""
 
-    def __init__(
-        self, groups, lr: float, betas: tuple[float, float], world=None, eps: float = 1e-8
-    ):
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+    def __init__(self, groups, lr: float, betas: tuple[float, float], world=None):
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=1e-8, weight_decay=0.0))
         self.peers = Peers(world)
 
     @torch.no_grad()

@@ -128,7 +128,8 @@ class Normalized(torch.autograd.Function):
         product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
         weight_grad = None
         if ctx.needs_input_grad[1]:  # the weight is not frozen
-            weight_grad = product.sum(tuple(range(product.ndim - 1))).type_as(weight)
+            all_tokens = tuple(range(product.ndim))  # [None]: of one token too
+            weight_grad = product[None].sum(all_tokens).type_as(weight)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
         x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
         return x_grad.type_as(saved), weight_grad, None

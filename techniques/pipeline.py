@@ -395,10 +395,5 @@ def make_deferrable(model: Llama) -> None:
     layers with a bias, gets its gradients in B."""
     for block in model.layers.values():
         for module in block.modules():
-            is_matrix = type(module) is nn.Linear and module.bias is None
-            if is_matrix and module.weight.requires_grad:
-                module.forward = partial(_deferrable_forward, module)
-
-
-def _deferrable_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return DeferrableLinear.apply(x, module.weight)
+            if type(module) is nn.Linear and module.bias is None and module.weight.requires_grad:
+                module.forward = lambda x, module=module: DeferrableLinear.apply(x, module.weight)

@@ -278,9 +278,8 @@ def draw_text(timeline: Timeline) -> str:
             cells[int(start) : int(end)] = [name] * int(end - start)
         lines.append([f"rank {rank}", *cells])
     width = max(len(cell) for line in lines for cell in line[1:])
-    return "\n".join(
-        " ".join([line[0], *(c.ljust(width) for c in line[1:])]).rstrip() for line in lines
-    )
+    rows = ([line[0], *(cell.ljust(width) for cell in line[1:])] for line in lines)
+    return "\n".join(" ".join(row).rstrip() for row in rows)
 
 
 FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}

@@ -260,7 +260,7 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     (tmp_path / "out" / "chat_template.jinja").write_text("mine")
     import_weights(tmp_path / "again", tmp_path / "run2" / "step-00000007", None)
     of_run = {"init": str(tmp_path / "run2")}  # as train.py records it
-    write_checkpoint(tmp_path / "third", *open_weights(tmp_path / "again"), tokenizer, of_run)
+    write_checkpoint(tmp_path / "third", *open_weights(tmp_path / "again"), tokenizer, **of_run)
     export_weights(tmp_path / "third", tmp_path / "last", "hf", None)
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "last" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()

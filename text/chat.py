@@ -23,6 +23,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -137,8 +138,7 @@ def docstrings() -> Iterator[tuple[str, str, Conversation]]:
             docstring = isinstance(function, Function) and ast.get_docstring(function)
             if not docstring:
                 continue
-            first_paragraph = re.split(r"\n\s*\n", docstring)[0]
-            summary = " ".join(first_paragraph.split())
+            summary = " ".join(re.split(r"\n\s*\n", docstring)[0].split())  # its first paragraph
             source = _without_docstring(function, lines)
             fits = 0 < len(source) <= MAX_SOURCE_LENGTH and len(summary) in SUMMARY_LENGTHS
             if fits and source not in seen:
@@ -170,9 +170,7 @@ def _without_docstring(function: Function, lines: list[str]) -> str:
 LLAMA_3 = "<|start_header_id|>"
 FORMS = {
     "<|im_start|>": lambda role, last: (f"<|im_start|>{role}\n", "<|im_end|>\n"),  # ChatML
-    LLAMA_3: lambda role, last: (
-        f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"
-    ),
+    LLAMA_3: lambda role, last: (f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
     "<<SYS>>": lambda role, last: {  # Llama 2's
         "system": ("[INST] <<SYS>>\n", "\n<</SYS>>\n\n"),
         "user": ({None: "[INST] ", "system": ""}.get(last, "<s>[INST] "), " [/INST]"),
@@ -352,7 +350,7 @@ class Packed:
 
 class Rows(Packed):
     """Samples, one a row. The rows of a batch are as long as its longest sample, rounded up to a
-    multiple of `multiple`, which evaluation sets."""
+    multiple of `multiple`, which evaluation sets. Padding follows a sample: there is no mask."""
 
     def __init__(self, samples: list[Encoded], tokenizer: Tokenizer):
         self.samples, self.tokenizer, self.multiple = samples, tokenizer, 1
@@ -361,10 +359,7 @@ class Rows(Packed):
     def batch(self, indices: list[int | None]) -> Batch:
         longest = max(len(self.samples[i or 0][0]) for i in indices) - 1
         self.seq_len = math.ceil(longest / self.multiple) * self.multiple
-        batch = super().batch(indices)
-        return Batch(
-            batch.tokens, batch.targets, None, batch.text_bytes
-        )  # padding follows: no mask
+        return replace(super().batch(indices), positions=None, starts=None)
 
 
 # -------------------------------------------------------------------------- from --data to rows
@@ -470,8 +465,7 @@ def _conversations(data: list[str], reading: Reading) -> Iterator[tuple[str, Con
         return
     for path in map(Path, data):
         inside = (file for file in path.rglob("*") if kind_of(file) == ".jsonl")
-        files = sorted(inside) if path.is_dir() else [path]
-        if not files:
+        if not (files := sorted(inside) if path.is_dir() else [path]):
             raise UserError(f"{path} holds no .jsonl file: give one with lines like {LINE_FORMATS}")
         for file in files:
             for number, messages in read_conversations(file, reading):

@@ -76,11 +76,9 @@ def find_files(sources: Iterable[str]) -> list[Path]:
         elif path.is_dir():
             suffixes = (".txt", ".jsonl", ".md", ".py")
             kinds = {p: _kind(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-            found = sorted(p for p, kind in kinds.items() if kind in suffixes)
-            if not found:
+            if not (found := sorted(p for p, kind in kinds.items() if kind in suffixes)):
                 raise UserError(f"{source} holds no .txt, .jsonl, .md or .py file")
-            left_out = Counter(kind for kind in kinds.values() if kind not in suffixes)
-            if left_out:
+            if left_out := Counter(kind for kind in kinds.values() if kind not in suffixes):
                 counts = ", ".join(f"{n:,} {kind}" for kind, n in left_out.most_common())
                 line = f"{source}: {len(found):,} files; left out: {counts}"
                 print_rank_zero(line, file=sys.stderr)
@@ -176,9 +174,8 @@ def read_pieces(files: list[Path], reading: Reading | None = None) -> Iterator[P
             elif hold_out_end:
                 yield from _read_text(path, train_bytes - offset)
             else:
-                yield from _read_text(
-                    path, 0 if split_of(name, val_fraction) == "val" else math.inf
-                )
+                is_held_out = split_of(name, val_fraction) == "val"
+                yield from _read_text(path, 0 if is_held_out else math.inf)
         offset += size
 
 
@@ -199,8 +196,7 @@ def _read_text(path: Path, val_start: float) -> Iterator[Piece]:
             if split == "train" and left <= 0:
                 split, starts_document = "val", True
             size = PIECE_BYTES if split == "val" else int(min(PIECE_BYTES, left))
-            raw = file.read(size) + file.readline()
-            if not raw:
+            if not (raw := file.read(size) + file.readline()):
                 return
             yield Piece(_decode(raw, str(path)), starts_document, split)
             starts_document = False

@@ -265,6 +265,8 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     first = [{"SpecialToken": {"id": bos, "type_id": 0}}]  # as in training; Meta's file has it, too
     text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    # A word that is a token needs no merges.
+    model = dict(type="BPE", ignore_merges=True, vocab=vocab, merges=merges)
     content = {
         "version": "1.0",
         "added_tokens": special,
@@ -276,12 +278,7 @@ def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
             "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}},
         },
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,  # a word that is a token needs no merges
-            "vocab": vocab,
-            "merges": merges,
-        },
+        "model": model,
     }
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
     config = {
@@ -317,8 +314,7 @@ def train_tokenizer(
 ) -> None:
     """Train a tokenizer of `vocab_size` tokens, special ones included, on a corpus and write it as
     a `tokenizer.model`. Raise UserError if that is too few for the 256 bytes and special tokens."""
-    smallest = 256 + N_SMALL_SPECIAL
-    if vocab_size < smallest:
+    if vocab_size < (smallest := 256 + N_SMALL_SPECIAL):
         raise UserError(f"a tokenizer of {vocab_size} tokens is too small: ask for {smallest}")
     files = find_files(sources)
     # 8 MiB are enough, taken evenly from the corpus.
