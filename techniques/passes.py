@@ -51,14 +51,15 @@ def compute_the_same(model_class: type[Llama], small: LlamaConfig, names: tuple[
     """Return whether a small model has the same loss and gradients with the functions below as with
     those of model.py."""
     try:  # with large weights, too: a limit on activations shows only where it is reached
-        pairs = [
-            pair
-            for scale in (1, 3)
-            for pair in zip(*(trial(model_class, small, scale, given) for given in ((), names)))
-        ]
+        for scale in (1, 3):
+            plain, ours = (trial(model_class, small, scale, given) for given in ((), names))
+            # Where softmax has made one key all that counts, a gradient is a rounding error.
+            allowed = 1e-9 * max(value.norm() for value in plain)
+            if not all((a - b).norm() <= allowed for a, b in zip(plain, ours)):
+                return False
     except (TypeError, AttributeError, ValueError, RuntimeError):  # it is called in another way
         return False
-    return all((a - b).norm() <= 1e-9 * a.norm() for a, b in pairs)
+    return True
 
 
 def trial(
