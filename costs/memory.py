@@ -118,7 +118,8 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
             blocks = len(layers_of(stage, stages, config.n_layers))
             kept[stage] = blocks * saved + (ends if stage == stages - 1 else stream / tp)
             later[stage] = [deferred] * blocks + [stream / tp * (deferred > 0)]
-        loss, last_block_backward = _held_in_pipeline(order, kept, later, stages - 1, sums)
+        given = order, kept, later, {stages - 1: ends}, sums
+        loss, last_block_backward = _held_in_pipeline(*given)
         loss += (last_norm + logits - ends) * (pp_rank == p - 1)
         last_block_backward += block_backward + wait_for_w
 
@@ -126,8 +127,9 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     # through the block, and those of output, last norm and embedding together at the very end.
     gradients = state["gradients"]
     shards = _shards(parallel, "gradients")
-    block_0 = units(shards)["block"][1]
-    all_but_last = gradients - (block_0 + embedding) * g // shards  # these two come last
+    root, block_0 = (trainable for _, trainable in units(shards).values())
+    last = block_0 + (root if parallel.strategy.uses_fsdp else embedding)
+    all_but_last = gradients - last * g // shards
     norm_and_output = max(0, root_gradients - embedding * w)  # not sharded yet
 
     # The memory beside parameters and optimizer, at five moments. With several microbatches or in
@@ -139,11 +141,13 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     in_last_block = max(sums, of_output) + weights + last_block_backward
     # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
     #    yet; activations of this block alone.
-    in_block_0 = max(sums, all_but_last + norm_and_output) + weights + block_gradients
+    so_far = max(sums - norm_and_output * (parallel.reshard != "all"), all_but_last)
+    in_block_0 = so_far + norm_and_output + weights + block_gradients
     in_block_0 += saved + block_backward
     # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient.
     if parallel.offload_activations and L > 1:
         in_block_0 += max(0, saved - block_0 * g // shards)
+        in_block_0 += block_gradients // w * g * parallel.strategy.uses_fsdp  # to be reduced
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients
@@ -160,22 +164,28 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
 
 
 def _held_in_pipeline(
-    order: list[Action], kept: dict[int, float], later: dict[int, list[float]], last: int, sums: int
+    order: list[Action],
+    kept: dict[int, float],
+    later: dict[int, list[float]],
+    ends: dict[int, float],
+    sums: int,
 ) -> tuple[float, float]:
     """Return the most bytes of activations that a rank holds after a forward of the last stage, and
     at a moment of a backward. A stage's forward keeps `kept` bytes until its backward, and B keeps
-    `later` bytes of each block until W. The first backward makes the `sums` of gradients, so that
-    until then they are subtracted."""
+    `later` bytes of each block until W. Of what the last stage keeps, its B frees the loss's `ends`
+    first. The first backward makes the `sums` of gradients, so that until then they are subtracted.
+    """
     now, forward, backward = -sums, 0.0, 0.0
     all_later = {stage: sum(nbytes) for stage, nbytes in later.items()}
     without_first = {stage: sum(nbytes[1:]) for stage, nbytes in later.items()}
     for kind, _, stage in order:
         if kind == "F":
             now += kept[stage]
-            if stage == last:
+            if stage in ends:
                 forward = max(forward, now)
         elif kind == "B":
-            backward = max(backward, now, now - kept[stage] + without_first[stage])
+            of_block = now - ends.get(stage, 0.0)
+            backward = max(backward, of_block, now - kept[stage] + without_first[stage])
             now += all_later[stage] - kept[stage] + sums
             sums = 0
         else:

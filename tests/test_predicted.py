@@ -15,7 +15,7 @@ from costs.work import Work
 from lora import LoRA
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from plumbing.processes import UserError
-from techniques import float8, offload
+from techniques import float8, offload, optimizers
 
 QWEN3 = replace(CHUNKY, head_dim=64, qk_norm=True)
 ADAPTERS = {
@@ -103,6 +103,7 @@ def test_a_step_holds_and_sends_what_is_predicted(work, drawn, monkeypatch):
     is_fake = not needs_real_tensors(work.parallel)
     monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # count as on a GPU
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
+    monkeypatch.setattr(optimizers, "ELEMENTS_AT_A_TIME", 1 << 14)
     if lora := ADAPTERS[drawn["adapters"]]:
         adapted = build_on_meta(work.model.config, LoRA(**lora), drawn["base_bits"])
         work = replace(work, model=adapted)
