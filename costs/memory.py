@@ -139,15 +139,17 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     # 2. The last block's backward: the same without logits, with the output matrix's gradient.
     of_output = output * (w if parallel.strategy.uses_fsdp else g)
     in_last_block = max(sums, of_output) + weights + last_block_backward
-    # 3. Block 0's backward: gradients of later blocks, last norm and output; its own, not sharded
-    #    yet; activations of this block alone.
+    # 3. Block 0's backward: gradients of later blocks; those of last norm and output, and its own,
+    #    not sharded yet; activations of this block alone.
     so_far = max(sums - norm_and_output * (parallel.reshard != "all"), all_but_last)
     in_block_0 = so_far + norm_and_output + weights + block_gradients
     in_block_0 += saved + block_backward
-    # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient.
+    # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient;
+    # and what it frees all at once waits beside block 2's gradients, which are being reduced.
     if parallel.offload_activations and L > 1:
         in_block_0 += max(0, saved - block_0 * g // shards)
-        in_block_0 += block_gradients // w * g * parallel.strategy.uses_fsdp  # to be reduced
+        being_reduced = block_gradients // w * g * parallel.strategy.uses_fsdp
+        in_block_0 += being_reduced * freed_at_once
     # 4. The embedding's backward: all gradients, and those that are sharded last once more, not
     #    sharded, and as copied to the buffer of the reduce-scatter. No activations.
     in_embedding = max(sums, gradients) + root_weights + root_gradients

@@ -27,8 +27,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3844, "techniques": 2868, "text": 1387, "files": 1707, "runs": 1291,
-    "costs": 1882, "perf": 3491, "plumbing": 983, "labs": 10658, "tests": 15028,
+    "top": 3814, "techniques": 2851, "text": 1373, "files": 1674, "runs": 1269,
+    "costs": 1874, "perf": 3482, "plumbing": 957, "labs": 10658, "tests": 15045,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
