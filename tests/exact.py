@@ -86,6 +86,8 @@ def check_step(work: Work, base_bits: int) -> None:
     check_work(work)
     if base_bits == 4:
         check_blocks(work.model.config, work.parallel.tp)
+        if torch.__version__ < "2.13" and work.parallel.strategy.uses_fsdp:
+            raise UserError("this torch cannot shard bytes")
 
 
 def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:
