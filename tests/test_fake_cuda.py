@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, ROOT, slow, with_fault
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+MISSING = "needs g++" * (not shutil.which("g++"))
+MISSING = MISSING or "needs a torch without CUDA of its own" * (torch.version.cuda is not None)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 WORKER = "tests/workers/fake_cuda.py"
 CASES = re.findall(r'^    "([^"]+)": (?:dict|[A-Z]+)\b', (ROOT / WORKER).read_text(), re.M)
 QUICK = """float32 packed, qk norm, muon, fsdp muon, tp, cp packed, pp, tensorwise, nf4 dora full,

@@ -50,7 +50,6 @@ bool apple = false;  // which of the two there is
 extern "C" void use_apple(bool yes) { apple = yes; }
 
 struct AppleHooks final : at::MPSHooksInterface {
-  template <class... Given> explicit AppleHooks(Given...) {}  // torch 2.11 gives some
   void init() const override {}
   bool hasMPS() const override { return apple; }
   bool isBuilt() const override { return apple; }
