@@ -39,7 +39,7 @@ def test_all_kinds_of_parts(tmp_path):
     those named largest are like step's."""
     file = tmp_path / "gpu.json"
     parts = ["rates", "loss-8b", "step-1b-4096", "peers-1b-4096", "lora-nf4-8b-4096"]
-    parts += ["float8-8b-8192"]
+    parts += ["float8-8b-2x4096"]
     kinds, all_kinds = ({name.split("-")[0] for name in names} for names in (parts, PARTS))
     assert kinds | {"largest"} == all_kinds
     given = ["gpu", "--out", file, "--rehearse", "--parts", *parts]

@@ -28,7 +28,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3814, "techniques": 2851, "text": 1373, "files": 1674, "runs": 1269,
-    "costs": 1874, "perf": 3482, "plumbing": 957, "labs": 10658, "tests": 15045,
+    "costs": 1874, "perf": 3482, "plumbing": 957, "labs": 10658, "tests": 15050,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
