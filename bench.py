@@ -388,8 +388,7 @@ def plan(args: argparse.Namespace) -> str:
         machine, defaults = measured_machine(report), report["compute"] | {"compile": False}
         args.gpus = report["ranks"]
     else:
-        kernel = "" if args.document_length else "cudnn"
-        machine = assumed_machine(args.gpu, args.link, args.per_node, kernel)
+        machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
         defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
     for name in ("model", "seq_len", "dtype", "compile"):
         if getattr(args, name) is None:

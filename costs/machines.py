@@ -97,6 +97,7 @@ class Machine:
     per_node: int = 8
     matmul_fraction: float = 1.0  # of the peak, reached by large matrix products
     attention_fraction: float = 1.0  # of the peak, reached by attention
+    flash_fraction: float = 0.0  # likewise of documents, and with cp; 0: the same
     overlaps: bool = True  # whether collectives run beside computation
     fsdp_overhead: float = 0.0  # seconds per microbatch
     measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
@@ -110,7 +111,7 @@ def assumed_machine(
     gpu: str, link: str, per_node: int, kernel: str = "", reached: dict[str, float] = REACHED
 ) -> Machine:
     """Return the machine that --gpu and --link describe by a name or by numbers, whose attention is
-    computed by a `kernel`: "cudnn" (which H100s take for rows without documents), or "" for flash.
+    computed by a `kernel`: "cudnn" (which H100s take), or "" for flash; that of documents by flash.
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
@@ -123,7 +124,8 @@ def assumed_machine(
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
             f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
         )
-    attention = f"attention {row.like} {kernel}"
+    flash = reached[f"attention {row.like}"]
+    other = kernel if row.capability >= (9, 0) else ""
     powered = reached.get(row.power, 1.0)
     return Machine(
         gpu,
@@ -132,7 +134,8 @@ def assumed_machine(
         bandwidth=row.bandwidth * 1e9,
         node_link=row.node_link * 1e9 * reached["node link"],
         matmul_fraction=reached[f"products {row.like}"] * powered,
-        attention_fraction=reached.get(attention, reached[f"attention {row.like}"]) * powered,
+        attention_fraction=reached.get(f"attention {row.like} {other}", flash) * powered,
+        flash_fraction=flash * powered,
         link=link_speed(link),
         per_node=per_node,
         recipes=recipes_of(row.capability),

@@ -141,8 +141,8 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     in_last_block = max(sums, of_output) + weights + last_block_backward
     # 3. Block 0's backward: gradients of later blocks; those of last norm and output, and its own,
     #    not sharded yet; activations of this block alone.
-    so_far = max(sums - norm_and_output * (parallel.reshard != "all"), all_but_last)
-    in_block_0 = so_far + norm_and_output + weights + block_gradients
+    in_sums = norm_and_output * (parallel.reshard != "all")  # sums that are sharded have them not
+    in_block_0 = max(sums - in_sums, all_but_last) + norm_and_output + weights + block_gradients
     in_block_0 += saved + block_backward
     # Offloaded, block 1's backward may need more: block 0's activations, but not yet its gradient;
     # and what it frees all at once waits beside block 2's gradients, which are being reduced.

@@ -233,6 +233,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     lora = adapter_settings(block)
     in_4_bits = any(not parameter.is_floating_point() for parameter in block.parameters())
     documents = work.document or work.seq_len
+    if machine.flash_fraction and (work.document or parallel.cp > 1):
+        machine = replace(machine, attention_fraction=machine.flash_fraction)
     of_stages = [
         compute_time(model.config, parallel, tokens, documents, machine, stage, lora, in_4_bits)
         for stage in (range(parallel.pp * parallel.stages_per_rank) if parallel.pp > 1 else [None])

@@ -1,4 +1,4 @@
-"""Published training speeds: what others measured, and what the formulas predict for it.
+"""Published training speeds, three of them our own, and what the formulas predict for them.
 
 docs/measured/published.csv has a row for each: facts from the source that it names, and in the
 column `assumed` what the source does not say. docs/calibrate.py fits costs/machines.py to them.
@@ -61,12 +61,13 @@ class Published:
 
     def machine(self, reached: dict[str, float] = REACHED) -> Machine:
         """Return the machine of this row. Where products are in 8 bits, so are the messages of
-        others over tp, which flatllama sends in 16: their links count as twice as fast."""
+        others over tp, which flatllama sends in 16: their links count as twice as fast. All of
+        its attention takes one kernel."""
         kernel = self.attention.replace("flash", "")
         machine = assumed_machine(self.gpu, self.link, self.per_node, kernel, reached)
         in_8_bits = self.float8 != "none" and self.tp > 1
         changes = dict(node_link=machine.node_link * (1 + in_8_bits), overlaps=bool(self.overlap))
-        return dataclasses.replace(machine, **changes)
+        return dataclasses.replace(machine, flash_fraction=0.0, **changes)
 
     @property
     def measured(self) -> float:

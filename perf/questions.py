@@ -72,7 +72,7 @@ def sensitivity(plan: Plan) -> str:
     machine = plan.machine
     changes = {
         "links half as fast": dict(node_link=machine.node_link / 2, link=machine.link / 2),
-        "attention at 0.5 of the peak": dict(attention_fraction=0.5),
+        "attention at 0.5 of the peak": dict(attention_fraction=0.5, flash_fraction=0.0),
         "products 10 % slower": dict(matmul_fraction=0.9 * machine.matmul_fraction),
     }
     told = (

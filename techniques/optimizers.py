@@ -202,7 +202,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # rounding, with 0.999 they would be lost.
 
 
-ELEMENTS_AT_A_TIME = 1 << 18  # updated together, uncompiled: a CPU's caches hold them
+ELEMENTS_AT_A_TIME = 1 << 18  # updated together on a CPU, whose caches hold them
+ON_A_GPU = 1 << 24  # likewise, where nothing is compiled, with few enough kernels
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -242,9 +243,10 @@ class BFloat16AdamW(torch.optim.Optimizer):
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
         keep = torch.full_like(step, 1 - lr * group["weight_decay"])
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
-        compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 has no kernel for 1
+        compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
         update = make_update(beta1, beta2, group["eps"], compiled)
-        size = len(weight) if compiled else ELEMENTS_AT_A_TIME
+        size = ELEMENTS_AT_A_TIME if weight.device.type == "cpu" else ON_A_GPU
+        size = len(weight) if compiled else size
         for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
             update(*parts, *numbers)
 

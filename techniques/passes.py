@@ -53,7 +53,7 @@ def compute_the_same(model_class: type[Llama], small: LlamaConfig, names: tuple[
     try:  # with large weights, too: a limit on activations shows only where it is reached
         for scale in (1, 3):
             plain, ours = (trial(model_class, small, scale, given) for given in ((), names))
-            # Where softmax has made one key all that counts, a gradient is a rounding error.
+            # Of the largest, since some are rounding errors, where one key has all the attention.
             allowed = 1e-9 * max(value.norm() for value in plain)
             if not all((a - b).norm() <= allowed for a, b in zip(plain, ours)):
                 return False
@@ -129,8 +129,8 @@ class Normalized(torch.autograd.Function):
         product = (grad * x).mul_(r)  # h z: the gradient of the weight, for each token
         weight_grad = None
         if ctx.needs_input_grad[1]:  # the weight is not frozen
-            all_tokens = tuple(range(product.ndim))  # [None]: of one token too
-            weight_grad = product[None].sum(all_tokens).type_as(weight)
+            # Over all tokens. [None] adds a dimension: x may be a single one, [D].
+            weight_grad = product[None].sum(tuple(range(product.ndim))).type_as(weight)
         mean = product.mul_(weight).mean(-1, keepdim=True)  # of g z
         x_grad = (grad * weight).addcmul_(x, mean * r, value=-1).mul_(r)
         return x_grad.type_as(saved), weight_grad, None
