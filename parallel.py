@@ -72,7 +72,6 @@ from techniques.parallel_layers import (
     copy_uneven_inputs,
     planned_dims,
 )
-from techniques.passes import use_fewer_passes
 from techniques.recompute import recompute_and_compile
 from techniques.zero1 import ZeRO1
 
@@ -202,8 +201,6 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
         tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
         if parallel.async_tp and parallel.compile:
             async_tp.keep_messages_early()
-    if world.device.type != "mps":  # where these have never run
-        use_fewer_passes(model)
     if model.loss is sum_of_losses:  # not one of the caller's
         model.loss = chunked_loss
     recompute_and_compile(model, parallel.checkpointing, parallel.compile)
@@ -488,12 +485,27 @@ class ShardedVocabulary(Vocabulary):
 
     def __init__(self, size: int, mesh: DeviceMesh):
         super().__init__(size)
-        self.mesh, self.start = mesh, math.ceil(size / mesh.size()) * mesh.get_local_rank()
+        self.mesh = mesh
+        self.vocab_start = math.ceil(size / mesh.size()) * mesh.get_local_rank()  # of the shard
 
     def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         # An all-gather of the tokens; in backward a reduce-scatter.
         hidden = hidden.redistribute(placements=[Replicate()])
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+
+    def sum(self, logits: Tensor) -> Tensor:
+        return self.all_gather(logits.sum(-1)).sum(0)
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        return self.all_gather(logits.logsumexp(-1)).logsumexp(0)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        index = targets[:, None] - self.vocab_start  # of each target in this rank's logits, [n, 1]
+        is_local = (index >= 0) & (index < logits.shape[-1])
+        target_logit = logits.gather(-1, torch.where(is_local, index, 0))
+        scalars = [logits.logsumexp(-1, keepdim=True), torch.where(is_local, target_logit, 0)]
+        lse, target_logit = self.all_gather(torch.cat(scalars, 1)).unbind(-1)  # each [tp, n]
+        return lse.logsumexp(0) - target_logit.sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All-gather x [...] -> [tp, ...]; backward keeps this rank's part of the gradient."""

@@ -19,7 +19,6 @@ from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
 from parallel import EVERYTHING, ParallelConfig
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.passes import use_fewer_passes
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, STEADY, Action, has_w, make_schedule, splits_backward
 
@@ -80,7 +79,7 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    elements = saved_elements(config, parallel, work.mask_width, frozen)
+    elements = saved_elements(config, parallel, work.mask_width, frozen, work.on_gpu)
     saved, recomputed = (n * tokens * w for n in elements)
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
     more = with_adapters * tokens * w
@@ -94,6 +93,8 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
     in_feed_forward = gate + max(gate, matrix_in_4_bits) + freed_at_once * gate
+    if not parallel.compile:  # the gradient of silu(gate)
+        in_feed_forward += gate
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
@@ -104,6 +105,8 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     block_backward = recomputed + stream / tp + max(in_feed_forward, in_norm)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
+    if not work.fused and not frozen:
+        last_norm += tokens * D * max(4, w)
     logits = loss_bytes(work, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
@@ -304,15 +307,20 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
 
 
 def saved_elements(
-    config: LlamaConfig, parallel: ParallelConfig, masked: int = 0, frozen: bool = False
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    masked: int = 0,
+    frozen: bool = False,
+    on_gpu: bool = False,
 ) -> tuple[float, float]:
     """Return the elements a token that a block saves for backward, and that backward recomputes.
     `frozen`: embedding and norms are not trained, as with adapters.
 
     Without checkpointing a block saves, D wide: for each of two norms its input and its output
     (under tensor parallelism after the all-gather); H E wide: q and attention's output; KV E wide:
-    k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
-    row, which attention turns into numbers in each block, and k and v for each query head. With
+    k and v; F wide: gate, up and their product; and a logsumexp for each head. Not compiled, also
+    silu(gate), and on a CPU what a norm reads and makes before its weight, in float32, and a scale.
+    With a mask also its row, which attention turns into numbers in each block, and k and v for each query head. With
     norms of q and k also what these read, and a scale for each head."""
     D, F, q_dim, kv_dim = config.dim, config.ffn_dim, config.q_dim, config.kv_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
@@ -320,9 +328,18 @@ def saved_elements(
     # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
     norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
     everything = norm_outputs + (2 * stream + 2 * q_dim + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    wide = max(4, parallel.weight_bytes) / parallel.weight_bytes  # a float32 in such elements
+    slow_norms = not (on_gpu or parallel.compile)
+    trained = not frozen
+    if not parallel.compile:
+        everything += F / parallel.tp
+    if slow_norms:
+        everything += 2 * (max(wide * D - stream, 0) + trained * wide * D + wide) / parallel.tp
     if config.qk_norm:
-        scales = (config.n_heads + config.n_kv_heads) * 4 / parallel.weight_bytes
+        scales = (config.n_heads + config.n_kv_heads) * wide
         everything += (q_dim + kv_dim + scales) / parallel.tp
+        if slow_norms:
+            everything += (wide - 1 + trained * wide) * (q_dim + kv_dim) / parallel.tp
     if parallel.cp > 1:
         # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
         # of two chunks. And attention's output of each chunk beside that of both.
@@ -380,14 +397,14 @@ def _of_adapters(model: Llama, tp: int, w: int, fused: bool) -> tuple[float, int
 
 
 def loss_bytes(work: Work, trainable: bool) -> int:
-    """Return the most that the loss holds: the logits of a chunk and their log softmax, or their
-    gradient and that of the output matrix, if that is trainable, beside its sum over chunks."""
+    """Return the most that the loss holds. Of a chunk: the log softmax, its gradient, and that of
+    the logits. If the output matrix is trainable, also its gradient and the sum over chunks."""
     config, w, size = work.model.config, work.parallel.weight_bytes, tokens_at_a_time(work.on_gpu)
     vocab = math.ceil(config.vocab_size / work.parallel.tp)
     n, matrix, wide = min(size, work.tokens) * vocab, vocab * config.dim, max(4, w)
     if not trainable:
-        return n * 2 * wide
-    return matrix * wide + max(n * 2 * wide, n * w + matrix * w)
+        return n * 3 * wide
+    return matrix * wide + max(n * 3 * wide, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
@@ -451,7 +468,6 @@ def _counted_saved_elements(config: LlamaConfig, T: int) -> float:
 
         with torch.random.fork_rng(devices=[]):
             model = Llama(replace(config, n_layers=n_layers))
-        use_fewer_passes(model)
         tokens = torch.zeros(1, T, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
             loss = model(tokens, targets=tokens)

@@ -39,7 +39,6 @@ from perf.instruments import (
 from plumbing.processes import UserError
 from runs.records import peak_memory
 from techniques import chunked_loss
-from techniques.passes import cross_entropy_in_few_passes
 from text.batch import Batch
 
 # ------------------------------------------------------------------------------ the commands
@@ -308,7 +307,6 @@ def loss_cost(
     targets = torch.randint(vocab_size, (tokens,), device=device)
     chunked_loss.LOSS_CHUNK = chunked_loss.LOSS_CHUNK_ON_GPU = chunk
     vocabulary = Vocabulary(vocab_size)
-    vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
 
     def step() -> None:
         if chunk:

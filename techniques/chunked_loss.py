@@ -11,8 +11,7 @@ backward has nothing to recompute: it scales them by the gradient of the loss.
 Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU that takes
 longer than the product of few tokens, and so chunks there are larger.
 
-Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. The
-cross entropy in them is that of techniques/passes.py, with fewer passes over memory.
+Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely.
 """
 
 import torch
