@@ -320,8 +320,8 @@ def saved_elements(
     (under tensor parallelism after the all-gather); H E wide: q and attention's output; KV E wide:
     k and v; F wide: gate, up and their product; and a logsumexp for each head. Not compiled, also
     silu(gate), and on a CPU what a norm reads and makes before its weight, in float32, and a scale.
-    With a mask also its row, which attention turns into numbers in each block, and k and v for each query head. With
-    norms of q and k also what these read, and a scale for each head."""
+    With a mask also its row, which attention turns into numbers in each block, and k and v for each
+    query head. With norms of q and k also what these read, and a scale for each head."""
     D, F, q_dim, kv_dim = config.dim, config.ffn_dim, config.q_dim, config.kv_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
     stream = stream_width(parallel, frozen) * D
