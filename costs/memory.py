@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from costs.traffic import batches_of_muon, first_block, modules_of, parts_of, sizes_of
-from costs.work import Work
+from config import EVERYTHING, ParallelConfig, Work
+from costs.traffic import first_block, modules_of, parts_of, sizes_of
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
-from parallel import EVERYTHING, ParallelConfig
+from parallel import used_techniques
 from techniques.chunked_loss import tokens_at_a_time
+from techniques.optimizers import batches_of_matrices
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, STEADY, Action, has_w, make_schedule, splits_backward
 
@@ -82,7 +83,8 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     elements = saved_elements(config, parallel, work.mask_width, frozen, work.on_gpu)
     saved, recomputed = (n * tokens * w for n in elements)
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
-    more = with_adapters * tokens * w
+    of_techniques = sum(technique.holds(work) for technique in used_techniques(parallel))
+    more = (with_adapters + of_techniques) * tokens * w
     if parallel.async_tp and work.microbatch > 1:  # wo multiplies chunks, copies of its input
         more += tokens * config.q_dim * w / tp
     if parallel.checkpointing == "none":
@@ -97,8 +99,6 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
         in_feed_forward += gate
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
-    if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
-        in_feed_forward += 8 * tokens * max(F / tp, D, config.q_dim / tp)
     # The norm of q casts two tensors and makes two, after feed-forward and attention freed theirs.
     q = config.qk_norm * (not work.fused) * tokens * config.q_dim * w / tp
     in_norm = q * (8 if w < 4 else 2) - (3 * gate + q) * (not freed_at_once)
@@ -239,9 +239,9 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     elements = {kind: trainable_elements(model, parallel, kind) for kind in EVERYTHING}
     _, _, tensors = _trained_parts(model)
     optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
-    optimizer += elements["optimizer"] * 2 * g * parallel.strategy.apart  # DiLoCo's outer state
+    optimizer += elements["optimizer"] * 2 * g * parallel.strategy.own_steps  # DiLoCo's outer state
     if parallel.optimizer == "muon":  # one momentum for each of these, and no count
-        for batch in batches_of_muon(model, parallel):
+        for batch in batches_of_matrices(model, parallel):
             optimizer -= sum(own * moment + 4 for _, own in batch)
     return {
         "parameters": elements["parameters"] * g + frozen_bytes,
@@ -256,7 +256,7 @@ def _muon_bytes(model: Llama, parallel: ParallelConfig) -> int:
     and two products [min(m, n)]², or while it sends the parts. On a GPU, where parts are bfloat16,
     it is less."""
     most, alone = 0, parallel.size == parallel.pp
-    for batch in batches_of_muon(model, parallel):
+    for batch in batches_of_matrices(model, parallel):
         (m, n), own = batch[0]
         own_parts = sum(own for _, own in batch)
         replicas = parallel.size // parallel.pp * own // (m * n)  # nearly, where parts are uneven
@@ -274,16 +274,15 @@ def _unsharded(
     of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
     root, and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
-    not_all_saved = parallel.checkpointing != "none" or parallel.offload_activations
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
     (frozen_root, trainable_root), (frozen_block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
     if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
         copies = trainable * w if w < g else 0  # that autocast makes
-        # In 8 bits, or in a compiled block that recomputes, each product makes its own.
+        # In a compiled block that recomputes, each product makes its own.
         makes_again = parallel.compile and parallel.checkpointing != "none"
-        if copies and (makes_again or (parallel.float8 != "none" and not_all_saved)):
+        if copies and makes_again:
             copies = (trainable_root + trainable_block) * w
         sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
         sharded = replicated and not in_buckets  # ZeRO-1
@@ -347,9 +346,6 @@ def saved_elements(
         everything += (2 * (keys - kv_dim) + q_dim) / parallel.tp
     elif masked:
         everything += masked + 2 * (q_dim - kv_dim) / parallel.tp
-    if parallel.float8 == "tensorwise":  # each product saves codes of a byte in place of its input
-        inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
-        everything += inputs * D * byte - norm_outputs + ((q_dim + F) * byte - F) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     if parallel.async_tp:  # or messages of wo
         reduced = (parallel.tp - 1) * D

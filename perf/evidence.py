@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from config import ParallelConfig, Work
 from costs.machines import GPUS, REACHED, Machine, assumed_machine
 from costs.search import Plan
-from costs.work import Work
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
 
 FILE = Path(__file__).parent.parent / "docs/measured/published.csv"
 INTEGERS = (

@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from config import ParallelConfig, Work, flags_of
 from costs.machines import GPUS, Machine
 from costs.memory import predict_memory, prediction_caveat
 from costs.search import USABLE_FRACTION, Plan, every_plan, order
 from costs.traffic import DIMS, flops_per_token, predict_traffic
-from costs.work import Work
 from lora import LoRA
-from parallel import ParallelConfig
 from perf.evidence import evidence_table, spread_of
 from perf.instruments import (
     build_on_meta,
@@ -36,7 +35,6 @@ from perf.instruments import (
 )
 from perf.questions import Run, about_run, compare_with_diloco, plot, sensitivity
 from plumbing.processes import UserError
-from runs.flags import flags_of
 from runs.records import write_atomically
 
 
@@ -297,7 +295,7 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
     rows = []
     for plan in ranked:
         work, parallel = plan.work, plan.work.parallel
-        flops = flops_per_token(work.model, work.document or work.seq_len, parallel)
+        flops = flops_per_token(work.model, work.document or work.seq_len)
         mfu = "unknown"  # as is the peak of a measured machine
         if not machine.measured:
             mfu = f"{flops * plan.tokens_per_second / machine.peak:.1%}"

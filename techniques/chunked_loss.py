@@ -17,8 +17,9 @@ Autograd differentiates each chunk, so logits_of and loss_of of model.py may be 
 import torch
 from torch import Tensor
 
-from model import Vocabulary, sum_of_losses
+from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import cast_by_autocast
+from techniques.technique import Technique
 
 LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (bench.py loss measures others)
 
@@ -71,3 +72,11 @@ class ChunkedLoss(torch.autograd.Function):
         hidden_grad, weight_grad = (g if g is None else g.mul_(scale) for g in ctx.saved_tensors)
         weight_grad = weight_grad if weight_grad is None else weight_grad.to(ctx.dtype)
         return hidden_grad, weight_grad, None, None, None
+
+
+def apply(model: Llama, world) -> None:
+    if model.loss is sum_of_losses:  # not one of the caller's
+        model.loss = chunked_loss
+
+
+TECHNIQUE = Technique("", apply)

@@ -11,12 +11,12 @@ from exact import GROUPED
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from config import ParallelConfig, Work
 from costs.memory import predict_memory, prediction_caveat, saved_elements
 from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from costs.traffic import predict_traffic, sent_bytes
-from costs.work import Work
 from model import PRESETS, FeedForward, Llama, LlamaConfig, attend, rope_angles
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import Live, build_on_meta, emulate, state_tensors
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
@@ -240,7 +240,6 @@ def test_mesh_sizes():
 @pytest.mark.parametrize(
     "ranks, asked, parts",
     [
-        (8, dict(dp="auto", tp=4), ["--tp 4", "2 key/value heads", "width of 46"]),
         (3, dict(dp="auto", tp=2), ["3 processes are no multiple of --tp 2"]),
         (8, dict(dp="auto", offload=True), ["--offload", "--dp fsdp"]),
         (8, dict(dp="ddp", reshard="none"), ["--reshard none", "ddp shards no weights"]),

@@ -89,7 +89,7 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
      "error", "nonzero"),
     ("model", "[SDPBackend.EFFICIENT_ATTENTION,", "[SDPBackend.CUDNN_ATTENTION,", "float32 packed",
      "attention", "cudnn"),
-    ("train", "scales = replicas", "scales = rows[0, 0].item() * 0 + replicas", "muon",
+    ("train", "scale = len(", "scale = rows[0, 0].item() * 0 + len(", "muon",
      "update", "_local_scalar_dense at train.py"),
     ("parallel", "model.compute_dtype = torch.bfloat16", "pass", "packed",
      "attention", "efficient"),

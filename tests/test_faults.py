@@ -70,8 +70,8 @@ FAULTS = {
         ("other if place.is_shard(1) else place", "place"),
     ],
     "train": [
-        ("replicas.shape[1] / replicas", "world.data_size / replicas"),
-        ("replicas[..., 3].sum(1).sqrt()", "replicas[:, world.rank, 3].sqrt()"),
+        ("len(together) / together", "world.data_size / together"),
+        ("together[:, 3].sum().sqrt()", "rows[world.rank, 3].sqrt()"),
         ("loss = loss / tp  #", "loss = loss * 1  #"),
     ],
 }  # fmt: skip

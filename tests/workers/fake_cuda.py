@@ -258,9 +258,10 @@ from plumbing import devices
 
 devices.has_triton = lambda device: device.type == "cuda" and GPU["triton"]
 import parallel as parallel_py
+from config import ParallelConfig
 from lora import LoRA
 from model import KVCache, LlamaConfig, Vocabulary
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from plumbing.processes import Process
