@@ -40,8 +40,8 @@ from plumbing.shards import assign_shard
 from runs.records import Totals, write_atomically
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import choose_work
+from techniques import nf4
 from techniques.context_parallel import share_sequences
-from techniques.nf4 import check_blocks
 from text.chat import Packed, Rows, open_chats
 from text.corpora import Reading
 from text.exams import ROOM, Exam
@@ -162,19 +162,22 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     config, adapter = metadata["model"], args.adapter
     lora, stored = open_adapter(adapter, config) if adapter else (LoRA(targets=()), {})
     bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
-    if bits == 4:
-        check_blocks(config, args.tp)
+    techniques = (nf4.TECHNIQUE,) * (bits == 4)
     with torch.device("meta"):
         model = Llama(config)
-        if adapter or bits == 4:
-            add_adapters(model, lora, bits)
     model.requires_grad_(False)
     bfloat16 = process.minimum(has_bfloat16(process.device))
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
     args.batch = args.microbatch * max(1, process.size // (args.tp * args.pp * args.cp))
-    check_parallel(requested_work(args, model, process), args.shard, process)
+    asked = requested_work(args, model, process)
+    check_parallel(asked, args.shard, process)
+    check_work(asked, *techniques)
+    with torch.device("meta"):
+        if adapter or bits == 4:
+            add_adapters(model, lora, bits)
+    model.requires_grad_(False)
     work, _ = choose_work(args, model, args.chat, process)
-    check_work(work)
+    check_work(work, *techniques)
     world = with_mesh(process, work.parallel)
 
     def initialize(model: Llama) -> None:

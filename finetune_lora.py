@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import lora
 from costs.search import sent_by_strategy
 from data import LEFT_OUT
 from files.adapters import check_names
@@ -43,6 +44,7 @@ from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
 from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
 from runs.setup import Job, build, setup
+from techniques import nf4
 from text.chat import ANSWER_ROOM, SHOWN, encode, open_samples
 from text.corpora import Reading
 from text.exams import Exam
@@ -80,7 +82,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     # args.init becomes the directory that was found, and the run's record names it.
     args.init = process.broadcast_from_rank_zero(partial(checkpoint.find_checkpoint, args.init))
     base = checkpoint.read_config(args.init)
-    check_training_flags(args, base["model"], process)
+    techniques = (lora.TECHNIQUE,) + (nf4.TECHNIQUE,) * (args.base_bits == 4)
+    check_training_flags(args, base["model"], process, *techniques)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
     tokenizer = process.local_rank_zero_first(partial(load_tokenizer, choose_tokenizer(args, base)))
@@ -115,7 +118,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         checkpoint.load_weights(args.init, model)
         init_adapters(model, args.seed, assign_shard, process.device)
 
-    job = Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
+    whole = copy.deepcopy(model)
+    job = Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
     return job, examples
 
 

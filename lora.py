@@ -36,11 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
+from config import Work
 from model import Llama, generator_for
 from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
 from techniques.nf4 import dequantized, packed_shape, quantized, some_rows
+from techniques.parallel_layers import writes_to_stream
+from techniques.technique import Technique
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
 
@@ -330,3 +333,34 @@ def quantize_base(
         values = quantized(read(f"{path}.weight").to(layer.weight.device))  # a GPU is faster
         for parameter, value in zip((layer.weight, layer.row_scale), values):
             assign(parameter, value)
+
+
+# ------------------------------------------------------------------ what others ask of a technique
+
+
+def holds(work: Work) -> float:
+    """An adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
+    and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
+    need x, but attention saves its output anyway."""
+    tp, w = work.parallel.tp, work.parallel.weight_bytes
+    elements, inputs = 0.0, {}  # inputs: of which layers -> whether saved, and width
+    block = next(iter(work.model.layers.values()))
+    for path, layer in block.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        rows = writes_to_stream(block, path)  # each rank of tp has a part of them, else of columns
+        x_width = layer.in_features / (tp if rows else 1)
+        y_width = layer.out_features / (1 if rows else tp)
+        lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
+        if lora:
+            mask = 1 / w if work.fused else 1
+            elements += lora.rank + lora.dora * y_width
+            elements += (1 + mask) * x_width if lora.dropout else 0
+        if not path.endswith("wo"):
+            needed = not lora.dropout if lora else layer.weight.requires_grad
+            reads = path.split(".")[0], rows
+            inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
+    return elements - sum(width for needed, width in inputs.values() if not needed)
+
+
+TECHNIQUE = Technique("", apply=lambda *_: None, holds=holds)  # add_adapters applies it

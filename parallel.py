@@ -163,10 +163,11 @@ def used_techniques(parallel: ParallelConfig) -> list[Technique]:
     return [technique for technique in TECHNIQUES if technique.is_used(parallel)]
 
 
-def refusal(work: Work) -> str:
-    """Return why a step cannot be split so, with this model and these sequences; "" if it can."""
+def refusal(work: Work, *more: Technique) -> str:
+    """Return why a step cannot be split so, with this model and these sequences; "" if it can.
+    `more` are techniques of a script that parallelism does not know."""
     others = parallel_layers, context_parallel, pipeline, zero1, diloco
-    asked = *others, *used_techniques(work.parallel)
+    asked = *others, *used_techniques(work.parallel), *more
     reasons = (part.refuses(work) for part in asked)
     return next(filter(None, reasons), "")
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+import lora as lora_py
 from config import EVERYTHING, ParallelConfig, Work
 from costs.traffic import first_block, modules_of, parts_of, sizes_of
 from lora import LoRA, adapter_settings
@@ -82,9 +83,9 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
     elements = saved_elements(config, parallel, work.mask_width, frozen, work.on_gpu)
     saved, recomputed = (n * tokens * w for n in elements)
-    with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
-    of_techniques = sum(technique.holds(work) for technique in used_techniques(parallel))
-    more = (with_adapters + of_techniques) * tokens * w
+    matrix_in_4_bits = largest_in_4_bits(first_block(model), tp) * w
+    used = [*used_techniques(parallel), lora_py.TECHNIQUE]
+    more = sum(technique.holds(work) for technique in used) * tokens * w
     if parallel.async_tp and work.microbatch > 1:  # wo multiplies chunks, copies of its input
         more += tokens * config.q_dim * w / tp
     if parallel.checkpointing == "none":
@@ -359,37 +360,15 @@ def saved_elements(
     return saved, everything - saved
 
 
-def of_adapters(model: Llama, parallel: ParallelConfig, fused: bool) -> tuple[float, int]:
-    """Return how many elements a token a block with adapters saves beyond saved_elements, or fewer;
-    and the bytes of the largest matrix that backward makes of 4 bits.
-
-    Each adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
-    and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
-    need x, but attention saves its output anyway."""
-    return _of_adapters(model, parallel.tp, parallel.weight_bytes, fused)
-
-
 @functools.lru_cache(1024)
-def _of_adapters(model: Llama, tp: int, w: int, fused: bool) -> tuple[float, int]:
-    elements, largest, inputs = 0.0, 0, {}  # inputs: of which layers -> whether saved, and width
-    for path, layer in first_block(model).named_modules():
-        if not isinstance(layer, nn.Linear):
-            continue
-        rows = path.endswith(("wo", "w2"))  # each rank of tp has a part of them, else of columns
-        x_width = layer.in_features / (tp if rows else 1)
-        y_width = layer.out_features / (1 if rows else tp)
-        lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
-        if lora:
-            mask = 1 / w if fused else 1
-            elements += lora.rank + lora.dora * y_width
-            elements += (1 + mask) * x_width if lora.dropout else 0
-        if not path.endswith("wo"):
-            needed = not lora.dropout if lora else layer.weight.requires_grad
-            reads = path.split(".")[0], rows
-            inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
-        if getattr(layer, "row_scale", None) is not None:
-            largest = max(largest, layer.in_features * layer.out_features // tp * w)
-    return elements - sum(width for needed, width in inputs.values() if not needed), largest
+def largest_in_4_bits(block: nn.Module, tp: int) -> int:
+    """Return the elements of the largest matrix of a block that backward makes of 4 bits."""
+    sizes = [
+        layer.in_features * layer.out_features // tp
+        for layer in block.modules()
+        if getattr(layer, "row_scale", None) is not None
+    ]
+    return max(sizes, default=0)
 
 
 def loss_bytes(work: Work, trainable: bool) -> int:

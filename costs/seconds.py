@@ -47,9 +47,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import lora as lora_py
 from config import ParallelConfig, Work
 from costs.machines import Machine
-from costs.memory import of_adapters, saved_elements, trainable_elements
+from costs.memory import saved_elements, trainable_elements
 from costs.traffic import (
     first_block,
     group_size,
@@ -242,7 +243,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     forward = (parts["products"] + parts["passes"]) / (1 + of_backward)
     backward = parts["products"] + parts["passes"] - forward + parts["recompute"]
     saved, _ = saved_elements(model.config, parallel)
-    saved += of_adapters(model, parallel, fused=True)[0] * (parallel.checkpointing == "none")
+    if parallel.checkpointing == "none":
+        saved += lora_py.TECHNIQUE.holds(work)
     moved = saved * tokens * parallel.weight_bytes * model.config.n_layers * microbatches / CPU_LINK
     parts["to the CPU"] = max(0.0, moved - forward) + max(0.0, moved - backward)
     parts["to the CPU"] *= parallel.offload_activations

@@ -15,7 +15,7 @@ from parallel import refusal
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from runs.flags import MODEL_SIZES
-from techniques.nf4 import check_blocks
+from techniques.technique import Technique
 from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
 
@@ -73,8 +73,11 @@ def requested_work(
     )
 
 
-def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process: Process) -> None:
-    """Raise UserError for flags that cannot work together; the message suggests values."""
+def check_training_flags(
+    args: argparse.Namespace, config: LlamaConfig, process: Process, *more: Technique
+) -> None:
+    """Raise UserError for flags that cannot work together; the message suggests values. `more` are
+    techniques that the script joins to those of parallel.py."""
     if args.seq_len > config.max_seq_len:
         raise UserError(
             f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
@@ -101,9 +104,7 @@ def check_training_flags(args: argparse.Namespace, config: LlamaConfig, process:
             f"--microbatch {args.microbatch} does not divide the {work.sequences} sequences of a "
             f"rank (--batch {args.batch} over {work.parallel.replicate // args.cp} ranks)"
         )
-    check_work(work)
-    if getattr(args, "base_bits", 16) == 4:
-        check_blocks(config, args.tp)
+    check_work(work, *more)
     if checkpoints(args.out) and not args.resume:
         raise UserError(
             f"{args.out} already holds a run: --resume continues it, or choose another --out"
@@ -154,9 +155,9 @@ def check_meetings(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} must be a multiple of --every {every}: use {flag} {multiple}")
 
 
-def check_work(work: Work) -> None:
-    """Raise UserError for a step that cannot be split as it is asked for."""
-    if reason := refusal(work):
+def check_work(work: Work, *more: Technique) -> None:
+    """Raise UserError for a step that cannot be split as it is asked for, also by `more`."""
+    if reason := refusal(work, *more):
         raise UserError(reason)
 
 

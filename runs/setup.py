@@ -31,6 +31,7 @@ from runs.check_model import (
     generation_caveat,
     layers_caveat,
 )
+from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +48,7 @@ class Job:
     train_set: Windows  # or text/chat.py's Packed, which is used alike
     val_set: Windows
     exam: Exam | None = None  # taken at evaluations
+    techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
 
 
 def setup(args: argparse.Namespace) -> Process:
@@ -157,6 +159,7 @@ def build(
     """Split the model; return what a training step calls, and the step's work. `accumulate` is
     train.py's, with which a small model is tried first."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
+    rules.check_work(work, *job.techniques)
     args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if args.dp == "auto" and process.size > args.tp * args.pp:

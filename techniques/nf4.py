@@ -26,10 +26,12 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from config import Work
 from plumbing.devices import has_triton
 from plumbing.processes import UserError
+from techniques.technique import Technique
 
 BLOCK = 64
 # fmt: off
@@ -120,23 +122,23 @@ def count(parameter: Tensor) -> int:
     return parameter.shape[0] * parameter.shape[1] * BLOCK if parameter.ndim == 3 else 0
 
 
-def check_blocks(config, tp: int = 1) -> None:
-    """Raise UserError if the rows of a matrix, of which tp ranks have parts, are no whole number of
-    blocks of 4-bit weights."""
+def refuses(work: Work) -> str:
+    """Rows of a matrix, of which tp ranks have parts, need a whole number of blocks."""
+    config, parallel = work.model.config, work.parallel
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
-        if width % (BLOCK * tp):
-            whose = f"{BLOCK} weights" + f" for each of {tp} ranks" * (tp > 1)
-            raise UserError(
-                f"--base-bits 4 needs blocks of {whose}, and the base has {flag} {width}: give "
-                f"{'a smaller --tp, or ' * (tp > 1)}--base-bits 16"
+        if width % (BLOCK * parallel.tp):
+            smaller_tp = "a smaller --tp, or " if parallel.tp > 1 else ""
+            return (
+                f"--base-bits 4 needs blocks of {BLOCK} weights for each of {parallel.tp} rank(s) "
+                f"along tp, and the base has {flag} {width}: give {smaller_tp}--base-bits 16"
             )
-
-
-def check_shardable(model: nn.Module, reshard: str) -> None:
-    """Raise UserError where this torch's FSDP cannot shard the bytes of a base in 4 bits."""
-    in_4_bits = any(not parameter.is_floating_point() for parameter in model.parameters())
-    if in_4_bits and reshard != "adapters" and torch.__version__ < "2.13":
-        raise UserError(
+    shards_bytes = parallel.shard > 1 and parallel.reshard != "adapters"
+    if shards_bytes and torch.__version__ < "2.13":
+        return (
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"
         )
+    return ""
+
+
+TECHNIQUE = Technique("", apply=lambda *_: None, refuses=refuses)  # lora.add_adapters applies it

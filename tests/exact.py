@@ -18,7 +18,8 @@ from model import IGNORE, Llama, LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 from runs.rules import check_parallel, check_work
-from techniques.nf4 import check_blocks, dequantized
+from techniques import nf4
+from techniques.nf4 import dequantized
 
 # Configurations for tp 1, 2 and 4, with sizes that ranks divide unevenly where tp allows it.
 ODD = dict(dim=30, n_layers=2, n_heads=3, n_kv_heads=1, ffn_dim=46, vocab_size=101)
@@ -82,11 +83,7 @@ def meta_model(config: LlamaConfig, trainable: bool) -> Llama:
 def check_step(work: Work, base_bits: int) -> None:
     """Raise UserError for a step that train.py or finetune_lora.py refuses."""
     check_parallel(work, None, SimpleNamespace(size=work.parallel.size))
-    check_work(work)
-    if base_bits == 4:
-        check_blocks(work.model.config, work.parallel.tp)
-        if torch.__version__ < "2.13" and work.parallel.strategy.uses_fsdp:
-            raise UserError("this torch cannot shard bytes")
+    check_work(work, *[nf4.TECHNIQUE] * (base_bits == 4))
 
 
 def can_make(make: Callable, ranks: int) -> Callable[[dict], bool]:

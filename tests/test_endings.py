@@ -358,8 +358,9 @@ def test_nothing_is_updated_when_another_rank_is_not_finite():
         def both(row: list) -> torch.Tensor:
             return torch.tensor([row, [loss, *row[1:3], squared_norm, *row[4:]]])
 
-        world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=torch.device("cpu"))
-        world.all_gather_scalars = both
+        device = torch.device("cpu")
+        world = SimpleNamespace(parallel=ParallelConfig(), size=2, device=device)
+        world.step_ranks, world.all_gather_scalars = slice(None), both
         train_step(model, optimizer, random_batch(CONFIG, 2, 16), 1, 1.0, world, number)
 
     def state() -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from train import accumulate
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 EXACT = "Type bytes exactly, or rounded: the rounding may put them off by 0.5%, and not more."
 # What a block saves for backward, in elements a token: so many times D, KV E, F and the heads.
-SAVED = {"none": (6, 2, 3, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}
+SAVED = {"none": (8, 2, 4, 1), "selective": (3, 1, 1, 1), "full": (1, 0, 0, 0)}
 
 
 class Term(NamedTuple):
@@ -379,16 +379,18 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
     text = f"saved for backward: {plural(L, 'block')} x {tokens} tokens x {words} x 4 bytes"
     terms.append(Term(L * tokens * saved * 4, text))
 
-    norm = f"last norm and its gradient: {tokens} tokens x 3 x {D} x 4 bytes"
-    # The larger: logits and log softmax in forward; or the gradients of logits and of the matrix.
-    n, of_matrix = (2, 1) if tokens >= D else (1, 2)
-    logits = f"logits{' and their log softmax' * (n > 1)}: {tokens} tokens x {V} x {n} x 4 bytes"
+    norm = f"last norm and its gradient: {tokens} tokens x 4 x {D} x 4 bytes"
+    # The larger: log softmax, its gradient and that of the logits; or gradients of logits and matrix.
+    n, of_matrix = (3, 1) if 2 * tokens >= D else (1, 2)
+    logits = f"logits{', log softmax, gradients' * (n > 1)}: {tokens} tokens x {V} x {n} x 4 bytes"
     matrix = f"gradient of the output matrix: {V} x {D} x {of_matrix} x 4 bytes"
-    in_loss = [Term(tokens * D * 12, norm), Term(tokens * V * n * 4, logits)]
+    in_loss = [Term(tokens * D * 16, norm), Term(tokens * V * n * 4, logits)]
     in_loss.append(Term(V * D * of_matrix * 4, matrix))
     again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
-    text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
-    in_block = [Term(tokens * (D + 2 * F) * 4, text)]
+    text = (
+        f"gradients of stream, silu(gate), gate and up: {tokens} tokens x ({D} + 3 x {F}) x 4 bytes"
+    )
+    in_block = [Term(tokens * (D + 3 * F) * 4, text)]
     if again:
         text = f"the last block, computed again: {tokens} tokens x {sum_again} x 4 bytes"
         in_block.append(Term(tokens * again * 4, text))

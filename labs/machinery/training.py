@@ -16,7 +16,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,6 @@ import finetune_lora
 import parallel
 import runs.setup
 import train
-from costs import traffic as cost
 from labs.machinery.student import read_function
 from model import Llama
 from parallel import World
@@ -197,10 +195,8 @@ def _main(lab: str, file: str, flags: list[str]) -> None:
 
 def replace_ddp(apply: Callable[[Llama, World], nn.Module]) -> None:
     """Let --dp ddp, the default here, call `apply` with the model in place of wrapping it."""
-    original = parallel.STRATEGIES["ddp"]
-    parallel.STRATEGIES["ddp"] = replace(original, apply=apply)
+    parallel.WRAPPERS["ddp"] = apply
     runs.setup.check_equal_replicas = lambda model, world: None  # ranks may hold different rows now
-    cost.TRAFFIC[apply] = cost.TRAFFIC[original.apply]  # what the run predicts stays the same
 
 
 def after_backward(finish: Callable[[], None]) -> None:

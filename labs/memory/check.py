@@ -200,12 +200,12 @@ def known_mistakes(step: Step) -> tuple[dict[str, float], dict[str, dict[str, fl
     D, F, V, L = c.dim, c.ffn_dim, c.vocab_size, c.n_layers
     root, block, whole = 4 * step.root, 4 * step.block, 4 * (step.root + L * step.block)
     in_buckets, adds_up = step.dp == "ddp", m > 1 and step.reshard == "weights"
-    everything = 6 * D + 2 * c.n_kv_heads * c.head_dim + 3 * F
+    everything = 8 * D + 2 * c.n_kv_heads * c.head_dim + 4 * F
     saved = L * tokens * 4 * (D if step.checkpointing == "full" else everything)
     recomputed = L * tokens * 4 * everything - saved
-    matrix, logits = 4 * 2 * V * D, 4 * tokens * 2 * V
-    loss = matrix + logits + 4 * tokens * 3 * D
-    backward = recomputed / L + 4 * tokens * (D + 2 * F)
+    matrix, logits = 4 * 2 * V * D, 4 * tokens * 3 * V
+    loss = matrix + logits + 4 * tokens * 4 * D
+    backward = recomputed / L + 4 * tokens * (D + 3 * F)
     right = {
         "sums": whole if in_buckets or adds_up else whole // n * (m > 1),
         "gathered": 0 if step.dp == "ddp" else root + 2 * block,

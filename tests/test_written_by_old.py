@@ -1,0 +1,193 @@
+"""What d36363a wrote: its runs resume, its adapters load and its corpora open with today's code.
+
+tests/workers/written_by.py writes them with that commit's own files. What is loaded equals what was
+stored in every bit, on as many processes and on one. The learning rates of later steps, which are
+computed from flags alone, are equal too. Losses and gradient norms may differ by rounding, because
+a kernel may be written anew: by 1e-5 of their size at most, and by 1e-12 in the run in float64.
+With model.py's plain functions in place of those in techniques/passes.py, they differed by at most
+3e-7 and 3e-16.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import metrics, succeed
+from torch import Tensor
+from workers import written_by
+from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, logits_of, read
+
+from checkpoint import load_pretrained
+from data import open_windows
+from text.tokenizer import load_tokenizer
+
+STEP = f"step-{SAVED:08d}"
+LAST_STEP = f"step-{STEPS:08d}"
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> Path:
+    """The corpus and the smallest run."""
+    if not written_by.is_there(written_by.COMMIT):
+        pytest.skip(
+            f"needs commit {written_by.COMMIT}, which this clone lacks: git fetch --unshallow"
+        )
+    directory = tmp_path_factory.mktemp("old")
+    written_by.write(directory, quick=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def everything(old) -> Path:
+    """All that tests/workers/written_by.py writes."""
+    written_by.write(old)
+    return old
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of weights/ or optimizer/, read by torch alone."""
+    entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+    dcp.load(tensors, checkpoint_id=directory, no_dist=True)
+    return tensors
+
+
+def resume(old: Path, name: str, out: Path, alone: bool = False) -> list[dict[str, dict]]:
+    """Resume OUT, a copy of one of RUNS, with today's code; return what each rank has loaded."""
+    loaded = out.with_name("loaded")
+    loaded.mkdir()
+    split = [] if alone else RUNS[name].split.split()
+    processes = 0 if alone else RUNS[name].processes
+    command = [*command_of(name, old, out), *split, "--resume"]
+    result = succeed("tests/workers/as_loaded.py", loaded, *command, nproc=processes)
+    assert f"resumed from {out / STEP}" in result.out and (out / LAST_STEP).exists()
+    assert "warning" not in result.err  # of other data, other flags or another model.py
+    of_ranks = [torch.load(path) for path in sorted(loaded.iterdir())]
+    assert len(of_ranks) == max(processes, 1)
+    return of_ranks
+
+
+def same_tensors(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """Assert that the ranks together have loaded every tensor, and each as it was stored."""
+    assert set().union(*ranks) == expected.keys()
+    for name, tensor in (item for rank in ranks for item in rank.items()):
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+def same_steps(ours: list[dict], expected: list[dict], tolerance: float) -> None:
+    """Assert that two runs took the same steps, up to a relative difference of what is computed."""
+    assert len(ours) == STEPS
+    for row, theirs in zip(ours, expected, strict=True):
+        for key in ("step", "tokens", "lr"):
+            assert row[key] == theirs[key], key
+        for key in ("loss", "bits_per_byte", "grad_norm"):
+            assert row[key] == pytest.approx(theirs[key], rel=tolerance, abs=0), key
+
+
+def resumes(old: Path, name: str, out: Path, alone: bool = False) -> None:
+    """Resume a copy of a run; compare what it loads, and the steps that it takes."""
+    ranks = resume(old, name, interrupted(old / name, out), alone)
+    saved = old / name / STEP
+    if (saved / "weights").exists():
+        weights = stored(saved / "weights")
+    else:  # an adapter's files have Hugging Face's names and order of rows
+        weights = torch.load(old / f"{name}.pt")
+        weights = {key: tensor.float() for key, tensor in weights.items() if key != "logits"}
+    same_tensors([rank["weights"] for rank in ranks], weights)
+    same_tensors([rank["optimizer"] for rank in ranks], stored(saved / "optimizer"))
+    tolerance = 1e-12 if "float64" in RUNS[name].flags else 1e-5
+    same_steps(metrics(out), metrics(old / name), tolerance)
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_resumes(old, tmp_path):
+    resumes(old, "run", tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "run"])
+def test_every_run_resumes(everything, tmp_path, name):
+    resumes(everything, name, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["four", "pipeline"])
+def test_a_run_of_several_processes_resumes_on_one(everything, tmp_path, name):
+    resumes(everything, name, tmp_path / "run", alone=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_that_commit_resumes_as_if_it_had_not_been_interrupted(everything, name):
+    """So a run without interruption, with which the others are compared, is what it would get."""
+    same_steps(metrics(everything / f"{name}-again"), metrics(everything / name), tolerance=0)
+
+
+def test_a_run_with_a_flag_that_is_gone_resumes(old, tmp_path):
+    out = interrupted(old / "run", tmp_path / "run")
+    config, sums = out / STEP / "config.json", out / STEP / "SHA256SUMS"
+    content = json.loads(config.read_text())
+    content["flags"]["flag_of_another_time"] = 7
+    config.write_text(json.dumps(content))
+    *lines, _ = sums.read_text().splitlines(keepends=True)
+    lines = [line for line in lines if not line.endswith("  config.json\n")]
+    lines += [f"{hashlib.sha256(config.read_bytes()).hexdigest()}  config.json\n"]
+    own = hashlib.sha256("".join(lines).encode()).hexdigest()
+    sums.write_text("".join([*lines, f"# complete: {own}\n"]))
+    resume(old, "run", out)
+
+
+# ----------------------------------------------------------------------------- weights and tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_weights_load_and_compute_the_same(everything, name):
+    """A run's by load_pretrained, an adapter's by load_adapter; logits in float64."""
+    ours, theirs = read(everything, name), torch.load(everything / f"{name}.pt")
+    logits = [tensors.pop("logits") for tensors in (ours, theirs)]
+    same_tensors([ours], theirs)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-6)  # some angles are in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_text_is_generated_and_weights_are_exported(everything, tmp_path, name):
+    """An adapter is merged with its base before the export."""
+    saved, hf = everything / name / STEP, tmp_path / "hf"
+    if RUNS[name].script == "finetune_lora.py":
+        model, whole = [everything / "run", "--adapter", saved], tmp_path / "merged"
+        succeed("checkpoint.py", "merge", everything / "run", saved, whole)
+    else:
+        model, whole = [saved], saved
+    text = succeed("generate.py", *model, "--prompt", "7 and", "--max-new-tokens", 5).out
+    assert text.startswith("7 and") and len(text) > len("7 and\n")
+    succeed("checkpoint.py", "export", whole, hf, "--format", "hf")
+    logits = logits_of(load_pretrained(hf, torch.float64))
+    expected = torch.load(everything / f"{name}.pt")["logits"]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)  # merged in float32
+
+
+def test_a_corpus_opens(old, tmp_path):
+    """Its tokens are those of its files, and those that its tokenizer has for its text now."""
+    tokens, again = old / "tokens", tmp_path / "again"
+    tokenizer = load_tokenizer(str(tokens / "tokenizer.model"))
+    train_set, val_set = open_windows([str(tokens)], tokenizer, seq_len=24)
+    flags = json.loads((old / "run" / STEP / "config.json").read_text())["flags"]
+    assert train_set.checksum() == flags["data_checksum"]
+    for windows, split in ((train_set, "train"), (val_set, "val")):
+        # 1,024 bytes of header, and two for each token; neighbouring windows share a token.
+        in_file = np.fromfile(tokens / f"{split}_000000.bin", "<u2", offset=1024)
+        opened = np.concatenate([windows[0][:1], *(windows[i][1:] for i in range(len(windows)))])
+        assert len(opened) > len(in_file) - 24
+        assert np.array_equal(opened, in_file[: len(opened)])
+    text, its_tokenizer = old / "counting.txt", old / "notes.model"
+    succeed("data.py", "tokenize", text, "--tokenizer", its_tokenizer, "--out", again)
+    for path in tokens.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name

@@ -1,0 +1,47 @@
+"""Run a script that resumes, and write all that its checkpoint was loaded into.
+
+    as_loaded.py DIRECTORY SCRIPT ARGUMENTS ...
+
+Each rank writes DIRECTORY/RANK.pt before it trains on: `weights` and `optimizer`, whole tensors by
+the names that checkpoints give them.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_, directory, *sys.argv = sys.argv
+resume = checkpoint.resume
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def resume_and_write(path, model, optimizer, tokenizer) -> int:
+    done = resume(path, model, optimizer, tokenizer)
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    state = {
+        f"{name}.{key}": whole(tensor)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for key, tensor in optimizer.state[parameter].items()
+    }
+    found = {"weights": weights, "optimizer": state}
+    torch.save(found, Path(directory, f"{os.environ.get('RANK', 0)}.pt"))
+    return done
+
+
+checkpoint.resume = resume_and_write
+runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")

@@ -1,0 +1,163 @@
+"""Write a corpus, runs and adapters with the code of an older commit, for today's to go on with.
+
+    python written_by.py DIRECTORY [--commit COMMIT] [--quick]
+
+    DIRECTORY/house/        that commit's files, with which all that follows is written
+              tokens/       a corpus, and notes.model, its tokenizer
+              NAME/         each of RUNS: six steps, with checkpoints after the third and the sixth
+              NAME-again/   a copy that ended with the third step, and was resumed by that commit
+              NAME.pt       what that commit reads of the checkpoint after the third step
+
+What DIRECTORY has is not written again. --quick writes the corpus and `run` alone.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMIT = "d36363a"
+SAVED, STEPS = 3, 6
+
+
+class Run(NamedTuple):
+    script: str
+    flags: str  # {} is DIRECTORY
+    processes: int = 0  # 0: one, without torchrun
+    split: str = ""  # flags that say how the processes share a step
+
+
+EVERY_RUN = f"--steps {STEPS} --save-every {SAVED} --keep 0 --eval-every 0 --warmup 2 --batch 8"
+MODEL = "--dim 32 --n-heads 4 --n-kv-heads 2 --ffn-dim 48 --n-layers"
+PRETRAINING = f"{EVERY_RUN} --data {{}}/tokens --seq-len 24 {MODEL}"
+FINETUNING = f"{EVERY_RUN} --data {{}}/sums.jsonl --seq-len 96 --lr 0.01 --init {{}}/run"
+BFLOAT16_MOMENTS = f"{PRETRAINING} 2 --optimizer adamw --moments bfloat16"
+FLOAT64 = f"{PRETRAINING} 4 --optimizer adamw --dtype float64"
+RUNS = {
+    "run": Run("train.py", f"{PRETRAINING} 2"),  # by Muon
+    "adapter": Run("finetune_lora.py", FINETUNING),
+    "dora": Run("finetune_lora.py", f"{FINETUNING} --dora --targets wq w2"),
+    "four": Run("train.py", BFLOAT16_MOMENTS, 4, "--dp fsdp --tp 2"),
+    "pipeline": Run("train.py", FLOAT64, 2, "--pp 2 --microbatch 4"),
+}
+
+
+def is_there(commit: str) -> bool:
+    """Return whether git has this commit here; a shallow clone has the newest alone."""
+    command = ["git", "-C", ROOT, "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def write(directory: Path, commit: str = COMMIT, quick: bool = False) -> None:
+    """Write what DIRECTORY lacks."""
+    house = House(directory, commit)
+    if not (directory / "tokens").exists():
+        house.write_corpus()
+    for name in ["run"] if quick else RUNS:
+        if not (directory / name).exists():
+            house.train(name, directory / name)
+    if quick:
+        return
+    for name in RUNS:
+        if not (again := directory / f"{name}-again").exists():
+            house.train(name, interrupted(directory / name, again), "--resume")
+    house.run(__file__, directory, "--read")
+
+
+class House:
+    """A commit's files, in DIRECTORY/house."""
+
+    def __init__(self, directory: Path, commit: str):
+        self.directory, self.files = directory, directory / "house"
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.environment |= {"PYTHONPATH": str(self.files)}
+        self.environment |= {"FLATLLAMA_CACHE": str(directory / "cache")}
+        if not self.files.exists():
+            self.files.mkdir(parents=True)
+            archive = ["git", "-C", ROOT, "archive", commit]
+            content = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
+            subprocess.run(["tar", "-x", "-C", self.files], input=content, check=True)
+
+    def run(self, *command: str | Path, processes: int = 0) -> None:
+        """Run a script with the commit's files, by torchrun if it has several processes."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher = [*torchrun, str(processes)] if processes else []
+        command = [sys.executable, *launcher, *map(str, command)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ended = subprocess.run(command, cwd=self.files, env=self.environment, **pipes)
+        if ended.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout}")
+
+    def write_corpus(self) -> None:
+        """Write a text of numbers, its tokenizer and its tokens, and conversations to fine-tune."""
+        text, tokenizer = self.directory / "counting.txt", self.directory / "notes.model"
+        text.write_text("".join(f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(3000)))
+        sums = [{"prompt": f"{i} + {i % 7}?", "completion": f"is {i + i % 7}"} for i in range(60)]
+        (self.directory / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+        self.run("data.py", "train-tokenizer", text, "--vocab-size", "300", "--out", tokenizer)
+        tokens = self.directory / "tokens"
+        self.run("data.py", "tokenize", text, "--tokenizer", tokenizer, "--out", tokens)
+
+    def train(self, name: str, out: Path, *more: str) -> None:
+        """Train one of RUNS."""
+        run = RUNS[name]
+        command = [*command_of(name, self.directory, out), *run.split.split(), *more]
+        self.run(*command, processes=run.processes)
+
+
+def command_of(name: str, directory: Path, out: Path) -> list[str]:
+    """Return the script and the flags of one of RUNS, without those that split it."""
+    run = RUNS[name]
+    flags = [word.replace("{}", str(directory)) for word in run.flags.split()]
+    return [run.script, *flags, "--out", str(out)]
+
+
+def interrupted(run: Path, out: Path) -> Path:
+    """Copy a run as it would be if it had been killed just before its last save."""
+    return shutil.copytree(run, out, ignore=shutil.ignore_patterns(f"step-{STEPS:08d}"))
+
+
+def read(directory: Path, name: str) -> dict:
+    """Return the parameters of one of RUNS after SAVED steps, and logits that its model computes,
+    with the project's code that this process imports."""
+    from checkpoint import load_pretrained
+    from finetune_lora import load_adapter
+
+    saved = directory / name / f"step-{SAVED:08d}"
+    is_adapter = RUNS[name].script == "finetune_lora.py"
+    model = load_pretrained(directory / "run" if is_adapter else saved, torch.float64)
+    if is_adapter:
+        load_adapter(model, saved)
+    return dict(model.named_parameters()) | {"logits": logits_of(model)}
+
+
+def logits_of(model):
+    """Return a model's logits after 40 tokens, [1, 40, V]."""
+    with torch.no_grad():
+        return model(torch.arange(40)[None])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--commit", default=COMMIT)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)  # House.run gives it
+    args = parser.parse_args()
+    directory = args.directory.resolve()
+    if not args.read:
+        write(directory, args.commit, args.quick)
+        return
+    for name in RUNS:
+        torch.save(read(directory, name), directory / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main()
