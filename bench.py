@@ -18,8 +18,6 @@ python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
 python bench.py drill --kills 20 --nproc-per-node 2 [flags of train.py]
                             train, kill ranks and resume: the weights, what failures cost
-python bench.py gpu --out gpu.json
-                            all that one GPU can tell, for nine minutes at a time
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -48,7 +46,6 @@ from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.drill import measure_drill
 from perf.equal import measure_equality
-from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
 from perf.plan import Question, plan_cluster
@@ -172,17 +169,6 @@ def add_step_flags(add_script_flags: Callable, parser: argparse.ArgumentParser) 
                         help="with --pp: draw when each stage computed which microbatch")
     add_json_flag(parser)
     add_script_flags(parser)
-
-
-def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE.json", required=True,
-                        help="file for the results; parts that it has are not measured again")
-    parser.add_argument("--parts", nargs="+", metavar="PART",
-                        help="parts to measure anew (default: all that FILE.json lacks)")
-    parser.add_argument("--docs", type=Path, metavar="FILE.md",
-                        help="document whose section on the GPU is written from the results")
-    parser.add_argument("--rehearse", action="store_true",
-                        help="run in small, on a CPU; nothing that is measured means anything")
 
 
 def add_drill_flags(parser: argparse.ArgumentParser) -> None:
@@ -429,14 +415,15 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
     "drill": (add_drill_flags, drill),
-    "gpu": (
-        add_gpu_flags,
-        lambda args: measure_gpu(args.out, args.parts, args.docs, args.rehearse),
-    ),
+}
+GONE = {  # commands of earlier versions -> what to do instead
+    "gpu": "is python docs/gpu.py now: --part A --out gpu.json",
 }
 
 
 def main() -> None:
+    if reason := GONE.get("".join(sys.argv[1:2])):
+        raise UserError(f"bench.py {sys.argv[1]} {reason}")
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():

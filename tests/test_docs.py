@@ -174,7 +174,6 @@ SMALL = {  # what is appended to the commands
     "bench.py loss": "--tokens 64 --vocab-size 512",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
     "bench.py comm": "--model tiny --seq-len 32 --repeats 1 --sizes 1024",
-    "bench.py gpu": "--rehearse --parts loss-1b",
     "bench.py step": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
 }
 

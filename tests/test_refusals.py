@@ -168,10 +168,9 @@ REFUSALS = """
 1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
 1 | bench.py comm --sizes 0 | --sizes ... '0'
 2 | bench.py comm --out {out}/x | --out {out}/x: there is no directory {out}; make it first
-1 | bench.py gpu --out {here}/x | needs a GPU: --rehearse
-1 | bench.py gpu --out {here}/x --parts x | no part 'x': choose from
-1 | bench.py gpu --out {out}/x | make it first
-1 | bench.py gpu --out {here}/x --docs {out} | --docs {out}: no such file
+1 | bench.py gpu --out x | bench.py gpu is python docs/gpu.py now
+1 | docs/gpu.py --part A | give --part A --out gpu.json
+1 | docs/gpu.py --part A --out x | needs a GPU of CUDA: --dry-run lists its commands
 1 | bench.py drill --kills 1 --data {corpus} --out {here} | exists: give another --out
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
