@@ -16,8 +16,6 @@ torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             first differs
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
-python bench.py drill --kills 20 --nproc-per-node 2 [flags of train.py]
-                            train, kill ranks and resume: the weights, what failures cost
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -44,7 +42,6 @@ from model import PRESETS
 from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
-from perf.drill import measure_drill
 from perf.equal import measure_equality
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
@@ -169,11 +166,6 @@ def add_step_flags(add_script_flags: Callable, parser: argparse.ArgumentParser) 
                         help="with --pp: draw when each stage computed which microbatch")
     add_json_flag(parser)
     add_script_flags(parser)
-
-
-def add_drill_flags(parser: argparse.ArgumentParser) -> None:
-    add_integers(parser, kills=(20, "failures"), nproc_per_node=(2, "processes of the training"))
-    add_pretraining_flags(parser)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -353,18 +345,6 @@ def equal(args: argparse.Namespace) -> str:
     return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
 
 
-def drill(args: argparse.Namespace) -> str:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--kills", "--nproc-per-node", "--out"):
-        own.add_argument(flag)
-    _, given = own.parse_known_args(sys.argv[2:])  # the flags of train.py, but for --out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = str(Path(train.__file__))
-    command = [*torchrun, f"--nproc-per-node={args.nproc_per_node}", script, *given]
-    out, save_every = args.out or Path("out/drill"), args.save_every or args.steps
-    return measure_drill(command, out, args.kills, save_every, args.seed)
-
-
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
     check_meetings(args)
@@ -414,9 +394,9 @@ COMMANDS = {  # name -> function that adds the flags, function that returns the 
     "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
-    "drill": (add_drill_flags, drill),
 }
 GONE = {  # commands of earlier versions -> what to do instead
+    "drill": "is tests/workers/drill.py now, which tests run",
     "gpu": "is python docs/gpu.py now: --part A --out gpu.json",
 }
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import ROOT, launch, metrics, refused, slow, succeed
 from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw, train
 from test_train import flags, same_losses, weights
+from workers.drill import kill, ranks_of, running
 from workers.train_cases import BATCH, CLIP, SEQ, batch_of, build, initialize
 
 from costs.memory import predict_memory
@@ -20,7 +21,6 @@ from costs.traffic import predict_outer_traffic
 from costs.work import Work
 from model import IGNORE, LlamaConfig
 from parallel import ParallelConfig
-from perf.drill import kill, ranks_of, running
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError, check_restarts
 

@@ -171,7 +171,7 @@ REFUSALS = """
 1 | bench.py gpu --out x | bench.py gpu is python docs/gpu.py now
 1 | docs/gpu.py --part A | give --part A --out gpu.json
 1 | docs/gpu.py --part A --out x | needs a GPU of CUDA: --dry-run lists its commands
-1 | bench.py drill --kills 1 --data {corpus} --out {here} | exists: give another --out
+1 | bench.py drill --kills 1 | bench.py drill is tests/workers/drill.py now
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
 1 | lab check | check which lab?
