@@ -46,10 +46,9 @@ from perf.equal import measure_equality
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
 from perf.plan import Question, plan_cluster
-from perf.questions import Run, best_batch
 from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
-from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_float, positive_int
+from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from runs.flags import (
     add_finetuning_flags,
@@ -181,9 +180,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", type=Path, metavar="FILE",
                         help="result of bench.py comm --model: plan for that cluster, in place of "
                              "--gpus, --per-node, --gpu, --link, and for that model by default")
-    parser.add_argument("--batch", type=batch_sizes, metavar="N|LEAST:MOST|auto",
-                        help="sequences per step, over all GPUs (default: 2 per GPU); or the best "
-                             "of LEAST, twice as many, and so on to MOST; auto: 1 to 16 per GPU")
+    parser.add_argument("--batch", type=positive_int,
+                        help="sequences per step, over all GPUs (default: 2 per GPU)")
     parser.add_argument("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
     parser.add_argument("--document-length", type=nonnegative_int, default=0,
                         help="tokens per document, where a sequence holds several and attention "
@@ -192,20 +190,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="muon: for the matrices of the blocks (default: %(default)s)")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of AdamW's two moments (default: %(default)s)")
-    for name, meaning in dict(
-        tokens="days and GPU-hours to train on so many tokens, such as 15e12",
-        dollars="with --tokens: the cost, at so many dollars for a GPU and hour",
-        mtbf="mean hours between failures of a node: the best --save-every, the time that is lost",
-    ).items():
-        parser.add_argument(f"--{name}", type=positive_float, help=meaning)
-    parser.add_argument("--save-seconds", type=nonnegative_float, default=60.0,
-                        help="with --mtbf: for which a save stops training (default: %(default)s)")
-    parser.add_argument("--restart-seconds", type=nonnegative_float, default=600.0,
-                        help="with --mtbf: from a failure to the next step (default: %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
-                        help="draw the best plan of a quarter to four times as many GPUs")
-    parser.add_argument("--evidence", action="store_true",
-                        help="list published runs that are like the best plan, and predictions")
+    parser.add_argument("--tokens", type=positive_float,
+                        help="days and GPU-hours to train on so many tokens, such as 15e12")
+    parser.add_argument("--dollars", type=positive_float,
+                        help="with --tokens: the cost, at so many dollars for a GPU and hour")
     add_adapter_flags(parser)
     parser.add_argument("--microbatch", type=positive_int,
                         help="only plans with microbatches of so many sequences")
@@ -227,15 +215,6 @@ def contestant_name(text: str) -> str:
     if text not in CONTESTANTS:
         raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
     return text
-
-
-def batch_sizes(text: str) -> tuple[int, int]:
-    """Argument type: the least and the most of N or LEAST:MOST; (0, 0) for auto."""
-    least, _, most = text.partition(":")
-    sizes = (0, 0) if text == "auto" else (positive_int(least), positive_int(most or least))
-    if sizes[0] > sizes[1]:
-        raise argparse.ArgumentTypeError(f"expected LEAST:MOST, got '{text}': {most}:{least}?")
-    return sizes
 
 
 # ------------------------------------------------------------------------------ the commands
@@ -366,22 +345,34 @@ def plan(args: argparse.Namespace) -> str:
         )
     adapters, base_bits = adapters_of(args)
     model = build_on_meta(PRESETS[args.model], adapters, base_bits)
-    wanted = {name: getattr(args, name) for name in FILTERS}
-    parallel = replace(requested_parallel(args), offload=False)  # of parameters: never planned
     if args.dollars and not args.tokens:
         raise UserError("--dollars is for the cost of a run: give --tokens, too")
-    auto = args.gpus, 16 * args.gpus
-    least, most = (2 * args.gpus,) * 2 if not args.batch else args.batch if args.batch[0] else auto
-    questions = []
-    while least <= most:
-        given = model, parallel, least, 1, args.seq_len, args.document_length, machine.overlaps
-        what = machine, args.gpus, wanted, adapters, base_bits
-        questions.append(Question(args.model, Work(*given), *what))
-        least *= 2
-    question, told = best_batch(questions) if len(questions) > 1 else (questions[0], "")
-    run = Run(args.tokens, args.dollars, args.mtbf, args.save_seconds, args.restart_seconds)
-    asked = args.top, args.json, args.plot, args.check, args.evidence
-    return "\n".join(filter(None, [told, plan_cluster(question, run, *asked)]))
+    work = Work(
+        model,
+        replace(requested_parallel(args), offload=False),  # of parameters: never planned
+        batch=args.batch or 2 * args.gpus,
+        microbatch=1,
+        seq_len=args.seq_len,
+        document=args.document_length,
+        on_gpu=machine.overlaps,
+    )
+    question = Question(
+        preset=args.model,
+        work=work,
+        machine=machine,
+        gpus=args.gpus,
+        wanted={name: getattr(args, name) for name in FILTERS},
+        adapters=adapters,
+        base_bits=base_bits,
+    )
+    return plan_cluster(
+        question,
+        top=args.top,
+        tokens=args.tokens,
+        dollars=args.dollars,
+        json_file=args.json,
+        check=args.check,
+    )
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
