@@ -1,15 +1,15 @@
 """Measure the speed, memory and communication of training.
 
-python bench.py limit       a training step beside the bare matrix products of a step
-python bench.py lora        a LoRA step beside its bare matrix products, and beside peft's step
-python bench.py loss        memory of the chunked loss beside PyTorch's
+python bench.py limit [--lora]
+                            a training step beside the bare matrix products of a step, and beside
+                            transformers' step or peft's
 torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora] [--plot FILE.png]
                             the same step, distributed in different ways
 torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                             latency and bandwidth of the links between ranks
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
-torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetune_lora.py]
+torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finetune_lora.py]
                             the same for fine-tuning
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.equal import measure_equality
 from perf.instruments import Task, build_on_meta, check_writable
-from perf.limit import measure_limit, measure_loss
+from perf.limit import measure_limit
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
@@ -96,13 +95,7 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
-    parser.add_argument("--operators", action="store_true",
-                        help="one more table: the time of each operator in a step")
-
-
-def add_lora_flags(parser: argparse.ArgumentParser) -> None:
-    add_limit_flags(parser)
-    add_integers(parser, rank=(8, "rank of the adapters"))
+    add_adapter_flags(parser)
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
@@ -113,17 +106,6 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
                         help="with --lora: train the lengths of rows too")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
                         help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
-
-
-def add_loss_flags(parser: argparse.ArgumentParser) -> None:
-    add_integers(parser, tokens=(4096, "number of target tokens"), dim=(512, "model width"),
-                 vocab_size=(128_256, "entries of the vocabulary"))
-    parser.add_argument("--chunks", nargs="+", type=positive_int, default=[], metavar="TOKENS",
-                        help="tokens whose logits exist at the same time (default: as in training)")
-    parser.add_argument("--repeats", type=nonnegative_int, default=0,
-                        help="rounds of timing, for --json (default: %(default)s)")
-    add_dtype_flag(parser)
-    add_json_flag(parser)
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
@@ -158,13 +140,15 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     add_optimizer_flags(parser)
 
 
-def add_step_flags(add_script_flags: Callable, parser: argparse.ArgumentParser) -> None:
+def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
+    parser.add_argument("--lora", action="store_true",
+                        help="a step of finetune_lora.py, with its flags, in place of train.py's")
     add_integers(parser, repeats=(15, "rounds of all measurements"))
     parser.add_argument("--plot", type=Path, metavar="FILE.svg",
                         help="with --pp: draw when each stage computed which microbatch")
     add_json_flag(parser)
-    add_script_flags(parser)
+    add_finetuning_flags(parser) if "--lora" in sys.argv else add_pretraining_flags(parser)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -252,14 +236,8 @@ def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
 
 def limit(args: argparse.Namespace) -> str:
     check_adamw(args)
-    adapters = [LoRA(args.rank)] if args.command == "lora" else []
-    task = task_of(args, args.batch, *adapters)
-    return measure_limit(task, args.repeats, args.compile, args.operators)
-
-
-def loss(args: argparse.Namespace) -> str:
-    sizes = args.tokens, args.dim, args.vocab_size
-    return measure_loss(sizes, args.dtype, args.chunks, args.repeats, args.json)
+    task = task_of(args, args.batch, *adapters_of(args))
+    return measure_limit(task, args.repeats, args.compile)
 
 
 def compare(args: argparse.Namespace) -> str:
@@ -280,9 +258,11 @@ def comm(args: argparse.Namespace) -> str:
     return measure_comm(world, args.sizes, args.repeats, args.out, task)
 
 
-def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> str:
-    """Set up a training as a script does, of which `prepare` is, and measure its step."""
+def step(args: argparse.Namespace) -> str:
+    """Set up a training as train.py or finetune_lora.py does, and measure its step."""
     check_same_step(args)
+    if args.lora:
+        finetune_lora.complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     if args.plot and args.pp == 1:
@@ -294,7 +274,9 @@ def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> s
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
-    job = prepare(args, process)
+    job = (
+        finetune_lora.prepare(args, process)[0] if args.lora else prepare_pretraining(args, process)
+    )
     world, runner, work = build(args, job, process, train.accumulate)
     optimizer = train.make_optimizer(job.model, args)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
@@ -303,10 +285,6 @@ def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> s
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
         training = Training(world, job, runner, optimizer, batches, work, args.clip)
         return measure_step(training, args.repeats, args.plot, args.json)
-
-
-def step_lora(args: argparse.Namespace) -> str:
-    return step(finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0])
 
 
 def equal(args: argparse.Namespace) -> str:
@@ -377,18 +355,18 @@ def plan(args: argparse.Namespace) -> str:
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, limit),
-    "lora": (add_lora_flags, limit),
-    "loss": (add_loss_flags, loss),
     "compare": (add_compare_flags, compare),
     "comm": (add_comm_flags, comm),
-    "step": (partial(add_step_flags, add_pretraining_flags), step),
-    "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
+    "step": (add_step_flags, step),
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
 }
 GONE = {  # commands of earlier versions -> what to do instead
     "drill": "is tests/workers/drill.py now, which tests run",
     "gpu": "is python docs/gpu.py now: --part A --out gpu.json",
+    "lora": "is bench.py limit --lora",
+    "loss": "is no more: docs/measured.md has what it measured",
+    "step-lora": "is bench.py step --lora",
 }
 
 
@@ -398,7 +376,7 @@ def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():
-        add_flags(subparsers.add_parser(name))
+        add_flags(subparsers.add_parser(name, allow_abbrev=False))
     args = parser.parse_args()
     _, measure = COMMANDS[args.command]
     print_rank_zero(measure(args))

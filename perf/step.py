@@ -1,7 +1,7 @@
 """`bench.py step`: measure where the time of a training step goes, and which flag would shorten it.
 
     torchrun --nproc-per-node 2 bench.py step --model small --dp fsdp     and train.py's other flags
-    torchrun --nproc-per-node 2 bench.py step-lora --init out/tiny        and finetune_lora.py's
+    torchrun --nproc-per-node 2 bench.py step --lora --init out/tiny      and finetune_lora.py's
 
 It trains as the script would, but writes no files. Four variants of a step are measured:
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from model import Vocabulary, sum_of_losses
 from plumbing.devices import cast_by_autocast
 
-LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (bench.py loss measures others)
+LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md has others)
 
 
 def tokens_at_a_time(on_gpu: bool) -> int:

@@ -163,7 +163,11 @@ REFUSALS = """
 1 | bench.py compare --plot x.doc | --plot x.doc ... .png
 1 | bench.py compare --plot {out}/x.png | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
-1 | bench.py lora --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
+1 | bench.py lora | bench.py lora is bench.py limit --lora
+1 | bench.py step-lora --init x | bench.py step-lora is bench.py step --lora
+1 | bench.py step --lor | unrecognized arguments: --lor: did you mean --lora?
+1 | bench.py loss | bench.py loss is no more: docs/measured.md has what it measured
 1 | bench.py comm --optimizer muon | this command measures AdamW: leave out --optimizer muon
 1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
 1 | bench.py comm --sizes 0 | --sizes ... '0'
