@@ -3,7 +3,7 @@
 python bench.py limit [--lora]
                             a training step beside the bare matrix products of a step, and beside
                             transformers' step or peft's
-torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora] [--plot FILE.png]
+torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora]
                             the same step, distributed in different ways
 torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                             latency and bandwidth of the links between ranks
@@ -39,7 +39,7 @@ from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
 from parallel import with_mesh
-from perf.comm import SIZES, measure_comm
+from perf.comm import measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.equal import measure_equality
 from perf.instruments import Task, build_on_meta, check_writable
@@ -81,14 +81,10 @@ def add_size_flags(
     add_integers(parser, batch=(batch, "sequences per step, over all processes"),
                  seq_len=(seq_len, "tokens per sequence"),
                  repeats=(repeats, "rounds of all contestants"))
-    add_dtype_flag(parser)
-    add_optimizer_flags(parser)
-    parser.set_defaults(lr=1e-4)
-
-
-def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="dtype of computation (default: %(default)s)")
+    add_optimizer_flags(parser)
+    parser.set_defaults(lr=1e-4)
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
@@ -124,13 +120,9 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     add_adapter_flags(parser)
     add_json_flag(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="file for the results as a plot; needs matplotlib")
 
 
 def add_comm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", type=positive_int, default=SIZES, metavar="BYTES",
-                        help=f"message sizes (default: {' '.join(map(str, SIZES))})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--model", choices=PRESETS,
                         help="preset whose microbatch is timed too, for bench.py plan --measured")
@@ -145,10 +137,11 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", action="store_true",
                         help="a step of finetune_lora.py, with its flags, in place of train.py's")
     add_integers(parser, repeats=(15, "rounds of all measurements"))
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
-                        help="with --pp: draw when each stage computed which microbatch")
     add_json_flag(parser)
-    add_finetuning_flags(parser) if "--lora" in sys.argv else add_pretraining_flags(parser)
+    if "--lora" in sys.argv:
+        add_finetuning_flags(parser)
+    else:
+        add_pretraining_flags(parser)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -225,26 +218,34 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
 
 
-def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
-    """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
-    model = build_on_meta(PRESETS[args.model], *adapters)
-    parallel = replace(requested_parallel(args), compile=False)  # --compile adds a contestant
-    settings = dict(name=args.model, optimizer_of=partial(train.make_optimizer, args=args))
-    settings["on_gpu"] = torch.cuda.is_available()
-    return Task(model, parallel, args.batch, microbatch, args.seq_len, **settings)
+def task_of(
+    args: argparse.Namespace, microbatch: int, lora: LoRA | None = None, base_bits: int = 16
+) -> Task:
+    """Return the step that flags ask for."""
+    return Task(
+        model=build_on_meta(PRESETS[args.model], lora, base_bits),
+        parallel=replace(requested_parallel(args), compile=False),  # --compile adds a contestant
+        batch=args.batch,
+        microbatch=microbatch,
+        seq_len=args.seq_len,
+        on_gpu=torch.cuda.is_available(),
+        name=args.model,
+        optimizer_of=partial(train.make_optimizer, args=args),
+    )
 
 
 def limit(args: argparse.Namespace) -> str:
     check_adamw(args)
-    task = task_of(args, args.batch, *adapters_of(args))
-    return measure_limit(task, args.repeats, args.compile)
+    lora, base_bits = adapters_of(args)
+    return measure_limit(task_of(args, args.batch, lora, base_bits), args.repeats, args.compile)
 
 
 def compare(args: argparse.Namespace) -> str:
     names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
     flags = {name: getattr(args, name) for name in names.split()}
-    task = task_of(args, args.microbatch, *adapters_of(args))
-    return measure_compare(args.contestants, task, args.repeats, flags, args.json, args.plot)
+    lora, base_bits = adapters_of(args)
+    task = task_of(args, args.microbatch, lora, base_bits)
+    return measure_compare(args.contestants, task, args.repeats, flags, args.json)
 
 
 def comm(args: argparse.Namespace) -> str:
@@ -255,7 +256,7 @@ def comm(args: argparse.Namespace) -> str:
         args.batch = args.microbatch * world.size
         args.dtype = "bfloat16" if has_bfloat16(world.device) else "float32"
         task = task_of(args, args.microbatch)
-    return measure_comm(world, args.sizes, args.repeats, args.out, task)
+    return measure_comm(world, task, args.repeats, args.out)
 
 
 def step(args: argparse.Namespace) -> str:
@@ -265,26 +266,33 @@ def step(args: argparse.Namespace) -> str:
         finetune_lora.complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
-    if args.plot and args.pp == 1:
-        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
     if args.device == "mps":
         raise UserError("bench.py step measures GPUs of CUDA, and CPUs: leave out --device mps")
     process = setup(args)
-    check_writable({"--plot": args.plot, "--json": args.json})
+    check_writable("--json", args.json)
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
-    job = (
-        finetune_lora.prepare(args, process)[0] if args.lora else prepare_pretraining(args, process)
-    )
+    if args.lora:
+        job, _ = finetune_lora.prepare(args, process)
+    else:
+        job = prepare_pretraining(args, process)
     world, runner, work = build(args, job, process, train.accumulate)
     optimizer = train.make_optimizer(job.model, args)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)
     read = partial(train.local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        training = Training(world, job, runner, optimizer, batches, work, args.clip)
-        return measure_step(training, args.repeats, args.plot, args.json)
+        training = Training(
+            world=world,
+            job=job,
+            runner=runner,
+            optimizer=optimizer,
+            batches=batches,
+            work=work,
+            clip=args.clip,
+        )
+        return measure_step(training, args.repeats, args.json)
 
 
 def equal(args: argparse.Namespace) -> str:
@@ -321,13 +329,12 @@ def plan(args: argparse.Namespace) -> str:
             f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "
             f"{defaults['dtype']}: leave it out, or give that of {args.dtype} as --gpu in numbers"
         )
-    adapters, base_bits = adapters_of(args)
-    model = build_on_meta(PRESETS[args.model], adapters, base_bits)
     if args.dollars and not args.tokens:
         raise UserError("--dollars is for the cost of a run: give --tokens, too")
+    lora, base_bits = adapters_of(args)
     work = Work(
-        model,
-        replace(requested_parallel(args), offload=False),  # of parameters: never planned
+        model=build_on_meta(PRESETS[args.model], lora, base_bits),
+        parallel=replace(requested_parallel(args), offload=False),  # of parameters: never planned
         batch=args.batch or 2 * args.gpus,
         microbatch=1,
         seq_len=args.seq_len,
@@ -340,7 +347,7 @@ def plan(args: argparse.Namespace) -> str:
         machine=machine,
         gpus=args.gpus,
         wanted={name: getattr(args, name) for name in FILTERS},
-        adapters=adapters,
+        adapters=lora,
         base_bits=base_bits,
     )
     return plan_cluster(
@@ -371,8 +378,8 @@ GONE = {  # commands of earlier versions -> what to do instead
 
 
 def main() -> None:
-    if reason := GONE.get("".join(sys.argv[1:2])):
-        raise UserError(f"bench.py {sys.argv[1]} {reason}")
+    if len(sys.argv) > 1 and sys.argv[1] in GONE:
+        raise UserError(f"bench.py {sys.argv[1]} {GONE[sys.argv[1]]}")
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():

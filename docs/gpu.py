@@ -200,7 +200,7 @@ def main() -> None:
     elif not ON_GPU:
         raise UserError("docs/gpu.py needs a GPU of CUDA: --dry-run lists its commands")
     else:
-        instruments.check_writable({"--out": args.out})
+        instruments.check_writable("--out", args.out)
         run_part(args.part, args.out)
 
 

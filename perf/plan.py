@@ -11,7 +11,6 @@ command that starts the best.
 """
 
 import gc
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +109,7 @@ def plan_cluster(
     all plans to it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
-    check_writable({"--json": json_file})
+    check_writable("--json", json_file)
     gc.freeze()  # else each of many garbage collections walks all of torch
     plans = sorted(question.plans(), key=order)
     if not plans:
@@ -132,7 +131,6 @@ def plan_cluster(
         *table(shown, question.machine),
         "",
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
-        *([longest_that_fits(question)] if question.adapters else []),
         *([about_run(best, tokens, dollars)] if tokens else []),
         describe_best(best),
         *filter(None, [prediction_caveat(question.work.model)]),
@@ -201,41 +199,46 @@ def explain_no_plan(question: Question) -> str:
     return f"no plan for --batch {batch} on {gpus} GPUs has {fixed}: leave out some of these flags"
 
 
-def explain_nothing_fits(question: Question, smallest: Plan) -> str:
-    """Return the error message where no plan fits in memory: what the smallest plan needs, and
-    which smaller moments or base, larger cluster, shorter sequence or larger GPU would do."""
-    work, machine, adapters = question.work, question.machine, question.adapters
-    # Of each kind of change: flags -> the other fields of the question that they give.
-    choices = {"--moments bfloat16": dict(optimizer="adamw", moments="bfloat16")}
-    optimizers, base, clusters, lengths = {}, {}, {}, {}
-    if adapters:
-        model = build_on_meta(work.model.config, adapters, base_bits=4)
-        base["--base-bits 4"] = dict(work=replace(work, model=model))
+def savings(question: Question) -> Iterator[tuple[str, str, dict]]:
+    """Yield changes that save memory, of each kind the smallest first: the kind, the flags, and the
+    fields of the question that they change."""
+    work, machine = question.work, question.machine
+
+    def changed(**fields) -> dict:
+        return dict(work=replace(work, parallel=replace(work.parallel, **fields)))
+
+    yield "state", "--moments bfloat16", changed(optimizer="adamw", moments="bfloat16")
+    if question.adapters:
+        model = build_on_meta(work.model.config, question.adapters, base_bits=4)
+        yield "base", "--base-bits 4", dict(work=replace(work, model=model))
     elif work.parallel.dp != "diloco":
-        choices["--optimizer muon"] = dict(optimizer="muon", moments="float32")
-    for flags, choice in choices.items():
-        parallel = replace(work.parallel, **choice)
-        optimizers[flags] = dict(work=replace(work, parallel=parallel))
+        yield "state", "--optimizer muon", changed(optimizer="muon", moments="float32")
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
         if gpus <= machine.per_node or gpus % machine.per_node == 0:
             larger = replace(work, batch=max(work.batch, gpus))
-            clusters[f"--gpus {gpus} --batch {larger.batch}"] = dict(gpus=gpus, work=larger)
+            yield "GPUs", f"--gpus {gpus} --batch {larger.batch}", dict(gpus=gpus, work=larger)
     seq_len = work.seq_len
     while seq_len > 512 and seq_len // 2 >= work.document:
         seq_len //= 2
-        lengths[f"--seq-len {seq_len}"] = dict(work=replace(work, seq_len=seq_len))
-    remedies = []
-    for changes in (optimizers, base, clusters, lengths):
-        fitting = (flags for flags, fields in changes.items() if question.fits(**fields))
-        remedies += itertools.islice(fitting, 1)
-    if not machine.measured:
-        needed = smallest.memory["peak"] / USABLE_FRACTION / 1e9  # GB, as in data sheets
-        remedies += [f"--gpu {name}" for name, gpu in GPUS.items() if gpu.memory >= needed][:1]
+        yield "length", f"--seq-len {seq_len}", dict(work=replace(work, seq_len=seq_len))
+
+
+def explain_nothing_fits(question: Question, smallest: Plan) -> str:
+    """Return the error message where no plan fits in memory: what the smallest plan needs, and
+    which smaller state or base, larger cluster, shorter sequence or larger GPU would do."""
+    remedies = {}
+    for kind, flags, fields in savings(question):
+        if kind not in remedies and question.fits(**fields):
+            remedies[kind] = flags
+    needed = smallest.memory["peak"] / USABLE_FRACTION / 1e9  # GB, as in data sheets
+    large = [name for name, gpu in GPUS.items() if gpu.memory >= needed]
+    if large and not question.machine.measured:
+        remedies["GPU"] = f"--gpu {large[0]}"
     return (
         f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
-        f"{memory_needed(smallest, machine)}; what would fit: "
-        f"{', or '.join(remedies) or 'a smaller model'}"
+        f"{memory_needed(smallest, question.machine)}; what would fit: "
+        f"{', or '.join(remedies.values()) or 'a smaller model'}"
     )
 
 
@@ -267,18 +270,6 @@ def headline(question: Question, n_plans: int) -> str:
         f"({'measured' if machine.measured else 'as published steps reach it'}: {rates}). "
         f"Of {n_plans:,} plans the best of each mesh:"
     )
-
-
-def longest_that_fits(question: Question) -> str:
-    """Return in a line how long sequences can be, with one a step and GPU, by doubling."""
-    work, longest = question.work, question.work.model.config.max_seq_len
-    seq_len, batch = work.seq_len, question.gpus
-    while 2 * seq_len <= longest and question.fits(
-        work=replace(work, seq_len=2 * seq_len, batch=batch)
-    ):
-        seq_len *= 2
-    most = " (the most that the model takes)" if seq_len == longest else ""
-    return f"With --batch {batch}, sequences of --seq-len {seq_len} fit{most}."
 
 
 def table(ranked: list[Plan], machine: Machine) -> list[str]:

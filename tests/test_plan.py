@@ -137,12 +137,10 @@ def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     """Which does not fit in 16 bits. The command is one that finetune_lora.py takes."""
     sizes = ("--lora", "--model", "llama3.1-70b", "--gpus", 1, "--per-node", 1, "--gpu", "h200")
     refused(launch("bench.py", "plan", *sizes), "nothing fits", "would fit: --base-bits 4, or")
-    assert "sequences of --seq-len 100000 fit." in run("--lora", "--gpus", 1, "--seq-len", 100000)
     seconds = {}
     for kind in ("LoRA", "DoRA"):
         out = run(*sizes, "--base-bits", 4, *["--dora"] * (kind == "DoRA"))
         assert f"{kind} of rank 8 beside a frozen base in 4 bits" in out
-        assert "sequences of --seq-len 131072 fit (the most that the model takes)" in out
         row = row_of("1 x 1 x 1", out).split(" | ")
         seconds[kind], state = float(row[-3].split()[0]), float(row[5])
         # 68.5 G weights of blocks in 4.13 bits, 2.1 G of embedding and output in 16.
