@@ -31,10 +31,10 @@ import torch
 
 import finetune_lora
 import train
+from config import Work, add_parallel_flags, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS
 from costs.seconds import measured_machine, read_measurement
-from costs.work import Work
 from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
@@ -49,13 +49,8 @@ from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
-from runs.flags import (
-    add_finetuning_flags,
-    add_optimizer_flags,
-    add_parallel_flags,
-    add_pretraining_flags,
-)
-from runs.rules import check_meetings, requested_parallel
+from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from runs.rules import check_meetings
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
@@ -81,10 +76,9 @@ def add_size_flags(
     add_integers(parser, batch=(batch, "sequences per step, over all processes"),
                  seq_len=(seq_len, "tokens per sequence"),
                  repeats=(repeats, "rounds of all contestants"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of computation (default: %(default)s)")
+    add_parallel_flags(parser, ["dtype"])
     add_optimizer_flags(parser)
-    parser.set_defaults(lr=1e-4)
+    parser.set_defaults(lr=1e-4, dtype="float32")
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
@@ -163,10 +157,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--document-length", type=nonnegative_int, default=0,
                         help="tokens per document, where a sequence holds several and attention "
                              "stays within them; 0 for whole sequences (default: %(default)s)")
-    parser.add_argument("--optimizer", choices=["muon", "adamw"], default="adamw",
-                        help="muon: for the matrices of the blocks (default: %(default)s)")
-    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of AdamW's two moments (default: %(default)s)")
     parser.add_argument("--tokens", type=positive_float,
                         help="days and GPU-hours to train on so many tokens, such as 15e12")
     parser.add_argument("--dollars", type=positive_float,
@@ -174,8 +164,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_adapter_flags(parser)
     parser.add_argument("--microbatch", type=positive_int,
                         help="only plans with microbatches of so many sequences")
-    add_parallel_flags(parser, "Only plans with the values that are given; by default in bfloat16, "
-                               "compiled.")
+    add_parallel_flags(parser.add_argument_group(
+        "parallelism", "Only plans with the given values; by default in bfloat16, compiled."
+    ))
     parser.set_defaults(**dict.fromkeys(FILTERS))
     add_json_flag(parser)
     parser.add_argument("--check", action="store_true",

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import load_weights
+from config import add_parallel_flags
 from data import LEFT_OUT, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
 from generate import add_model_flags, find_model, generate
@@ -36,7 +37,6 @@ from plumbing.devices import has_bfloat16, widest_float
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from plumbing.shards import assign_shard
-from runs.flags import add_parallel_flags
 from runs.records import Totals, write_atomically
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import choose_work
@@ -65,7 +65,7 @@ def parse_args() -> argparse.Namespace:
                         help="tokens that a written answer may take (default: %(default)s)")
     parser.add_argument("--details", type=Path, metavar="FILE",
                         help="write what the model makes of each question, as JSON lines")
-    add_parallel_flags(parser)
+    add_parallel_flags(parser.add_argument_group("how the model is split over ranks"))
     # fmt: on
     args = parser.parse_args()
     if not args.data and not args.exam:

@@ -189,23 +189,21 @@ class KVCache:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
-    Sennrich 2019, arXiv:1910.07467). Computes in float32 or float64.
+    Sennrich 2019, arXiv:1910.07467). The kernel computes in float32 or float64.
 
     x [..., D], weight [D] -> as x."""
-    x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean_square = x32.square().mean(-1, keepdim=True)  # [..., 1]
-    return (x32 * torch.rsqrt(mean_square + eps) * weight).type_as(x)
+    with torch.autocast(x.device.type, enabled=False):  # which would return float32
+        return F.rms_norm(x, x.shape[-1:], weight.type_as(x), eps)
 
 
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.normalize = rms_norm  # in training techniques/passes.py replaces it by a faster one
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        return self.normalize(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -216,7 +214,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.rotate = rotate  # replaced, too
         self.wq = nn.Linear(config.dim, config.q_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_dim, bias=False)
@@ -230,7 +227,7 @@ class Attention(nn.Module):
         # and its head 0 is not the model's head 0.
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         v = self.wv(x).view(B, T, -1, self.head_dim)  # [B, T, KV, E]
         if cache is not None:
             k, v = cache.add(self.layer, k, v)  # [B, S, KV, E]
@@ -248,13 +245,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.swiglu = swiglu  # replaced, too
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
 
     def forward(self, x):
-        return self.w2(self.swiglu(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
+        return self.w2(swiglu(self.w1(x), self.w3(x)))  # [B, T, D] -> [B, T, F] -> [B, T, D]
 
 
 class Block(nn.Module):
@@ -286,7 +282,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.loss = sum_of_losses  # replaced, too
+        self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same in pieces
         self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism shards it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
@@ -396,33 +392,21 @@ class Vocabulary:
     tensor parallelism a rank has the logits of one shard: see ShardedVocabulary in parallel.py."""
 
     def __init__(self, size: int):
-        self.size, self.start = size, 0  # V, and the first entry of this rank's shard
+        self.size = size  # V
 
     def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the weight whose product is this rank's logits."""
-        return hidden, weight
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """All-gather x [...] from the ranks that have shards -> [ranks, ...]; here there is one."""
-        return x[None]
+        return hidden, weight  # tensor parallelism gathers the tokens of `hidden` here
 
     def sum(self, logits: Tensor) -> Tensor:
-        return self.all_gather(logits.sum(-1)).sum(0)  # [n]
+        return logits.sum(-1)  # [n]
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        return self.all_gather(logits.logsumexp(-1)).logsumexp(0)  # [n]
-
-    def local_index(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each target in this rank's logits, and if it is there: [n, 1]."""
-        index = targets[:, None] - self.start
-        is_local = (index >= 0) & (index < logits.shape[-1])
-        return torch.where(is_local, index, 0), is_local
+        return logits.logsumexp(-1)  # [n]
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return -log softmax(logits)[target] [n]. In training techniques/passes.py replaces it."""
-        index, is_local = self.local_index(targets, logits)
-        target_logit = torch.where(is_local, logits.gather(-1, index), 0)  # [n, 1], 0 on the others
-        return self.logsumexp(logits) - self.sum(target_logit)
+        """Return -log softmax(logits)[target] [n], 0 where the target is IGNORE."""
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
 def sum_of_losses(

@@ -34,7 +34,7 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -52,14 +52,25 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from config import ParallelConfig, Work
 from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import widest_float
 from plumbing.processes import Process, UserError
 from plumbing.shards import allocate
-from techniques import async_tp, diloco, offload, optimizers, pipeline
-from techniques.chunked_loss import chunked_loss
-from techniques.float8 import use_float8
-from techniques.nf4 import check_shardable
+from techniques import (
+    async_tp,
+    chunked_loss,
+    context_parallel,
+    diloco,
+    float8,
+    offload,
+    optimizers,
+    parallel_layers,
+    pipeline,
+    recompute,
+    zero1,
+)
+from techniques.async_tp import in_chunks
 from techniques.parallel_layers import (
     COLUMNS,
     HEAD_NORM,
@@ -72,65 +83,8 @@ from techniques.parallel_layers import (
     copy_uneven_inputs,
     planned_dims,
 )
-from techniques.passes import use_fewer_passes
-from techniques.recompute import recompute_and_compile
+from techniques.technique import Technique
 from techniques.zero1 import ZeRO1
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How a model is split over ranks and computed there, as the flags ask for it."""
-
-    dp: str = "ddp"  # a name in STRATEGIES
-    replicate: int = 1  # ranks along each mesh dimension, chosen by costs/search.py
-    shard: int = 1
-    tp: int = 1
-    reshard: str = "weights"  # what FSDP shards again after use: none, adapters, weights or all
-    checkpointing: str = "none"  # what backward recomputes: none, selective or full
-    compile: bool = False
-    offload: bool = False  # parameters and optimizer state to CPU memory
-    offload_activations: bool = False
-    dtype: torch.dtype = torch.float32  # of computation
-    optimizer: str = "adamw"  # or muon
-    moments: str = "float32"  # of AdamW, or bfloat16; in float64 as the parameters
-    pp: int = 1  # ranks along this mesh dimension
-    stages_per_rank: int = 1
-    schedule: str = "1f1b"  # a name in techniques/schedules.py, or a file
-    cp: int = 1  # consecutive ranks of replicate x shard that share each sequence
-    float8: str = "none"  # or one of techniques/float8.py's RECIPES
-    async_tp: bool = False  # tensor parallelism overlaps its collectives with matrix products
-    every: int = 50  # steps between DiLoCo's outer steps, which are Nesterov's SGD with:
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-
-    def __post_init__(self):
-        strategy, flag = STRATEGIES.get(self.dp), "--tp" if self.tp > 1 else "--pp"
-        if self.tp * self.pp > 1 and strategy and not strategy.splits_layers:
-            raise UserError(f"--dp {self.dp} does not combine with {flag}: use --dp fsdp")
-        for technique in (pipeline, offload, optimizers, diloco):
-            technique.check_combination(self)
-
-    @property
-    def strategy(self) -> "Strategy":
-        """The entry of STRATEGIES. DDP with tensor or pipeline parallelism runs as HSDP with shard
-        = 1: DDP takes no DTensors, and no microbatches that overlap."""
-        return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp * self.pp > 1 else self.dp]
-
-    @property
-    def size(self) -> int:
-        return self.pp * self.replicate * self.shard * self.tp
-
-    @property
-    def grad_bytes(self) -> int:
-        return 8 if self.dtype == torch.float64 else 4
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def moment_bytes(self) -> int:
-        return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
 @dataclass(frozen=True)
@@ -147,6 +101,14 @@ class World(Process):
     def data_size(self) -> int:
         """Number of ranks with different sequences; ranks along tp, cp and pp share theirs."""
         return self.parallel.replicate * self.parallel.shard // self.parallel.cp
+
+    @property
+    def step_ranks(self) -> slice:
+        """The ranks that take optimizer steps together with this one: all, but for DiLoCo."""
+        if not self.parallel.strategy.own_steps:
+            return slice(None)
+        first, n = self.mesh.get_local_rank("replicate"), self.parallel.shard * self.parallel.tp
+        return slice(first * n, (first + 1) * n)
 
     @property
     def data_rank(self) -> int:
@@ -185,6 +147,30 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     return World(**vars(process) | place)
 
 
+# The techniques in the order in which they change a model: layers before tensor parallelism shards
+# them, blocks after it.
+CHANGES_OF_LAYERS = [float8.TECHNIQUE]
+CHANGES_OF_BLOCKS = [
+    async_tp.TECHNIQUE,
+    chunked_loss.TECHNIQUE,
+    recompute.TECHNIQUE,
+    offload.TECHNIQUE,
+]
+TECHNIQUES = [*CHANGES_OF_LAYERS, *CHANGES_OF_BLOCKS, optimizers.TECHNIQUE]
+
+
+def used_techniques(parallel: ParallelConfig) -> list[Technique]:
+    return [technique for technique in TECHNIQUES if technique.is_used(parallel)]
+
+
+def refusal(work: Work) -> str:
+    """Return why a step cannot be split so, with this model and these sequences; "" if it can."""
+    others = parallel_layers, context_parallel, pipeline, zero1, diloco
+    asked = *others, *used_techniques(work.parallel)
+    reasons = (part.refuses(work) for part in asked)
+    return next(filter(None, reasons), "")
+
+
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
     """Split a model, fit it with what makes it faster or smaller, and initialize it.
 
@@ -193,26 +179,22 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel, model.world = world.parallel, world  # whose ranks share Muon's work
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # along pp
+    wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
-    if parallel.float8 != "none":
-        use_float8(model, parallel.float8, parallel.tp)
+    for technique in CHANGES_OF_LAYERS:
+        if technique.is_used(parallel):
+            technique.apply(model, world)
     if parallel.tp > 1:
-        tensor_parallel(model, world.mesh["tp"], parallel.async_tp)
-        if parallel.async_tp and parallel.compile:
-            async_tp.keep_messages_early()
-    if world.device.type != "mps":  # where these have never run
-        use_fewer_passes(model)
-    if model.loss is sum_of_losses:  # not one of the caller's
-        model.loss = chunked_loss
-    recompute_and_compile(model, parallel.checkpointing, parallel.compile)
-    if parallel.offload_activations:
-        offload.offload_activations(model, world.device)
+        tensor_parallel(model, world.mesh["tp"], in_chunks if parallel.async_tp else None)
+    for technique in CHANGES_OF_BLOCKS:
+        if technique.is_used(parallel):
+            technique.apply(model, world)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
-            parallel.strategy.apply(stage, world)
+            wrap(stage, world)
     allocate(model, "cpu" if parallel.offload else world.device)
     initialize(model)
     diloco.keep_outer_copy(model, parallel)
@@ -221,7 +203,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if parallel.strategy.uses_fsdp or world.size == 1 or not trains:
         return model
-    return parallel.strategy.apply(model, world)
+    return wrap(model, world)
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
@@ -296,9 +278,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
     labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    check_shardable(model, parallel.reshard)
     bf16 = parallel.dtype == torch.bfloat16
-    across = ("replicate",) * (parallel.replicate > 1 and not parallel.strategy.apart)
+    across = ("replicate",) * (parallel.replicate > 1 and not parallel.strategy.own_steps)
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
         mesh=world.mesh[(*across, "shard")],
@@ -317,34 +298,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
-
-    apply: Callable[[Llama, World], nn.Module]  # returns the module that a training step calls
-    copy_per: str  # one copy of the weights for each "rank", "node" or "world"
-    sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
-    uses_fsdp: bool = False  # parameters are DTensors, sharded while the model is still on meta
-    grads_in_buckets: bool = False  # gradients are views of DDP's buckets
-    automatic: bool = True  # --dp auto may choose it
-    splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
-    apart: bool = False  # replicas train by themselves, so that a step is not the others'
-
-    def shard_size(self, data_ranks: int, in_node: int) -> int:
-        """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
-        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
-
-
-EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
-UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
-# --dp auto takes the first that fits. costs/traffic.py knows what each of them communicates.
-STRATEGIES = {
-    "ddp": Strategy(ddp, "rank", grads_in_buckets=True),
-    "zero1": Strategy(ZeRO1, "rank", UPDATES, automatic=False, splits_layers=False),
-    "hsdp": Strategy(fsdp, "node", sharded=EVERYTHING, uses_fsdp=True),
-    "fsdp": Strategy(fsdp, "world", sharded=EVERYTHING, uses_fsdp=True),
-    "diloco": Strategy(fsdp, "node", EVERYTHING, uses_fsdp=True, automatic=False, apart=True),
-}
+# What Strategy.wrapper of config.py names; costs/traffic.py knows what each of them communicates.
+WRAPPERS = {"ddp": ddp, "zero1": ZeRO1, "fsdp": fsdp}
 
 
 @contextlib.contextmanager
@@ -419,7 +374,11 @@ def style_of(path: str) -> ParallelStyle | None:
     return None
 
 
-def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) -> None:
+def tensor_parallel(
+    model: Llama,
+    mesh: DeviceMesh,
+    change_style: Callable[[ParallelStyle], ParallelStyle] | None = None,
+) -> None:
     """Tensor, sequence and loss parallelism: ranks along tp share every matrix product.
 
     Ranks along tp see the same tokens. Each holds a shard of every matrix and, outside of a pair of
@@ -464,10 +423,10 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, asynchronous: bool = False) 
         if style and any(True for _ in layer.parameters()):
             styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if asynchronous:
-        styles = {path: async_tp.in_chunks(style) for path, style in styles.items()}
+    if change_style:
+        styles = {path: change_style(style) for path, style in styles.items()}
     parallelize_module(model, mesh, styles)
-    if not asynchronous:
+    if not change_style:
         copy_uneven_inputs(model)
     for name in frozen:  # SequenceParallel makes every norm trainable
         model.get_parameter(name).requires_grad_(False)
@@ -488,12 +447,27 @@ class ShardedVocabulary(Vocabulary):
 
     def __init__(self, size: int, mesh: DeviceMesh):
         super().__init__(size)
-        self.mesh, self.start = mesh, math.ceil(size / mesh.size()) * mesh.get_local_rank()
+        self.mesh = mesh
+        self.vocab_start = math.ceil(size / mesh.size()) * mesh.get_local_rank()  # of the shard
 
     def local_operands(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         # An all-gather of the tokens; in backward a reduce-scatter.
         hidden = hidden.redistribute(placements=[Replicate()])
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+
+    def sum(self, logits: Tensor) -> Tensor:
+        return self.all_gather(logits.sum(-1)).sum(0)
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        return self.all_gather(logits.logsumexp(-1)).logsumexp(0)
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        index = targets[:, None] - self.vocab_start  # of each target in this rank's logits, [n, 1]
+        is_local = (index >= 0) & (index < logits.shape[-1])
+        target_logit = logits.gather(-1, torch.where(is_local, index, 0))
+        scalars = [logits.logsumexp(-1, keepdim=True), torch.where(is_local, target_logit, 0)]
+        lse, target_logit = self.all_gather(torch.cat(scalars, 1)).unbind(-1)  # each [tp, n]
+        return lse.logsumexp(0) - target_logit.sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All-gather x [...] -> [tp, ...]; backward keeps this rank's part of the gradient."""

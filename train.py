@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import checkpoint
+from config import Work
 from costs.search import fits_unsharded
-from costs.work import Work
 from data import Windows, read_ahead, row_of
 from evaluate import describe_exam, evaluate, take_exam
 from files.directories import new_link
@@ -145,21 +145,22 @@ def update(
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
-    # DDP and FSDP have divided the gradients by the number of data ranks; here we want the sum.
-    # DiLoCo's replicas each have gradients, targets and a norm of their own; else there is one.
-    n, own = diloco.replicas_apart(world)
-    replicas = rows.view(n, -1, rows.shape[1])
-    scales = replicas.shape[1] / replicas[..., 1].sum(1)
-    norms = replicas[..., 3].sum(1).sqrt() * scales
+    # DDP and FSDP have divided the gradients by the number of data ranks, and here we want the sum.
+    # Ranks along tp and pp are in both numbers, which makes no difference to their quotient.
+    together = rows[world.step_ranks]  # all ranks, or DiLoCo's replica: it takes its own step
+    scale = len(together) / together[:, 1].sum().clamp(min=1)
+    norm = together[:, 3].sum().sqrt() * scale
     if clip:
-        scales = scales * (clip / (norms + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
+        scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     shards = [to_local(parameter.grad) for parameter in parameters]
-    torch._foreach_mul_(shards, scales[own].to(shards[0]))
+    torch._foreach_mul_(shards, scale.to(shards[0]))
 
-    # The only point where the host waits for the device: what is not finite must not be used.
-    results = torch.stack([loss, tokens, text_bytes, norms.mean(), rows[:, 4].max()])
-    loss, tokens, text_bytes, norm, signals = results.tolist()
-    if not math.isfinite(loss + norm):
+    # The only point where the host waits for the device: what is not finite must not be used. All
+    # ranks have to see it, so `health` is not finite where any rank's loss or gradient is not.
+    health = (rows[:, 0] + rows[:, 3]).sum() / tokens
+    results = torch.stack([loss, tokens, text_bytes, norm, rows[:, 4].max(), health])
+    loss, tokens, text_bytes, norm, signals, health = results.tolist()
+    if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, rows[:, 0]))
     optimizer.step()
     zero_gradients(optimizer, world)

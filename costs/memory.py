@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from costs.traffic import batches_of_muon, first_block, modules_of, parts_of, sizes_of
-from costs.work import Work
+from config import EVERYTHING, ParallelConfig, Work
+from costs.traffic import first_block, modules_of, parts_of, sizes_of
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
-from parallel import EVERYTHING, ParallelConfig
+from parallel import used_techniques
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.passes import use_fewer_passes
+from techniques.optimizers import batches_of_matrices
 from techniques.pipeline import layers_of
 from techniques.schedules import SCHEDULES, STEADY, Action, has_w, make_schedule, splits_backward
 
@@ -80,10 +80,11 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     stream = tokens * D * w
     # With offloaded activations, those of one block stay, and backward has those of two.
     blocks, blocks_in_backward = (1, min(2, L)) if parallel.offload_activations else (L, L)
-    elements = saved_elements(config, parallel, work.mask_width, frozen)
+    elements = saved_elements(config, parallel, work.mask_width, frozen, work.on_gpu)
     saved, recomputed = (n * tokens * w for n in elements)
     with_adapters, matrix_in_4_bits = of_adapters(model, parallel, work.fused)
-    more = with_adapters * tokens * w
+    of_techniques = sum(technique.holds(work) for technique in used_techniques(parallel))
+    more = (with_adapters + of_techniques) * tokens * w
     if parallel.async_tp and work.microbatch > 1:  # wo multiplies chunks, copies of its input
         more += tokens * config.q_dim * w / tp
     if parallel.checkpointing == "none":
@@ -94,16 +95,18 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
     in_feed_forward = gate + max(gate, matrix_in_4_bits) + freed_at_once * gate
+    if not parallel.compile:  # the gradient of silu(gate)
+        in_feed_forward += gate
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
-    if parallel.float8 != "none" and not parallel.compile:  # rounding, by two steps in float32
-        in_feed_forward += 8 * tokens * max(F / tp, D, config.q_dim / tp)
     # The norm of q casts two tensors and makes two, after feed-forward and attention freed theirs.
     q = config.qk_norm * (not work.fused) * tokens * config.q_dim * w / tp
     in_norm = q * (8 if w < 4 else 2) - (3 * gate + q) * (not freed_at_once)
     block_backward = recomputed + stream / tp + max(in_feed_forward, in_norm)
     last_block_backward = blocks_in_backward * saved + block_backward
     last_norm = (stream_width(parallel, frozen) + 2) * stream
+    if not work.fused and not frozen:
+        last_norm += tokens * D * max(4, w)
     logits = loss_bytes(work, output > 0)
     loss = blocks * saved + last_norm + logits
     if parallel.pp > 1:  # several microbatches, each with the blocks of a stage and what it returns
@@ -236,9 +239,9 @@ def _state(model: Llama, parallel: ParallelConfig) -> dict[str, int]:
     elements = {kind: trainable_elements(model, parallel, kind) for kind in EVERYTHING}
     _, _, tensors = _trained_parts(model)
     optimizer = elements["optimizer"] * 2 * moment + tensors * 4  # and step counts
-    optimizer += elements["optimizer"] * 2 * g * parallel.strategy.apart  # DiLoCo's outer state
+    optimizer += elements["optimizer"] * 2 * g * parallel.strategy.own_steps  # DiLoCo's outer state
     if parallel.optimizer == "muon":  # one momentum for each of these, and no count
-        for batch in batches_of_muon(model, parallel):
+        for batch in batches_of_matrices(model, parallel):
             optimizer -= sum(own * moment + 4 for _, own in batch)
     return {
         "parameters": elements["parameters"] * g + frozen_bytes,
@@ -253,7 +256,7 @@ def _muon_bytes(model: Llama, parallel: ParallelConfig) -> int:
     and two products [min(m, n)]², or while it sends the parts. On a GPU, where parts are bfloat16,
     it is less."""
     most, alone = 0, parallel.size == parallel.pp
-    for batch in batches_of_muon(model, parallel):
+    for batch in batches_of_matrices(model, parallel):
         (m, n), own = batch[0]
         own_parts = sum(own for _, own in batch)
         replicas = parallel.size // parallel.pp * own // (m * n)  # nearly, where parts are uneven
@@ -271,16 +274,15 @@ def _unsharded(
     of the root among them (see modules_of); sums of gradients over microbatches; gradients of the
     root, and of one block, until they are sharded."""
     g, w = parallel.grad_bytes, parallel.weight_bytes
-    not_all_saved = parallel.checkpointing != "none" or parallel.offload_activations
     shards = max(_shards(parallel, "parameters"), _shards(parallel, "gradients"))
     (frozen_root, trainable_root), (frozen_block, trainable_block) = units(shards).values()
     trainable = trainable_root + L * trainable_block
     if not parallel.strategy.uses_fsdp:
         replicated, in_buckets = parallel.replicate > 1, parallel.strategy.grads_in_buckets
         copies = trainable * w if w < g else 0  # that autocast makes
-        # In 8 bits, or in a compiled block that recomputes, each product makes its own.
+        # In a compiled block that recomputes, each product makes its own.
         makes_again = parallel.compile and parallel.checkpointing != "none"
-        if copies and (makes_again or (parallel.float8 != "none" and not_all_saved)):
+        if copies and makes_again:
             copies = (trainable_root + trainable_block) * w
         sums = trainable * g if microbatches > 1 or (replicated and in_buckets) else 0
         sharded = replicated and not in_buckets  # ZeRO-1
@@ -304,25 +306,39 @@ def stream_width(parallel: ParallelConfig, frozen: bool) -> int:
 
 
 def saved_elements(
-    config: LlamaConfig, parallel: ParallelConfig, masked: int = 0, frozen: bool = False
+    config: LlamaConfig,
+    parallel: ParallelConfig,
+    masked: int = 0,
+    frozen: bool = False,
+    on_gpu: bool = False,
 ) -> tuple[float, float]:
     """Return the elements a token that a block saves for backward, and that backward recomputes.
     `frozen`: embedding and norms are not trained, as with adapters.
 
     Without checkpointing a block saves, D wide: for each of two norms its input and its output
     (under tensor parallelism after the all-gather); H E wide: q and attention's output; KV E wide:
-    k and v; F wide: gate, up and their product; and a logsumexp for each head. With a mask also its
-    row, which attention turns into numbers in each block, and k and v for each query head. With
-    norms of q and k also what these read, and a scale for each head."""
+    k and v; F wide: gate, up and their product; and a logsumexp for each head. Not compiled, also
+    silu(gate), and on a CPU what a norm reads and makes before its weight, in float32, and a scale.
+    With a mask also its row, which attention turns into numbers in each block, and k and v for each
+    query head. With norms of q and k also what these read, and a scale for each head."""
     D, F, q_dim, kv_dim = config.dim, config.ffn_dim, config.q_dim, config.kv_dim
     lse = config.n_heads * 4 / parallel.weight_bytes  # float32, in elements of the compute dtype
     stream = stream_width(parallel, frozen) * D
     # A stream in float32 makes such norm outputs. Uncompiled, each of five products casts one.
     norm_outputs = (5 if stream > D and not parallel.compile else 2) * D
     everything = norm_outputs + (2 * stream + 2 * q_dim + 2 * kv_dim + 3 * F + lse) / parallel.tp
+    wide = max(4, parallel.weight_bytes) / parallel.weight_bytes  # a float32 in such elements
+    slow_norms = not (on_gpu or parallel.compile)
+    trained = not frozen
+    if not parallel.compile:
+        everything += F / parallel.tp
+    if slow_norms:
+        everything += 2 * (max(wide * D - stream, 0) + trained * wide * D + wide) / parallel.tp
     if config.qk_norm:
-        scales = (config.n_heads + config.n_kv_heads) * 4 / parallel.weight_bytes
+        scales = (config.n_heads + config.n_kv_heads) * wide
         everything += (q_dim + kv_dim + scales) / parallel.tp
+        if slow_norms:
+            everything += (wide - 1 + trained * wide) * (q_dim + kv_dim) / parallel.tp
     if parallel.cp > 1:
         # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
         # of two chunks. And attention's output of each chunk beside that of both.
@@ -330,9 +346,6 @@ def saved_elements(
         everything += (2 * (keys - kv_dim) + q_dim) / parallel.tp
     elif masked:
         everything += masked + 2 * (q_dim - kv_dim) / parallel.tp
-    if parallel.float8 == "tensorwise":  # each product saves codes of a byte in place of its input
-        inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
-        everything += inputs * D * byte - norm_outputs + ((q_dim + F) * byte - F) / parallel.tp
     reduced = 2 * D if parallel.tp > 1 else 0  # outputs of the two reduce-scatters
     if parallel.async_tp:  # or messages of wo
         reduced = (parallel.tp - 1) * D
@@ -380,14 +393,14 @@ def _of_adapters(model: Llama, tp: int, w: int, fused: bool) -> tuple[float, int
 
 
 def loss_bytes(work: Work, trainable: bool) -> int:
-    """Return the most that the loss holds: the logits of a chunk and their log softmax, or their
-    gradient and that of the output matrix, if that is trainable, beside its sum over chunks."""
+    """Return the most that the loss holds. Of a chunk: the log softmax, its gradient, and that of
+    the logits. If the output matrix is trainable, also its gradient and the sum over chunks."""
     config, w, size = work.model.config, work.parallel.weight_bytes, tokens_at_a_time(work.on_gpu)
     vocab = math.ceil(config.vocab_size / work.parallel.tp)
     n, matrix, wide = min(size, work.tokens) * vocab, vocab * config.dim, max(4, w)
     if not trainable:
-        return n * 2 * wide
-    return matrix * wide + max(n * 2 * wide, n * w + matrix * w)
+        return n * 3 * wide
+    return matrix * wide + max(n * 3 * wide, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
@@ -451,7 +464,6 @@ def _counted_saved_elements(config: LlamaConfig, T: int) -> float:
 
         with torch.random.fork_rng(devices=[]):
             model = Llama(replace(config, n_layers=n_layers))
-        use_fewer_passes(model)
         tokens = torch.zeros(1, T, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
             loss = model(tokens, targets=tokens)

@@ -1,6 +1,5 @@
 """Which ways to split a model fit, and what each costs: `--dp auto` and `bench.py plan`."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from config import LAYOUTS, STRATEGIES, ParallelConfig, Work
 from costs.machines import Machine
 from costs.memory import fits_in, predict_memory, state_bytes
 from costs.seconds import find_measured_group, group_shape, step_time
@@ -22,9 +22,8 @@ from costs.traffic import (
     predict_traffic,
     sent_bytes,
 )
-from costs.work import Work
-from parallel import STRATEGIES, ParallelConfig, World
-from plumbing.processes import Process, UserError, memory_of_others, print_rank_zero, with_progress
+from parallel import World, refusal
+from plumbing.processes import Process, memory_of_others, print_rank_zero, with_progress
 from techniques import nf4
 from techniques.schedules import has_w
 
@@ -120,18 +119,15 @@ def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     requested = work.parallel
     room = process.minimum(usable_memory(process.device, process.per_node))
     choices = {
-        f"--dp {dp}": dict(dp=dp, reshard="auto") for dp, s in STRATEGIES.items() if not s.apart
+        f"--dp {dp}": dict(dp=dp, reshard="auto") for dp, s in STRATEGIES.items() if not s.own_steps
     }
     for reshard in ("none", "adapters"):
         choices[f"--dp fsdp --reshard {reshard}"] = dict(dp="fsdp", reshard=reshard)
     parts = []
     for flags, choice in choices.items():
         is_fsdp = STRATEGIES[choice["dp"]].copy_per == "node" and process.per_node == process.size
-        try:
-            wanted = replace(work, parallel=replace(requested, **choice))
-        except UserError:  # it does not combine with the other flags
-            continue
-        if not is_fsdp:
+        wanted = replace(work, parallel=replace(requested, **choice))
+        if not is_fsdp and not refusal(wanted):
             own_shard = shard if requested.dp == choice["dp"] else None
             parallel, _ = choose_parallel(wanted, own_shard, process, room)
             traffic = predict_traffic(replace(work, parallel=parallel))
@@ -163,10 +159,9 @@ def what_would_fit(work: Work, process: Process) -> str:
     def candidates() -> Iterator[Work]:
         for base, moments, (checkpointing, offload), size in choices:
             given = dict(moments=moments, checkpointing=checkpointing, offload_activations=offload)
-            with contextlib.suppress(UserError):  # what does not combine with the other flags
-                choice = replace(work, parallel=replace(base, **given), microbatch=size)
-                if fits_in(choice, limit):
-                    yield choice
+            choice = replace(work, parallel=replace(base, **given), microbatch=size)
+            if not refusal(choice) and fits_in(choice, limit):
+                yield choice
 
     found = next(candidates(), None)
     if found is None:
@@ -205,10 +200,7 @@ def fits_unsharded(work: Work, world: World) -> bool:
 
 RESHARD = ("weights", "none", "all")
 # Flags that fix part of a plan.
-FILTERS = (
-    "dp pp schedule stages_per_rank shard cp tp reshard checkpointing offload offload_activations "
-    "microbatch"
-).split()
+FILTERS = [*LAYOUTS, "microbatch"]
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
 LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
 INTERLEAVED = (2, 4)  # stages of a rank
@@ -315,14 +307,12 @@ def every_plan(
                 choice = dict(dp=dp, reshard=reshard, schedule=schedule, stages_per_rank=v)
                 choice |= dict(checkpointing=checkpointing, offload_activations=offload)
                 choice["async_tp"] = requested.async_tp and tp > 1
-                try:
-                    parallel = replace(requested, **sizes, **choice)
-                except UserError:  # parts of it do not combine
-                    continue
+                parallel = replace(requested, **sizes, **choice)
                 settings = vars(parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
-                if matches and is_measured(parallel, machine):
-                    yield Plan(replace(work, parallel=parallel, microbatch=microbatch), machine)
+                planned = replace(work, parallel=parallel, microbatch=microbatch)
+                if matches and is_measured(parallel, machine) and not refusal(planned):
+                    yield Plan(planned, machine)
 
 
 def shares_of_batch(
@@ -362,7 +352,7 @@ def data_parallel_choices(
     would be another one on these ranks is left out, and so is one that trains otherwise, unless it
     is `wanted`."""
     for dp, strategy in STRATEGIES.items():
-        is_other_training = strategy.apart and dp != wanted
+        is_other_training = strategy.own_steps and dp != wanted
         if is_other_training or (of_copy > 1 and not strategy.splits_layers):
             continue
         for shard in sorted({strategy.shard_size(data_ranks, n) for n in divisors(data_ranks)}):

@@ -2,9 +2,8 @@
 
 The estimate is a sum of parts:
 
-    products     matrix products: FLOPs / (peak x the share of it that products reach), and in
-                 8 bits FLOAT8_GAIN times as fast. Attention is causal, so half of its square
-                 counts, and it reaches another share
+    products     matrix products: FLOPs / (peak x the share of it that products reach). Attention is
+                 causal, so half of its square counts, and it reaches another share
     recompute    the same for what backward recomputes under activation checkpointing
     passes       memory-bound operations: bytes that norms, RoPE, SwiGLU, residual sums, the loss,
                  FSDP's copies and, in eager blocks, rounding to 8 bits read and write,
@@ -48,27 +47,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from config import ParallelConfig, Work
 from costs.machines import Machine
 from costs.memory import of_adapters, saved_elements, trainable_elements
 from costs.traffic import (
     first_block,
     group_size,
-    muon_flops,
-    muon_traffic,
     parts_of,
     predict_outer_traffic,
     predict_traffic,
 )
-from costs.work import Work
 from lora import LoRA, adapter_settings
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
+from parallel import used_techniques
 from plumbing.processes import UserError
+from techniques import optimizers
+from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of
 from techniques.schedules import has_w, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
-FLOAT8_GAIN = 1.9  # rate of products in 8 bits / rate in bfloat16
 COLLECTIVE_LATENCY = 10e-6  # seconds to start a collective
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
 CPU_LINK = 50e9  # bytes/s between a GPU and the CPU's memory, of the 64e9 of PCIe 5 with 16 lanes
@@ -178,16 +176,13 @@ def compute_time(
     attention_rate = machine.peak * machine.attention_fraction
     # Backward takes twice the FLOPs of forward, and as many where weights are frozen. Attention's
     # also recomputes the scores: 2.5 times.
-    in_8_bits = parallel.float8 != "none"
-    block_rate = matmul_rate * (FLOAT8_GAIN if in_8_bits else 1)
+    block_rate = matmul_rate * gain(parallel)
     products = (2 if lora else 3) * (L * block / block_rate + output / matmul_rate)
     products += 3.5 * L * attention / attention_rate
     recompute = L * (block_again / block_rate + attention_again / attention_rate)
     tokens_of_rank = tokens / parallel.tp  # tp ranks divide the work of each token evenly
     weights = L * block / 2 / parallel.tp  # of the blocks on this rank
-    # Compiled, rounding is part of other passes: published steps show none of its own.
-    rounds = in_8_bits and not parallel.compile
-    bytes_of_weights = L * rounding_bytes(config, parallel, tokens) if rounds else 0
+    bytes_of_weights = 0.0
     forwards = 1 if checkpointing == "none" else 2
     if in_4_bits:  # read, and written as numbers for a product that reads them, by each pass
         bytes_of_weights += weights * (0.52 + w) * (forwards + 1)
@@ -204,25 +199,9 @@ def compute_time(
     }
 
 
-def rounding_bytes(config: LlamaConfig, parallel: ParallelConfig, tokens: int) -> float:
-    """Return the bytes that rounding to 8 bits reads and writes for a block and a microbatch.
-
-    A tensor is read for its largest number, and again for its codes. Tensorwise codes are copied to
-    be transposed; other recipes round along both dimensions."""
-    D, F, w, tp = config.dim, config.ffn_dim, parallel.weight_bytes, parallel.tp
-    q_dim, kv_dim = config.q_dim, config.kv_dim
-    weights = (2 * D * (q_dim + kv_dim) + 3 * D * F) / tp
-    # Compiled, wq, wk and wv share the codes of their input, as do w1 and w3.
-    inputs = tokens * ((2 if parallel.compile else 5) * D + (q_dim + F) / tp)
-    gradients = tokens * (2 * D + (q_dim + 2 * kv_dim + 2 * F) / tp)
-    cast = w + 1 if parallel.compile else w + 25  # eager: four passes, between them in float32
-    rounding = w + cast
-    forward = rounding * (inputs + weights)
-    if parallel.float8 == "tensorwise":
-        backward = cast * weights + (rounding + 2) * gradients + 2 * inputs
-    else:
-        backward = rounding * (weights + inputs + 2 * gradients)
-    return backward + forward * (1 if parallel.checkpointing == "none" else 2)
+def gain(parallel: ParallelConfig) -> float:
+    """Return how many times as fast the blocks' products are by the techniques that are used."""
+    return math.prod(technique.gain for technique in used_techniques(parallel))
 
 
 def step_time(work: Work, machine: Machine) -> dict[str, float]:
@@ -244,12 +223,12 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts = {name: microbatches * sum(stage[name] for stage in of_ranks[busiest])
              for name in of_stages[0]}  # fmt: skip
     rate = machine.peak * machine.matmul_fraction
-    has_muon, of_rank = parallel.optimizer == "muon", parts_of(model, parallel)[busiest]
+    of_rank = parts_of(model, parallel)[busiest]
     updated = trainable_elements(of_rank, parallel, "gradients")
     parts["optimizer"] = update_bytes(parallel.moment_bytes) * updated / machine.bandwidth
-    if has_muon:
-        parts["optimizer"] += muon_flops(of_rank, parallel) / rate
-        for dim, collective, calls, nbytes in muon_traffic(of_rank, parallel, work.on_gpu):
+    if parallel.optimizer == "muon":
+        parts["optimizer"] += flops_of_muon(of_rank, parallel) / rate
+        for dim, collective, calls, nbytes in optimizers.TECHNIQUE.sends(of_rank, work):
             if calls and nbytes:
                 parts["optimizer"] += collective_time(collective, nbytes, dim, parallel, machine)
     parts["handling"] = machine.fsdp_overhead * microbatches * parallel.strategy.uses_fsdp
@@ -307,8 +286,7 @@ def beside_messages(
         return 0.0
     n, layers = parallel.tp, config.n_layers // parallel.pp
     flops = 3 * 2 * (2 * config.dim**2 + 2 * config.dim * config.ffn_dim) * layers
-    gain = 1 if parallel.float8 == "none" else FLOAT8_GAIN
-    rate = machine.peak * machine.matmul_fraction * gain
+    rate = machine.peak * machine.matmul_fraction * gain(parallel)
     return (n - 1) / n * flops * tokens / n / rate
 
 

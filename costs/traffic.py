@@ -15,21 +15,18 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from costs.work import Work
+from config import ParallelConfig, Work
 from model import Llama
-from parallel import ParallelConfig, ddp, fsdp, style_of
+from parallel import style_of, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.float8 import layers_in_8_bits
 from techniques.nf4 import count
-from techniques.optimizers import ITERATIONS, is_block_matrix
 from techniques.parallel_layers import planned_dims
 from techniques.pipeline import part_of
-from techniques.zero1 import ZeRO1
 
 # --------------------------------------------------------------------------------------- FLOPs
 
 
-def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None = None) -> int:
+def flops_per_token(model: Llama, seq_len: int) -> int:
     """Return the floating-point operations to train on one token.
 
     Per weight of a matrix: 2 in forward, 2 in backward for the gradient of the input and, if it is
@@ -37,17 +34,12 @@ def flops_per_token(model: Llama, seq_len: int, parallel: ParallelConfig | None 
     scores and weighted sums, and three times as much with backward. As usual (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B), causal attention is counted as if each token attended to
     seq_len tokens, and recomputation is not counted, so that published figures compare.
-
-    With a `parallel` that multiplies in 8 bits, such products count half: GPUs do twice as many of
-    them in a second, so that the share of the bfloat16 peak is that of each product's own peak."""
-    config, weights, halved = model.config, 0, set()
-    if parallel and parallel.float8 != "none":
-        halved = set(layers_in_8_bits(model, parallel.float8, parallel.tp))
-    for name, layer in model.named_modules():
+    In 8 bits products are faster, so that the share of the bfloat16 peak may exceed 100 %."""
+    config, weights = model.config, 0
+    for layer in model.modules():
         if isinstance(layer, nn.Linear):
             for matrix in layer.parameters():
-                flops = (6 if matrix.requires_grad else 4) * count(matrix)
-                weights += flops // 2 if name in halved else flops
+                weights += (6 if matrix.requires_grad else 4) * count(matrix)
     return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len
 
 
@@ -70,16 +62,16 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
         return max(of_ranks, key=lambda traffic: sent_bytes(traffic, parallel))
     part, microbatches = parts_of(work.model, parallel)[pp_rank], work.microbatches
     calls, payload = Counter(), Counter()
-    collectives = [*TRAFFIC[parallel.strategy.apply](part, parallel, microbatches)]
+    collectives = [*TRAFFIC[parallel.strategy.wrapper](part, parallel, microbatches)]
     own = seq_len // parallel.cp  # tokens of a sequence on this rank
     if parallel.tp > 1:
         collectives += _tensor_parallel(part, work, own)
     if parallel.cp > 1:
         collectives += _context_parallel(part, parallel, microbatches, batch, seq_len)
-    if parallel.optimizer == "muon":
-        collectives += muon_traffic(part, parallel, work.on_gpu)
     if parallel.pp > 1:
         collectives += _pipeline(part, parallel, microbatches, batch, own, pp_rank)
+    for technique in used_techniques(parallel):
+        collectives += technique.sends(part, work)
     for dim, collective, n, nbytes in collectives:
         always = collective == "all-to-all"  # this rank may have nothing for others
         if n and (nbytes or always) and group_size(dim, parallel) > 1:
@@ -91,7 +83,7 @@ def predict_traffic(work: Work, pp_rank: int | None = None) -> Traffic:
 def predict_outer_traffic(work: Work) -> Traffic:
     """Return the collectives of DiLoCo's outer step; {} for other strategies."""
     parallel = work.parallel
-    if not parallel.strategy.apart or parallel.replicate == 1:
+    if not parallel.strategy.own_steps or parallel.replicate == 1:
         return {}
     (_, root), (_, block) = sizes_of(work.model, parallel, parallel.shard).values()
     elements = (root + len(work.model.layers) * block) // parallel.shard
@@ -130,11 +122,11 @@ def _fsdp(model: Llama, parallel: ParallelConfig, microbatches: int) -> Iterator
         gathered = trainable * w + (0 if reshard == "adapters" else frozen_bytes)
         yield "shard", "all-gather", n * (1 if reshard == "none" else uses), gathered
         yield "shard", "reduce-scatter", n * (m if reshard == "all" else 1), trainable * g
-        if not parallel.strategy.apart:
+        if not parallel.strategy.own_steps:
             yield "replicate", "all-reduce", n, trainable // parallel.shard * g
 
 
-TRAFFIC = {ddp: _ddp, ZeRO1: _zero1, fsdp: _fsdp}  # keys are the values of Strategy.apply
+TRAFFIC = {"ddp": _ddp, "zero1": _zero1, "fsdp": _fsdp}  # by Strategy.wrapper
 
 
 def _tensor_parallel(model: Llama, work: Work, seq_len: int) -> Iterator[tuple]:
@@ -175,29 +167,6 @@ def _tensor_parallel(model: Llama, work: Work, seq_len: int) -> Iterator[tuple]:
                 if name.endswith("lora_magnitude"):  # the squares of its rows' norms, in forward
                     forwards = m * (1 if parallel.checkpointing == "none" else 2)
                     yield "tp", "all-reduce", forwards * L, parameter.numel() * g
-    if parallel.float8 in ("tensorwise", "rowwise") and not parallel.async_tp:
-        yield from _largest_numbers(model, parallel, m, tokens)
-
-
-def _largest_numbers(
-    model: Llama, parallel: ParallelConfig, m: int, tokens: int
-) -> Iterator[tuple]:
-    """The largest numbers that scales of 8 bits need of other ranks. Of wo and w2 a rank has some
-    input features, so forward needs those of the input and of the weight. Of other layers it has
-    some output features: backward needs those of the output's gradient and of the weight, of which
-    a tensorwise scale is known from forward."""
-    forwards = m * (1 if parallel.checkpointing == "none" else 2)
-    tensorwise = parallel.float8 == "tensorwise"
-    dims = _sharded_dims("block", first_block(model))
-    for name in layers_in_8_bits(model, parallel.float8, parallel.tp):
-        layer, path = model.get_submodule(name), name.split(".", 2)[2]  # without layers.0.
-        shards_input = dims[f"{path}.weight"] == 1
-        # A scale for each row of the input or gradient, and of the weight as this product has it.
-        width = layer.out_features if shards_input else layer.in_features
-        rows, columns = (1, 1) if tensorwise else (tokens, width)
-        of_weight = forwards if shards_input or tensorwise else m
-        yield "tp", "all-reduce", forwards if shards_input else m, rows * parallel.weight_bytes
-        yield "tp", "all-reduce", of_weight, columns * parallel.weight_bytes
 
 
 def _context_parallel(
@@ -231,56 +200,6 @@ def _pipeline(
         tied = model.tok_embeddings.weight
         rows = math.ceil(math.ceil(len(tied) / parallel.tp) / parallel.shard)
         yield "pp", "send", int(tied.requires_grad), rows * tied.shape[1] * parallel.grad_bytes
-
-
-def muon_traffic(model: Llama, parallel: ParallelConfig, on_gpu: bool) -> Iterator[tuple]:
-    """Of each batch of matrices rank 0 takes the first, and sends its parts of the others to ranks
-    of its replica; then all parts of its own, but one, to their ranks."""
-    sizes = {dim: getattr(parallel, dim) for dim in ("replicate", "shard", "tp")}
-    split = [dim for dim, size in sizes.items() if size > 1]
-    whole = "world" if parallel.pp == 1 else "stage"
-    over, n = split[0] if len(split) == 1 else whole, math.prod(sizes.values())
-    over_optimizer = parallel.strategy.sharded.get("optimizer")
-    sharded = {"tp", over_optimizer} if over_optimizer else {"tp"}
-    replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
-    e = 2 if on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
-    for batch in batches_of_muon(model, parallel):
-        # Rank i of the replica of rank 0: the first n / replicas, or with ZeRO-1 all of them.
-        there = sum(own for _, own in batch[1 : n // replicas])
-        yield over, "all-to-all", int(n > replicas), there * e
-        (rows, columns), own = batch[0]
-        yield over, "all-to-all", 1, (replicas * rows * columns - own) * e
-
-
-def batches_of_muon(
-    model: Llama, parallel: ParallelConfig
-) -> list[list[tuple[tuple[int, int], int]]]:
-    """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
-    elements that rank 0 has of it. In a batch rank i takes matrix i."""
-    block, shards = first_block(model), parallel.strategy.sharded.get("optimizer")
-    dims = _sharded_dims("block", block) if parallel.tp > 1 else {}
-    in_block = []
-    for name, parameter in block.named_parameters():
-        if is_block_matrix(f"layers.0.{name}", parameter) and parameter.requires_grad:
-            own = list(parameter.shape)
-            if (dim := dims.get(name)) is not None:
-                own[dim] = math.ceil(own[dim] / parallel.tp)
-            own[0] = math.ceil(own[0] / (getattr(parallel, shards) if shards else 1))
-            in_block.append((tuple(parameter.shape), math.prod(own)))
-    n, matrices = parallel.size // parallel.pp, in_block * len(model.layers)
-    matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
-    return [matrices[start : start + n] for start in range(0, len(matrices), n)]
-
-
-def muon_flops(model: Llama, parallel: ParallelConfig) -> int:
-    """Return the floating-point operations in which rank 0 orthogonalizes its matrices in a step.
-    None has more: of each batch it takes the largest."""
-    flops = 0
-    for (shape, _), *_ in batches_of_muon(model, parallel):
-        m, n = sorted(shape)
-        gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
-        flops += ITERATIONS * (gram + square + update)
-    return flops
 
 
 def group_size(dim: str, parallel: ParallelConfig) -> int:

@@ -21,11 +21,10 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from config import ParallelConfig, Work  # noqa: E402
 from costs.machines import Machine, assumed_machine  # noqa: E402
 from costs.seconds import step_time  # noqa: E402
-from costs.work import Work  # noqa: E402
 from model import LlamaConfig  # noqa: E402
-from parallel import ParallelConfig  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from perf.plan import SPREAD, kind_of  # noqa: E402
 

@@ -27,8 +27,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from config import ParallelConfig  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
-from parallel import ParallelConfig, with_mesh  # noqa: E402
+from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402

@@ -26,11 +26,10 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
+from config import ParallelConfig, Work  # noqa: E402
 from costs.memory import predict_memory  # noqa: E402
 from costs.traffic import predict_traffic, sent_bytes  # noqa: E402
-from costs.work import Work  # noqa: E402
 from model import PRESETS  # noqa: E402
-from parallel import ParallelConfig  # noqa: E402
 from perf.compare import configure  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from config import ParallelConfig
 from costs.search import USABLE_FRACTION, usable_memory
 from model import Llama
-from parallel import ParallelConfig, World, parallelize, with_mesh
+from parallel import World, parallelize, with_mesh
 from perf.instruments import (
     Contestants,
     Task,

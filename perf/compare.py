@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import STRATEGIES, ParallelConfig, Work
 from costs.memory import predict_memory
 from costs.search import usable_memory, with_mesh_sizes
 from costs.traffic import Traffic, sent_bytes
-from costs.work import Work
 from lora import adapter_settings
-from parallel import STRATEGIES, ParallelConfig, World, with_mesh
+from parallel import World, with_mesh
 from perf.instruments import (
     Counted,
     Live,
@@ -53,7 +53,7 @@ LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "one": ParallelConfig(),
-    **{name: ParallelConfig(dp=name) for name, s in STRATEGIES.items() if not s.apart},
+    **{name: ParallelConfig(dp=name) for name, s in STRATEGIES.items() if not s.own_steps},
     "fsdp-none": ParallelConfig(dp="fsdp", reshard="none"),
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
     "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them

@@ -33,11 +33,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from config import ParallelConfig, Work
 from costs.traffic import Traffic, describe_traffic
-from costs.work import Work
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, allocate, parallelize, with_mesh
+from parallel import World, allocate, parallelize, with_mesh
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local

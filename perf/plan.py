@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from config import ParallelConfig, Work, flags_of
 from costs.machines import GPUS, Machine
 from costs.memory import predict_memory, prediction_caveat
 from costs.search import USABLE_FRACTION, Plan, every_plan, order
 from costs.traffic import DIMS, flops_per_token, predict_traffic
-from costs.work import Work
 from lora import LoRA
-from parallel import ParallelConfig
 from perf.instruments import (
     build_on_meta,
     check_writable,
@@ -32,7 +31,6 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.processes import UserError
-from runs.flags import flags_of
 
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
 # was predicted, by kind_of their configuration (docs/calibrate.py).
@@ -278,7 +276,7 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
     rows = []
     for plan in ranked:
         work, parallel = plan.work, plan.work.parallel
-        flops = flops_per_token(work.model, work.document or work.seq_len, parallel)
+        flops = flops_per_token(work.model, work.document or work.seq_len)
         mfu = "unknown"  # as is the peak of a measured machine
         if not machine.measured:
             mfu = f"{flops * plan.tokens_per_second / machine.peak:.1%}"

@@ -45,11 +45,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from config import Work
 from costs.machines import peak_flops
 from costs.memory import predict_memory, prediction_caveat
 from costs.search import usable_memory
 from costs.traffic import DIMS, flops_per_token
-from costs.work import Work
 from parallel import World
 from perf.instruments import (
     Counted,
@@ -67,7 +67,6 @@ from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero, with_progress
 from runs.setup import Job
 from techniques import schedules
-from techniques.float8 import has_kernel
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
 from techniques.schedules import Action
@@ -339,7 +338,7 @@ def report(
     step_quartiles = quartiles([seconds["step"] for seconds in rounds["plain"]])
     lower, step, upper = world.all_gather_scalars(step_quartiles).mean(0).tolist()
     speed = work.batch * work.seq_len / step
-    flops = flops_per_token(work.model, work.seq_len, parallel)
+    flops = flops_per_token(work.model, work.seq_len)
     peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
     mfu = peak and flops * speed / (peak * world.size)
     chunks = 2 if parallel.cp > 1 else 1  # for each of which attention runs
@@ -356,7 +355,7 @@ def report(
         attentions=attentions / (len(training.job.model.layers) * microbatches * chunks),
         graph_breaks=sum(compiler["graph_break"].values()),
         mfu=mfu,
-        can_round=has_kernel(world.device, parallel.dtype, "tensorwise"),
+        device=world.device,
     )
     memory = memory | {"predicted peak": facts.peaks["this"]}
     # How much longer a marked step takes than a plain one. On a shared machine two steps may differ

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
+from config import STRATEGIES, ParallelConfig, Work
 from costs.search import data_ranks_in_node, with_mesh_sizes
-from costs.work import Work
-from parallel import STRATEGIES, ParallelConfig
+from parallel import TECHNIQUES
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
 EXPOSED = "exposed communication over "  # a part of a step, followed by a mesh dimension
@@ -28,10 +30,10 @@ class Facts:
     per_node: int  # processes
     usable_memory: int  # bytes, per process
     peaks: dict[str, int]  # name in `alternatives` -> predicted peak of a step in bytes
+    device: torch.device
     attentions: float  # forward runs of attention per layer and microbatch
     graph_breaks: int = 0
     mfu: float | None = None  # None: unknown
-    can_round: bool = False  # whether the device multiplies in 8 bits
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -98,11 +100,7 @@ def verdict(facts: Facts) -> list[str]:
         sentences.append(
             "blocks are not compiled: --compile fuses what lies between matrix products"
         )
-    if facts.can_round and facts.parallel.compile and facts.parallel.float8 == "none":
-        sentences.append(
-            "matrix products are in bfloat16: --float8 tensorwise takes half the time for those of "
-            "the blocks, if the loss bears the rounding"
-        )
+    sentences += filter(None, (technique.suggests(facts) for technique in TECHNIQUES))
     if not sentences:
         computing = {part: facts.shares[part] for part in COMPUTATION if part in facts.shares}
         parts = ", ".join(f"{part} {percent(share)}" for part, share in computing.items())
@@ -182,8 +180,6 @@ def optimizer_levers(facts: Facts) -> list[str]:
     if facts.parallel.offload and (note := facts.fit_note("this")):
         return [f"without --offload it runs on the GPU, and a step {note}"]
     levers = ["a larger --batch updates less often"]
-    if facts.parallel.optimizer == "muon":
-        levers.append("--optimizer adamw multiplies and sends nothing, but takes other steps")
     shards_over_replicate = "replicate" in facts.parallel.strategy.sharded.values()  # as ZeRO-1
     if shards_over_replicate and (note := facts.fit_note("ddp")):
         levers.append(f"--dp ddp has no all-gather of updated weights, and a whole copy {note}")

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DistError
 
+from config import ParallelConfig
 from files.published import fixed_weight, with_fixed_weights
 from model import IGNORE, KVCache, Llama, LlamaConfig
-from parallel import ParallelConfig, World, parallelize
+from parallel import World, parallelize
 from plumbing.processes import UserError
 from plumbing.shards import assign_shard, to_local
 from techniques.context_parallel import own_tokens, share_sequences

@@ -1,14 +1,13 @@
 """Command-line flags: the groups that scripts share."""
 
 import argparse
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from config import FLAGS, add_parallel_flags
 from data import add_reading_flags
 from lora import TARGETS
 from model import PRESETS
-from parallel import STRATEGIES, ParallelConfig
 from plumbing.parser import (
     duration,
     given_int,
@@ -17,8 +16,6 @@ from plumbing.parser import (
     positive_float,
     positive_int,
 )
-from techniques.float8 import RECIPES
-from techniques.schedules import SCHEDULES
 from text.tokenizer import DEFAULT_TOKENIZER
 
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
@@ -102,74 +99,12 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that train.make_optimizer reads."""
-    parser.add_argument("--optimizer", choices=["muon", "adamw"],
-                        help="muon: for the matrices of the blocks, and adamw for the rest "
-                             "(default: muon where train.py or bench.py step train from "
-                             "scratch, else adamw)")
     parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
                         help="peak learning rate (default in training: 0.02 with muon, 0.005 with "
                              "adamw); larger models need less")
     parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
                         help="weight decay of matrices; norms have none (default: %(default)s)")
-    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32",
-                        help="dtype of the moments of --optimizer adamw: training takes 16 bytes a "
-                             "parameter with float32, 12 with bfloat16 (default: %(default)s)")
-
-
-def add_parallel_flags(parser: argparse.ArgumentParser, about: str | None = None) -> None:
-    """Add the flags for how a step is split over ranks and computed there (ParallelConfig)."""
-    parallel = parser.add_argument_group("parallelism", about)
-    parallel.add_argument("--dp", choices=["auto", *STRATEGIES], default="auto",
-                          help="data parallelism: which state each rank holds a shard of "
-                               "(default: auto, by what fits in memory)")
-    parallel.add_argument("--shard", type=positive_int,
-                          help="ranks that share one copy of the model with --dp hsdp or diloco "
-                               "(default: the ranks of a node)")
-    parallel.add_argument("--every", type=positive_int,
-                          help=f"with --dp diloco: steps between two exchanges of the replicas "
-                               f"(default: {ParallelConfig.every})")
-    for name, what in (("lr", "learning rate"), ("momentum", "Nesterov momentum")):
-        parallel.add_argument(f"--outer-{name}", type=nonnegative_float,
-                              help=f"with --dp diloco: {what} of the step at an exchange "
-                                   f"(default: {getattr(ParallelConfig, f'outer_{name}')})")
-    parallel.add_argument("--tp", type=positive_int, default=1,
-                          help="tensor parallelism: ranks that share every matrix product and see "
-                               "the same sequences (default: %(default)s)")
-    parallel.add_argument("--cp", type=positive_int, default=1,
-                          help="context parallelism: ranks of data parallelism that share each "
-                               "sequence, for long ones (default: %(default)s)")
-    parallel.add_argument("--pp", type=positive_int, default=1,
-                          help="pipeline parallelism: ranks that each hold some of the layers and "
-                               "pass microbatches on (default: %(default)s)")
-    parallel.add_argument("--schedule", default="1f1b",
-                          help=f"order of a pipeline's microbatches: {', '.join(SCHEDULES)}, or a "
-                               f"file with a line for each rank (default: %(default)s)")
-    parallel.add_argument("--stages-per-rank", type=positive_int,
-                          help="stages that each rank of a pipeline holds (default: 2 with "
-                               "--schedule interleaved, else 1)")
-    parallel.add_argument("--reshard", choices=["auto", "none", "adapters", "weights", "all"],
-                          default="auto",
-                          help="what fsdp and hsdp shard again after use: none; weights; all, that "
-                               "is gradients of each microbatch too; adapters, leaving a frozen "
-                               "base unsharded (default: weights, or all where memory is short)")
-    parallel.add_argument("--offload", action="store_true",
-                          help="keep parameters and optimizer state of fsdp and hsdp in CPU memory")
-    parallel.add_argument("--offload-activations", action="store_true",
-                          help="keep what blocks save for backward in CPU memory")
-    parallel.add_argument("--checkpointing", choices=["none", "selective", "full"], default="none",
-                          help="activations that backward recomputes (default: %(default)s)")
-
-    speed = parser.add_argument_group("speed")
-    speed.add_argument("--dtype", choices=["float32", "bfloat16", "float64"],
-                       help="dtype of computation (default: bfloat16 on a GPU that has it, else "
-                            "float32)")
-    speed.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                       help="compile the transformer blocks (default: on a GPU with Triton)")
-    speed.add_argument("--float8", choices=["none", *RECIPES], default="none",
-                       help="multiply the blocks' matrices in 8 bits, a scale for each tensor, "
-                            "row or 32 numbers; emulated where the device cannot (default: none)")
-    speed.add_argument("--async-tp", action="store_true",
-                       help="with --tp: send chunks of the tokens while others are multiplied")
+    add_parallel_flags(parser, ["optimizer", "moments"])
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +126,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
                       help="maximum gradient norm, 0 for no clipping (default: %(default)s)")
     step.add_argument("--seed", type=int, default=0, help="seed of initial weights and data order")
 
-    add_parallel_flags(parser)
+    parallel = parser.add_argument_group("how a step is split over ranks and computed")
+    add_parallel_flags(parallel, [name for name in FLAGS if name not in ("optimizer", "moments")])
     run = parser.add_argument_group("run")
     run.add_argument("--device", choices=["auto", "mps"], default="auto",
                      help="auto: GPUs of CUDA, or else the CPU; mps: an Apple GPU, for one process "
@@ -223,23 +159,3 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--profile", action="store_true",
                      help="write a trace of three steps to OUT/trace-RANK.json, for "
                           "chrome://tracing")
-
-# fmt: on
-
-
-def flags_of(parallel: ParallelConfig) -> str:
-    """Return the flags that ask for a configuration on its processes: those of fields that differ
-    from the default, and those whose default a run chooses."""
-    chosen = ["dp", "dtype", "compile", "optimizer"] + ["reshard"] * (parallel.shard > 1)
-    flags = []
-    for field in fields(ParallelConfig):
-        name, value = field.name.replace("_", "-"), getattr(parallel, field.name)
-        if field.name in ("replicate", "shard"):  # their sizes follow from the others, but for hsdp
-            is_shown = field.name == "shard" and STRATEGIES[parallel.dp].copy_per == "node"
-        else:
-            is_shown = field.name in chosen or value != field.default
-        if is_shown and isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif is_shown:
-            flags.append(f"--{name} {str(value).removeprefix('torch.')}")
-    return " ".join(flags)

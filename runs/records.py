@@ -16,25 +16,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from config import RESUMABLE, Work
 from costs.machines import peak_flops
-from costs.traffic import describe_traffic, flops_per_token, muon_flops, parts_of, predict_traffic
-from costs.work import Work
+from costs.traffic import describe_traffic, flops_per_token, predict_traffic
 from files.directories import lock_directory
 from model import Llama
-from parallel import World
+from parallel import World, used_techniques
 from plumbing.processes import UserError, clock, note_step, print_rank_zero
-from techniques.float8 import has_kernel, layers_in_8_bits
 from techniques.nf4 import count
 from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.schedules import bubble, check_schedule, make_schedule
 from text.tokenizer import Tokenizer
 
-# Flags that may change when a run is resumed: what they change is the same experiment, or refused.
+# Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
+# the same experiment, or refused.
 RESUMABLE_FLAGS = (
     "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
-    "time_limit val_data exam keep_best "
-    "dp shard cp tp pp schedule stages_per_rank reshard offload offload_activations "
-    "microbatch checkpointing compile async_tp device "
+    "time_limit val_data exam keep_best microbatch device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
 ).split()
@@ -51,7 +49,7 @@ class Recorder:
         self.args, self.world, self.done = args, world, done
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-        self.flops_per_token = flops_per_token(work.model, args.seq_len, world.parallel)
+        self.flops_per_token = flops_per_token(work.model, args.seq_len)
         self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
         self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
         if world.rank == 0:
@@ -209,11 +207,13 @@ def describe_run(
     parameters = sum(count(p) for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
+    notes = [technique.about(model, world) for technique in used_techniques(world.parallel)]
+    notes = "".join(f"; {told}" for told in notes if told)
     return (
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-        f"{describe_float8(model, world)}{describe_muon(args, model, world)}{'' if known else note}"
+        f"{notes}{'' if known else note}"
     )
 
 
@@ -222,31 +222,6 @@ def describe_epochs(args: argparse.Namespace, sources: list[tuple[int, int]]) ->
     share = args.steps * args.batch / sum(places for _, places in sources)
     parts = (f"{rows:,} sequences an epoch, {share * n / rows:.3g} epochs" for rows, n in sources)
     return " and ".join(parts)
-
-
-def describe_muon(args: argparse.Namespace, model: Llama, world: World) -> str:
-    """Return what Muon multiplies beside a step's forward and backward; "" for AdamW."""
-    if args.optimizer != "muon":
-        return ""
-    parallel = world.parallel
-    part = parts_of(model, parallel)[world.mesh.get_local_rank("pp")]
-    flops = muon_flops(part, parallel)
-    step = flops_per_token(model, args.seq_len) * args.batch * args.seq_len / world.size
-    return (
-        f"; Muon adds {flops / 1e12:.3g} TFLOP a step and rank, {flops / step:.1%} of the model's"
-    )
-
-
-def describe_float8(model: Llama, world: World) -> str:
-    """Return which layers are multiplied in 8 bits, and whether the device can; "" if none are."""
-    parallel = world.parallel
-    if parallel.float8 == "none":
-        return ""
-    names = layers_in_8_bits(model, parallel.float8, parallel.tp)
-    layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    emulated = not has_kernel(world.device, parallel.dtype, parallel.float8)
-    how = ", emulated: 8-bit products need bfloat16 and a GPU that has them" if emulated else ""
-    return f"; {parallel.float8} float8 in {layers} of {len(model.layers)} blocks{how}"
 
 
 def describe_mesh(world: World, microbatches: int = 0) -> str:
@@ -281,7 +256,7 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
     had = before.get("optimizer", "adamw")  # before there was a choice
     if had != now["optimizer"]:
         raise UserError(f"the run began with another optimizer: give --optimizer {had}")
-    for name in sorted(now.keys() - set(RESUMABLE_FLAGS)):
+    for name in sorted(now.keys() - {*RESUMABLE, *RESUMABLE_FLAGS}):
         if name in before and str(before[name]) != str(now[name]):
             change = f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
             print_rank_zero(f"warning: {change}", file=sys.stderr)

@@ -3,21 +3,19 @@
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
-from costs.work import Work
+from config import STRATEGIES, ParallelConfig, Strategy, Work, requested_parallel
 from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
-from parallel import STRATEGIES, ParallelConfig, Strategy
+from parallel import refusal
 from plumbing.parser import Given
 from plumbing.processes import Process, UserError
 from runs.flags import MODEL_SIZES
-from techniques import async_tp, context_parallel, float8, optimizers, parallel_layers, pipeline
 from techniques.nf4 import check_blocks
-from techniques.schedules import STAGES
 from text.corpora import check_there_is_data
 from text.tokenizer import DEFAULT_TOKENIZER
 
@@ -55,17 +53,6 @@ def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:
     if not initial["tokenizer"]:
         raise UserError(f"{initial['directory']} has no tokenizer.model: give its --tokenizer")
     return initial["tokenizer"]
-
-
-def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
-    """Return the configuration that the flags ask for, still without `replicate` and `shard`. A
-    field has the value of the flag of its name; flags that are not given leave the default."""
-    names = {field.name for field in fields(ParallelConfig)} - {"replicate", "shard"}
-    given = {name: getattr(args, name, None) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    given["dtype"] = getattr(torch, args.dtype)
-    given.setdefault("stages_per_rank", STAGES.get(given.get("schedule"), 1))
-    return ParallelConfig(**given)
 
 
 def requested_work(
@@ -168,16 +155,15 @@ def check_meetings(args: argparse.Namespace) -> None:
 
 
 def check_work(work: Work) -> None:
-    """Raise UserError for a step that a technique cannot do."""
-    for technique in (context_parallel, async_tp, pipeline, float8, optimizers):
-        technique.check(work)
+    """Raise UserError for a step that cannot be split as it is asked for."""
+    if reason := refusal(work):
+        raise UserError(reason)
 
 
 def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     """Raise UserError for a configuration that this model or these processes cannot have.
 
     `work.parallel.dp` may be "auto"; `shard` is the value of --shard, if given."""
-    parallel_layers.check(work)
     requested = work.parallel
     dp, tp, reshard = requested.dp, requested.tp, requested.reshard
     strategy = STRATEGIES.get(dp)  # None for auto; requested.strategy is HSDP for DDP with tp

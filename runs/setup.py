@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import checkpoint
+from config import Work
 from costs.memory import prediction_caveat
 from costs.search import choose_parallel, usable_memory, what_would_fit
 from costs.traffic import describe_traffic, predict_outer_traffic, predict_traffic
-from costs.work import Work
 from data import Windows, open_windows
 from files.directories import newest_undamaged
 from model import Llama

@@ -37,17 +37,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
-from plumbing.processes import UserError
+from config import Work
+from model import Llama
 from plumbing.shards import shard_parameters
 from techniques.parallel_layers import COLUMNS, ROWS
+from techniques.schedules import has_w
+from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
-
-
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) without ranks that could send."""
-    if work.parallel.async_tp and work.parallel.tp == 1:
-        raise UserError("--async-tp is for --tp 2 or more: give --tp, or leave it out")
 
 
 # ----------------------------------------------------------------------------------- the messages
@@ -99,12 +96,13 @@ class Arrive(torch.autograd.Function):
         return ctx.ring.send(grad, -1), None, None
 
 
-def keep_messages_early() -> None:
+def keep_messages_early(model: Llama, world) -> None:
     """Stop torch.compile from reordering operators for a lower peak of memory: it would move many a
     message next to its wait, with nothing to compute in between."""
-    import torch._inductor.config  # takes a second, which only compiled runs have to spend
+    if world.parallel.compile:
+        import torch._inductor.config  # takes a second, which only compiled runs have to spend
 
-    torch._inductor.config.reorder_for_peak_memory = False
+        torch._inductor.config.reorder_for_peak_memory = False
 
 
 # ----------------------------------------------------------------------------------- the products
@@ -216,3 +214,14 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
     if isinstance(style, PrepareModuleInput):
         return GatherInChunks()
     return InChunks(style.weight_dim) if style in (COLUMNS, ROWS) else style
+
+
+def refuses(work: Work) -> str:
+    if work.parallel.tp == 1:
+        return "--async-tp is for --tp 2 or more: give --tp, or leave it out"
+    if work.parallel.pp > 1 and has_w(work.parallel.schedule):
+        return "a backward in two parts does not combine with --async-tp: use --schedule 1f1b"
+    return ""
+
+
+TECHNIQUE = Technique("async_tp", apply=keep_messages_early, refuses=refuses)

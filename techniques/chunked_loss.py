@@ -11,15 +11,15 @@ backward has nothing to recompute: it scales them by the gradient of the loss.
 Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU that takes
 longer than the product of few tokens, and so chunks there are larger.
 
-Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely. The
-cross entropy in them is that of techniques/passes.py, with fewer passes over memory.
+Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely.
 """
 
 import torch
 from torch import Tensor
 
-from model import Vocabulary, sum_of_losses
+from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import cast_by_autocast
+from techniques.technique import Technique
 
 LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md has others)
 
@@ -72,3 +72,11 @@ class ChunkedLoss(torch.autograd.Function):
         hidden_grad, weight_grad = (g if g is None else g.mul_(scale) for g in ctx.saved_tensors)
         weight_grad = weight_grad if weight_grad is None else weight_grad.to(ctx.dtype)
         return hidden_grad, weight_grad, None, None, None
+
+
+def apply(model: Llama, world) -> None:
+    if model.loss is sum_of_losses:  # not one of the caller's
+        model.loss = chunked_loss
+
+
+TECHNIQUE = Technique("", apply)

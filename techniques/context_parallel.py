@@ -43,20 +43,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from config import Work
 from model import attend, document_mask
-from plumbing.processes import UserError
 from text.batch import Batch, Documents, document_starts, flat_starts, kernel_widths
 
 
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) whose sequences cannot be cut into two equal
-    chunks for each of cp ranks. Padding would do, too, but a length that can be cut costs less."""
+def refuses(work: Work) -> str:
+    """Return why sequences cannot be cut into two equal chunks for each of cp ranks, in a line, or
+    "". Padding would do, too, but a length that can be cut costs less."""
     cp, seq_len = work.parallel.cp, work.seq_len
-    if cp > 1 and seq_len % (2 * cp):
-        raise UserError(
-            f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
-            f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
-        )
+    if cp == 1 or seq_len % (2 * cp) == 0:
+        return ""
+    return (
+        f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
+        f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
+    )
 
 
 def chunks_of(rank: int, n: int) -> tuple[int, int]:

@@ -32,27 +32,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plumbing.processes import UserError, print_rank_zero
+from config import Work
+from plumbing.processes import print_rank_zero
 from plumbing.shards import to_local
 
 OWN = ".replica-"  # in a checkpoint, between a name and the replica whose tensor it is
 
 
-def check_combination(parallel) -> None:
-    """Raise UserError for a ParallelConfig with which DiLoCo does not combine."""
+def refuses(work: Work) -> str:
+    """Return why replicas cannot train such a step by themselves, in a line, or ""."""
+    parallel = work.parallel
     if parallel.dp != "diloco":
-        return
+        return ""
     others = {"--pp": parallel.pp > 1, "--cp": parallel.cp > 1, "--offload": parallel.offload}
     for flag, is_given in others.items():
         if is_given:
-            raise UserError(f"--dp diloco does not combine with {flag}: use --dp hsdp")
+            return f"--dp diloco does not combine with {flag}: use --dp hsdp"
     if parallel.optimizer != "adamw":
-        raise UserError("--dp diloco trains by AdamW: give --optimizer adamw")
+        return "--dp diloco trains by AdamW: give --optimizer adamw"
+    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+        return "--dp diloco is not for adapters, which send little: use --dp ddp"
+    return ""
 
 
 def keep_outer_copy(model: nn.Module, parallel) -> None:
     """Give each parameter of an initialized model its outer copy, and the outer momentum."""
-    if parallel.strategy.apart:
+    if parallel.strategy.own_steps:
         for parameter in model.parameters():
             parameter.outer = parameter.detach().clone()
             parameter.outer_momentum = torch.zeros_like(parameter.outer)
@@ -61,7 +66,7 @@ def keep_outer_copy(model: nn.Module, parallel) -> None:
 def replicas_apart(world) -> tuple[int, int]:
     """Return the number of replicas that train by themselves, and which is this rank's: without
     DiLoCo all ranks train together, and are number 0 of 1."""
-    if not world.parallel.strategy.apart:
+    if not world.parallel.strategy.own_steps:
         return 1, 0
     return world.parallel.replicate, world.mesh.get_local_rank("replicate")
 
@@ -70,7 +75,7 @@ def replicas_apart(world) -> tuple[int, int]:
 def outer_step(parameters: list[Tensor], world, step: int) -> None:
     """After every H-th step, take the outer step; all ranks call it (labs/rarely writes it)."""
     parallel = world.parallel
-    if not parallel.strategy.apart or step % parallel.every:
+    if not parallel.strategy.own_steps or step % parallel.every:
         return
     lr, momentum = parallel.outer_lr, parallel.outer_momentum
     for parameter in parameters:
@@ -105,7 +110,7 @@ def named_for_checkpoint(
     weights are the outer copy, and what is a replica's own becomes NAME.replica-R. If another
     number of replicas has `saved`, some are left out, or some begin as copies of others."""
     world = getattr(model, "world", None)
-    if not world or not world.parallel.strategy.apart:
+    if not world or not world.parallel.strategy.own_steps:
         return weights, state
     (n, replica), named = replicas_apart(world), dict(model.named_parameters())
     if saved not in (0, n):

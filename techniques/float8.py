@@ -42,7 +42,7 @@ products repay. Avoid where training already diverges. Embedding, output and nor
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -54,37 +54,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 
+from config import Work
 from model import Llama
 from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError
+from techniques.parallel_layers import writes_to_stream
+from techniques.schedules import has_w
+from techniques.technique import Technique
 
 RECIPES = ("tensorwise", "rowwise", "mxfp8")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 2.0**-100  # with which the factor, up to 2^116, is still a float32
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
-
-
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) that cannot be multiplied in 8 bits: gradients of
-    weights are sums over the tokens of a product, those of a microbatch, or of a chunk of it.
-    (Outputs are sums over widths, which use_float8 checks.)"""
-    model, parallel = work.model, work.parallel
-    if parallel.float8 == "none":
-        return
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("--float8 is for train.py: with adapters, products are not in 8 bits")
-    device = torch.device("cuda" if work.on_gpu else "cpu")
-    multiple = MULTIPLE if has_kernel(device, parallel.dtype, parallel.float8) else 1
-    multiple = BLOCK if parallel.float8 == "mxfp8" else multiple
-    chunks = parallel.tp if parallel.async_tp else 1
-    tokens = work.microbatch * math.ceil(work.seq_len // parallel.cp / chunks)
-    if tokens % multiple:
-        raise UserError(
-            f"--float8 {parallel.float8} sums over the {tokens} tokens of a microbatch "
-            f"(--async-tp: of a chunk), which must be a multiple of {multiple}: choose "
-            f"--microbatch and --seq-len so"
-        )
-    layers_in_8_bits(model, parallel.float8, parallel.tp)  # raises where there are none
 
 
 # ------------------------------------------------------------------------------------ rounding
@@ -236,35 +217,6 @@ class Float8Linear(nn.Linear):
         self.product = local_map(product, y, (x, weight), gradients, mesh)
 
 
-def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
-    """Replace the layers_in_8_bits by Float8Linear. Raise UserError for an unknown recipe."""
-    if recipe not in RECIPES:
-        raise UserError(f"no recipe '{recipe}' of 8 bits: choose one of {', '.join(RECIPES)}")
-    torch.compiler.assume_constant_result(has_kernel)  # not above: it imports the compiler
-    for name in layers_in_8_bits(model, recipe, tp):
-        parent, _, attribute = name.rpartition(".")
-        layer = Float8Linear(model.get_submodule(name), recipe)
-        setattr(model.get_submodule(parent), attribute, layer)
-
-
-def layers_in_8_bits(model: Llama, recipe: str, tp: int = 1) -> list[str]:
-    """Return the names of the layers that are multiplied in 8 bits: matrices of the blocks, without
-    bias or adapter, whose widths can be, also when tp divides one of them. Raise UserError if there
-    is none."""
-    multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
-    names = [
-        name
-        for name, layer in model.named_modules()
-        if name.startswith("layers.") and type(layer) is nn.Linear and layer.bias is None
-        if layer.in_features % multiple == layer.out_features % multiple == 0
-    ]
-    if not names:
-        raise UserError(
-            f"{recipe} finds no matrix, without bias or adapter, with widths to multiply in 8 bits"
-        )
-    return names
-
-
 # -------------------------------------------------------------------------------- products on a GPU
 # Which GPUs multiply in 8 bits, and the memory layouts that they ask for.
 
@@ -307,3 +259,118 @@ def in_tiles(scale: Tensor) -> Tensor:
     tiles = F.pad(scale, (0, -blocks % 4, 0, -m % 128)).unflatten(0, (-1, 4, 32))
     tiles = tiles.unflatten(3, (-1, 4)).permute(0, 3, 2, 1, 4)  # row, column; then 32, 4, 4
     return tiles.to(torch.float8_e8m0fnu).flatten()
+
+
+# ------------------------------------------------------------------ what others ask of a technique
+
+
+def layers_in_8_bits(model: Llama, recipe: str, tp: int = 1) -> list[str]:
+    """Return the names of the layers that are multiplied in 8 bits: matrices of the blocks, without
+    bias or adapter, whose widths can be, also when tp divides one of them."""
+    multiple = tp * (BLOCK if recipe == "mxfp8" else MULTIPLE)
+    return [
+        name
+        for name, layer in model.named_modules()
+        if name.startswith("layers.") and type(layer) is nn.Linear and layer.bias is None
+        if layer.in_features % multiple == layer.out_features % multiple == 0
+    ]
+
+
+def use_float8(model: Llama, recipe: str, tp: int = 1) -> None:
+    """Replace the layers_in_8_bits by Float8Linear."""
+    torch.compiler.assume_constant_result(has_kernel)  # not above: it imports the compiler
+    for name in layers_in_8_bits(model, recipe, tp):
+        parent, _, attribute = name.rpartition(".")
+        layer = Float8Linear(model.get_submodule(name), recipe)
+        setattr(model.get_submodule(parent), attribute, layer)
+
+
+def refuses(work: Work) -> str:
+    """Outputs are sums over widths; gradients of weights are sums over the tokens of a product,
+    those of a microbatch, or of a chunk of it."""
+    parallel, recipe = work.parallel, work.parallel.float8
+    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+        return "--float8 is for train.py: with adapters, products are not in 8 bits"
+    if parallel.pp > 1 and has_w(parallel.schedule):
+        return "a backward in two parts does not combine with --float8: use --schedule 1f1b"
+    device = torch.device("cuda" if work.on_gpu else "cpu")
+    multiple = MULTIPLE if has_kernel(device, parallel.dtype, recipe) else 1
+    multiple = BLOCK if recipe == "mxfp8" else multiple
+    chunks = parallel.tp if parallel.async_tp else 1
+    tokens = work.microbatch * math.ceil(work.seq_len // parallel.cp / chunks)
+    if tokens % multiple:
+        return (
+            f"--float8 {recipe} sums over the {tokens} tokens of a microbatch (--async-tp: of a "
+            f"chunk), which must be a multiple of {multiple}: choose --microbatch and --seq-len so"
+        )
+    if not layers_in_8_bits(work.model, recipe, parallel.tp):
+        return f"{recipe} finds no matrix, without bias or adapter, with widths for 8 bits"
+    return ""
+
+
+def about(model: Llama, world) -> str:
+    """Return which layers are multiplied in 8 bits, and whether the device can."""
+    parallel, recipe = world.parallel, world.parallel.float8
+    names = layers_in_8_bits(model, recipe, parallel.tp)
+    layers = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    emulated = not has_kernel(world.device, parallel.dtype, recipe)
+    how = ", emulated: 8-bit products need bfloat16 and a GPU that has them" if emulated else ""
+    return f"{recipe} float8 in {layers} of {len(model.layers)} blocks{how}"
+
+
+def holds(work: Work) -> float:
+    """Tensorwise, each product saves codes of a byte in place of its input."""
+    config, parallel = work.model.config, work.parallel
+    if parallel.float8 != "tensorwise":
+        return 0.0
+    inputs, byte = 2 if parallel.compile else 5, 1 / parallel.weight_bytes
+    casts = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp and not parallel.compile
+    norms = (inputs * byte - (5 if casts else 2)) * config.dim
+    return norms + ((config.q_dim + config.ffn_dim) * byte - config.ffn_dim) / parallel.tp
+
+
+def sends(model: Llama, work: Work) -> Iterator[tuple]:
+    """Yield the largest numbers that scales need of other ranks along tp. Of wo and w2 a rank has
+    some input features, so forward needs those of the input and of the weight. Of other layers it
+    has some output features: backward needs those of the output's gradient and of the weight, of
+    which a tensorwise scale is known from forward."""
+    parallel, recipe, m = work.parallel, work.parallel.float8, work.microbatches
+    if parallel.tp == 1 or recipe == "mxfp8" or parallel.async_tp:
+        return
+    forwards = m * (1 if parallel.checkpointing == "none" else 2)
+    block = next(iter(model.layers))
+    for name in layers_in_8_bits(model, recipe, parallel.tp):
+        if name.split(".")[1] != block:
+            continue
+        layer, shards_input = model.get_submodule(name), writes_to_stream(model, name)
+        # A scale for each row of the input or gradient, and of the weight as this product has it.
+        width = layer.out_features if shards_input else layer.in_features
+        rows, columns = (1, 1) if recipe == "tensorwise" else (work.tokens, width)
+        of_weight = forwards if shards_input or recipe == "tensorwise" else m
+        L = len(model.layers)
+        for n, size in ((forwards if shards_input else m, rows), (of_weight, columns)):
+            yield "tp", "all-reduce", L * n, size * parallel.weight_bytes
+
+
+def suggests(facts) -> str:
+    parallel = facts.parallel
+    if parallel.float8 != "none" or not (facts.work.on_gpu and parallel.compile):
+        return ""
+    if not has_kernel(facts.device, parallel.dtype, "tensorwise"):
+        return ""
+    return (
+        "matrix products are in bfloat16: --float8 tensorwise takes half the time for those of "
+        "the blocks, if the loss bears the rounding"
+    )
+
+
+TECHNIQUE = Technique(
+    "float8",
+    lambda model, world: use_float8(model, world.parallel.float8, world.parallel.tp),
+    refuses,
+    holds,
+    sends,
+    gain=1.9,  # rate of products in 8 bits / rate in bfloat16
+    about=about,
+    suggests=suggests,
+)

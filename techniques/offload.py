@@ -32,20 +32,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from config import Work
 from model import Llama
-from plumbing.processes import UserError
 from plumbing.shards import to_local
+from techniques.technique import Technique
 
 MIN_BYTES = 1 << 16  # smaller tensors stay: what they free is not worth a copy
-
-
-def check_combination(parallel) -> None:
-    """Raise UserError for a ParallelConfig of which nothing would be offloaded."""
-    if parallel.offload_activations and parallel.checkpointing == "selective":
-        raise UserError(
-            "--offload-activations finds nothing of what --checkpointing selective saves: use "
-            "--checkpointing full or none"
-        )
 
 
 @dataclass
@@ -198,3 +190,19 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
     current.to_cpu()
+
+
+def refuses(work: Work) -> str:
+    if work.parallel.checkpointing != "selective":
+        return ""
+    return (
+        "--offload-activations finds nothing of what --checkpointing selective saves: use "
+        "--checkpointing full or none"
+    )
+
+
+TECHNIQUE = Technique(
+    "offload_activations",
+    apply=lambda model, world: offload_activations(model, world.device),
+    refuses=refuses,
+)

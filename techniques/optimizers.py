@@ -34,30 +34,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from config import Work
+from model import Llama
 from plumbing.devices import has_triton
-from plumbing.processes import UserError
 from plumbing.shards import shard_of, sharded_over, to_local
+from techniques.parallel_layers import writes_to_stream
+from techniques.technique import Technique
 
 MOMENTUM = 0.95
 # The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
 # and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 GPU_IN_BFLOAT16 = "cuda", torch.bfloat16
-
-
-def check_combination(parallel) -> None:
-    """Raise UserError for a ParallelConfig with which an optimizer does not combine."""
-    if parallel.optimizer == "muon" and (parallel.moments == "bfloat16" or parallel.offload):
-        flag = "--offload" if parallel.offload else "--moments bfloat16"
-        raise UserError(f"{flag} is for AdamW: give --optimizer adamw, too")
-
-
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) that has no matrices to orthogonalize."""
-    if work.parallel.optimizer != "muon":
-        return
-    if not any(parameter.requires_grad for parameter in work.model.parameters()):
-        raise UserError("--optimizer muon is for whole matrices, not for adapters: leave it out")
 
 
 class Muon(torch.optim.Optimizer):
@@ -267,3 +255,79 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
         weight.mul_(keep).sub_((mean * rate).div_(denominator))
 
     return torch.compile(update, dynamic=True) if compiled else update
+
+
+# ------------------------------------------------------------------ what others ask of a technique
+
+
+def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, int], int]]]:
+    """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
+    elements that rank 0 has of it. In a batch rank i takes matrix i."""
+    number, block = next(iter(model.layers.items()))
+    over, in_block = parallel.strategy.sharded.get("optimizer"), []
+    for name, parameter in block.named_parameters():
+        if is_block_matrix(f"layers.{number}.{name}", parameter) and parameter.requires_grad:
+            own = list(parameter.shape)
+            dim = 1 if writes_to_stream(block, name.removesuffix(".weight")) else 0
+            own[dim] = math.ceil(own[dim] / parallel.tp)
+            own[0] = math.ceil(own[0] / (getattr(parallel, over) if over else 1))
+            in_block.append((tuple(parameter.shape), math.prod(own)))
+    n, matrices = parallel.size // parallel.pp, in_block * len(model.layers)
+    matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
+    return [matrices[start : start + n] for start in range(0, len(matrices), n)]
+
+
+def sends(model: Llama, work: Work) -> Iterator[tuple]:
+    """Of each batch of matrices rank 0 takes the first, and sends its parts of the others to ranks
+    of its replica; then all parts of its own, but one, to their ranks."""
+    parallel = work.parallel
+    sizes = {dim: getattr(parallel, dim) for dim in ("replicate", "shard", "tp")}
+    split = [dim for dim, size in sizes.items() if size > 1]
+    whole = "world" if parallel.pp == 1 else "stage"
+    over, n = split[0] if len(split) == 1 else whole, math.prod(sizes.values())
+    sharded = {"tp", parallel.strategy.sharded.get("optimizer")}
+    replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
+    e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
+    for batch in batches_of_matrices(model, parallel):
+        # Rank i of the replica of rank 0: the first n / replicas, or with ZeRO-1 all of them.
+        there = sum(own for _, own in batch[1 : n // replicas])
+        yield over, "all-to-all", int(n > replicas), there * e
+        (rows, columns), own = batch[0]
+        yield over, "all-to-all", 1, (replicas * rows * columns - own) * e
+
+
+def flops_of_muon(model: Llama, parallel) -> int:
+    """Return the floating-point operations in which rank 0 orthogonalizes its matrices in a step.
+    None has more: of each batch it takes the largest."""
+    flops = 0
+    for (shape, _), *_ in batches_of_matrices(model, parallel):
+        m, n = sorted(shape)
+        gram, square, update = 2 * m * m * n, 2 * m**3, 2 * m * m * n
+        flops += ITERATIONS * (gram + square + update)
+    return flops
+
+
+def refuses(work: Work) -> str:
+    parallel = work.parallel
+    if parallel.moments == "bfloat16" or parallel.offload:
+        flag = "--offload" if parallel.offload else "--moments bfloat16"
+        return f"{flag} is for AdamW: give --optimizer adamw, too"
+    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+        return "--optimizer muon is for whole matrices, not for adapters: leave it out"
+    return ""
+
+
+def about(model: Llama, world) -> str:
+    flops = flops_of_muon(model, world.parallel) // world.parallel.pp
+    return f"Muon adds {flops / 1e12:.3g} TFLOP a step and rank"
+
+
+def suggests(facts) -> str:
+    if facts.parallel.optimizer == "adamw" or facts.shares.get("optimizer", 0) < 0.15:
+        return ""
+    return "Muon multiplies and sends matrices: --optimizer adamw does not, but takes other steps"
+
+
+TECHNIQUE = Technique(
+    "optimizer", apply=lambda *_: None, refuses=refuses, sends=sends, about=about, suggests=suggests
+)

@@ -16,26 +16,35 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from config import Work
 from model import Llama
 from plumbing.processes import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
 
 
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) that tensor parallelism cannot shard evenly."""
+def refuses(work: Work) -> str:
+    """Return why tensor parallelism cannot shard a step evenly, in a line, or ""."""
     config, parallel = work.model.config, work.parallel
     if (shareable := math.gcd(config.n_kv_heads, config.ffn_dim)) % parallel.tp:
-        raise UserError(
+        return (
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
             f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
         )
     if work.seq_len // parallel.cp % parallel.tp and torch.__version__ < "2.13":  # as versions
         multiple = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
-        raise UserError(
+        return (
             f"torch {torch.__version__} cannot shard --seq-len {work.seq_len} over --tp "
             f"{parallel.tp}: use --seq-len {math.ceil(work.seq_len / multiple) * multiple}, or "
             f"torch 2.13, which shards unevenly"
         )
+    return ""
+
+
+def writes_to_stream(model: nn.Module, name: str) -> bool:
+    """Return whether a layer adds to the residual stream: tensor parallelism shards its input
+    features, and of other layers the output features."""
+    parent, _, attribute = name.rpartition(".")
+    return attribute in getattr(model.get_submodule(parent), "writes_to_stream", ())
 
 
 def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: DeviceMesh) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from config import Work
 from model import KVCache, Llama
 from plumbing.processes import UserError
 from plumbing.shards import chunk_of, to_local
@@ -43,43 +44,34 @@ from techniques.schedules import Action, check_schedule, has_w, make_schedule
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
-def check_combination(parallel) -> None:
-    """Raise UserError for a ParallelConfig with which a pipeline does not combine."""
-    if parallel.pp == 1:
-        return
-    if parallel.offload or parallel.offload_activations:
-        raise UserError("--pp does not combine with offloading: give one of them")
-    if not has_w(parallel.schedule):
-        return
-    if parallel.compile:
-        raise UserError("compiled blocks cannot split backward: give --no-compile")
-    if parallel.async_tp or parallel.float8 != "none":
-        flag = "--async-tp" if parallel.async_tp else "--float8"
-        raise UserError(
-            f"a backward in two parts does not combine with {flag}: use --schedule 1f1b"
-        )
-    if parallel.reshard == "all":
-        raise UserError("--reshard all does not combine with a backward in two parts: leave it out")
-
-
-def check(work) -> None:
-    """Raise UserError for a Work (costs/work.py) whose layers or microbatches are too few for its
-    schedule, or whose schedule would be wrong."""
+def refuses(work: Work) -> str:
+    """Return why a step cannot pass through a pipeline, in a line, or ""."""
     parallel, layers = work.parallel, work.model.config.n_layers
     if parallel.pp == 1:
-        return
+        return ""
+    if parallel.offload or parallel.offload_activations:
+        return "--pp does not combine with offloading: give one of them"
     if (stages := parallel.pp * parallel.stages_per_rank) > layers:
-        raise UserError(
+        return (
             f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
             f"must be at most {layers // parallel.stages_per_rank}"
         )
-    # FSDP in bfloat16 would meet gradients of both dtypes, since none has accumulated in float32.
-    if has_w(parallel.schedule) and work.microbatches == 1:
-        raise UserError(
-            f"--schedule {parallel.schedule} fills the time of one microbatch with work of others, "
-            f"and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
-        )
-    make_schedule(parallel.schedule, parallel.pp, work.microbatches, parallel.stages_per_rank)
+    if has_w(parallel.schedule):
+        if parallel.compile:
+            return "compiled blocks cannot split backward: give --no-compile"
+        if parallel.reshard == "all":
+            return "--reshard all does not combine with a backward in two parts: leave it out"
+        # FSDP in bfloat16 would meet gradients of both dtypes: none has accumulated in float32.
+        if work.microbatches == 1:
+            return (
+                f"--schedule {parallel.schedule} fills the time of one microbatch with work of "
+                f"others, and there is one alone: choose a smaller --microbatch, or --schedule 1f1b"
+            )
+    try:
+        make_schedule(parallel.schedule, parallel.pp, work.microbatches, parallel.stages_per_rank)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def layers_of(stage: int, stages: int, n_layers: int) -> range:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 
 from model import Block, Llama
 from plumbing.processes import UserError
+from techniques.technique import Technique
 
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
@@ -101,3 +102,10 @@ def _selective_context():
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def apply(model: Llama, world) -> None:
+    recompute_and_compile(model, world.parallel.checkpointing, world.parallel.compile)
+
+
+TECHNIQUE = Technique("", apply)  # also where nothing is recomputed, for --compile

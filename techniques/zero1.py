@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from config import Work
 from model import Llama
 from plumbing.processes import UserError
 from plumbing.shards import chunk_of
@@ -68,6 +69,15 @@ class ZeRO1(nn.Module):
         for optimizer_slice, gradient in self.pending:
             optimizer_slice.grad = gradient / self.mesh.size()
         self.pending.clear()
+
+
+def refuses(work: Work) -> str:
+    """Return why the state of such a step cannot be sharded so, in a line, or ""."""
+    parallel = work.parallel
+    if parallel.dp == "zero1" and parallel.tp * parallel.pp > 1:
+        flag = "--tp" if parallel.tp > 1 else "--pp"
+        return f"--dp zero1 does not combine with {flag}: use --dp fsdp"
+    return ""
 
 
 def optimizer_parameters(model: Llama) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ def hugging_face_model(config, kind: str = "", **more):
 
 def step_of(model, parallel, microbatch: int, microbatches: int, seq_len: int, **more):
     """The Work of a step in which each rank computes so many microbatches."""
-    from costs.work import Work
+    from config import Work
 
     data_ranks = parallel.replicate * parallel.shard
     batch = microbatches * microbatch * data_ranks // parallel.cp

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from conftest import succeed
 from workers.train_cases import BATCH, CLIP, SEQ, STEPS, batch_of, build, initialize
 
-from costs.work import Work
+from config import ParallelConfig, Work
 from generate import generate
 from model import IGNORE, Llama, LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 from runs.rules import check_parallel, check_work

@@ -10,12 +10,13 @@ from test_finetune import factors, flags, same_run
 from workers.train_cases import build, initialize
 
 from checkpoint import load_pretrained, read_config, write_checkpoint
+from config import ParallelConfig
 from files.adapters import load_adapter
 from files.safetensors import StoredTensor
 from generate import generate, load_model
 from lora import TARGETS
 from model import LlamaConfig
-from parallel import ParallelConfig, fsdp
+from parallel import fsdp
 from plumbing.processes import UserError
 from techniques.nf4 import check_blocks, rounded
 from text.tokenizer import load_tokenizer

@@ -6,8 +6,8 @@ import pytest
 from conftest import changed_copy, slow, step_of, succeed
 from exact import assert_same, assert_traffic, case, check_step, train
 
+from config import ParallelConfig
 from model import LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from config import ParallelConfig
 from costs.machines import assumed_machine
 from costs.seconds import collective_time, compute_time
 from labs.machinery.clock import COLLECTIVES, Clock
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
 
 RANKS = 16
 MACHINE = replace(assumed_machine("h100", "25gbit", 8), peak=1e12, matmul_fraction=0.5)

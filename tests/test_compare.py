@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from conftest import slow, succeed
 
+from config import ParallelConfig, Work
 from costs.traffic import predict_traffic, sent_bytes
-from costs.work import Work
 from lora import LoRA
 from model import PRESETS, Llama
-from parallel import ParallelConfig
 from perf import compare
 from perf.instruments import Task, build_on_meta
 from plumbing.processes import UserError

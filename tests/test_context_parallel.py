@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import text.batch as batch_py
+from config import ParallelConfig
 from model import attend, document_mask
-from parallel import ParallelConfig
 from techniques import context_parallel as lower_right
 from techniques.context_parallel import SharedBatch, own_tokens, share_sequences, whole_sequences
 from text.batch import Batch

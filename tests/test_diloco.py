@@ -16,11 +16,10 @@ from test_train import flags, same_losses, weights
 from workers.drill import kill, ranks_of, running
 from workers.train_cases import BATCH, CLIP, SEQ, batch_of, build, initialize
 
+from config import ParallelConfig, Work
 from costs.memory import predict_memory
 from costs.traffic import predict_outer_traffic
-from costs.work import Work
 from model import IGNORE, LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError, check_restarts
 
@@ -69,7 +68,7 @@ def plain_diloco(given: dict) -> dict:
             model.zero_grad()
         first_gradients = first_gradients or gradients  # of the last replica, as the worker's
         targets = (batch.targets != IGNORE).sum().item()
-        rows.append((loss / targets, targets, sum(norms) / 2))
+        rows.append((loss / targets, targets, norms[0]))  # rank 0's
         if step % parallel.every == 0:
             for name, p in outer.items():
                 p.grad = sum(p.detach() - m.get_parameter(name).detach() for m in models) / 2

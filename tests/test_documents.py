@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from workers.train_cases import batch_of
 
 import text.batch as batch_py
+from config import ParallelConfig
 from model import Llama, LlamaConfig, document_mask, rotate
-from parallel import ParallelConfig
 from plumbing.processes import UserError
 from runs.check_model import check_documents
 from techniques.recompute import recompute_and_compile

@@ -36,8 +36,8 @@ from test_crashes import nothing_survives, processes, wait_until  # noqa: F401 (
 from test_docs import slurm_script
 from test_train import CONFIG, flags, same_losses
 
+from config import ParallelConfig
 from model import Llama
-from parallel import ParallelConfig
 from perf.instruments import random_batch
 from plumbing import endings
 from plumbing.parser import Parser

@@ -33,9 +33,8 @@ from exact import (
 from pairs import LONG, SHORT, case_name, pairwise, random_walk, with_slow
 from workers.train_cases import BATCH, SEQ
 
-from costs.work import Work
+from config import STRATEGIES, Work
 from model import LlamaConfig
-from parallel import STRATEGIES
 from plumbing.processes import UserError
 from techniques.float8 import RECIPES
 from techniques.schedules import SCHEDULES
@@ -200,7 +199,7 @@ def assert_result(ranks: int, given: dict, result: dict, references: dict) -> No
 
 
 def test_every_strategy_schedule_and_recipe_is_drawn():
-    same_step = {name for name, strategy in STRATEGIES.items() if not strategy.apart}
+    same_step = {name for name, strategy in STRATEGIES.items() if not strategy.own_steps}
     assert set(OPTIONS["dp"]) == same_step and set(OPTIONS["schedule"]) == SCHEDULES.keys()
     assert set(OPTIONS["float8"]) == {"none", *RECIPES}
 

@@ -1,9 +1,7 @@
 """Mutation tests: faults of one line, each of which some case of test_exact.py has to find.
 
 Each is planted in a copy of the project, and test_exact.py's cases train with it, the fast ones
-first and then others that are not compiled, until one differs. Most faults of techniques/passes.py
-cannot show: use_fewer_passes notices them before training, and leaves model.py's own functions in
-place."""
+first and then others that are not compiled, until one differs."""
 
 import functools
 import math
@@ -26,6 +24,7 @@ FAULTS = {
         ("mesh.size()) * mesh.get_local_rank()", "mesh.size()) * (mesh.get_local_rank() + 1)"),
         ("to_local(grad_placements=[Partial()]), weight", "to_local(), weight"),
         ("hidden.redistribute(placements=[Replicate()])", "hidden"),
+        ("return lse.logsumexp(0) - target_logit", "return lse.amax(0) - target_logit"),
     ],
     "parallel_layers": [
         ("Replicate(), Shard(1)  # placements", "Replicate(), Shard(2)  # placements"),
@@ -66,16 +65,13 @@ FAULTS = {
         ("weight_grad += w_grad", "weight_grad = w_grad"),
         ("hidden_grad[chunk], w_grad =", "hidden_grad[:1], w_grad ="),
     ],
-    "passes": [
-        ("log_p.exp_() if ctx.is_whole", "log_p.exp_() if True"),
-    ],
     "lora": [
         ("B_grad = (xA.T @ grad).T * ctx.scale", "B_grad = (xA.T @ grad).T"),
         ("other if place.is_shard(1) else place", "place"),
     ],
     "train": [
-        ("replicas.shape[1] / replicas", "world.data_size / replicas"),
-        ("replicas[..., 3].sum(1).sqrt()", "replicas[:, world.rank, 3].sqrt()"),
+        ("len(together) / together", "world.data_size / together"),
+        ("together[:, 3].sum().sqrt()", "rows[world.rank, 3].sqrt()"),
         ("loss = loss / tp  #", "loss = loss * 1  #"),
     ],
 }  # fmt: skip

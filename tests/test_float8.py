@@ -9,9 +9,7 @@ from exact import GROUPED
 from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
-from costs.traffic import flops_per_token
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
 from plumbing.processes import UserError
 from techniques.float8 import (
     BLOCK,
@@ -133,22 +131,14 @@ def test_which_gpus_multiply_in_8_bits():
     ],
 )
 def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, matrices):
-    """Products in 8 bits count half for MFU."""
     model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48)))
     names = {name for name, _ in model.named_parameters()}
-    flops = [flops_per_token(model, 16, ParallelConfig(tp=tp, float8=r)) for r in ("none", recipe)]
     use_float8(model, recipe, tp)
     replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
     assert all(name.startswith("layers.") for name in replaced)
     assert {layer.recipe for layer in replaced.values()} == {recipe}
     assert {name for name, _ in model.named_parameters()} == names
-    assert flops[0] - flops[1] == 3 * sum(layer.weight.numel() for layer in replaced.values())
-
-
-def test_another_recipe_is_refused():
-    with pytest.raises(UserError, match="no recipe 'row-wise'"):
-        use_float8(Llama(LlamaConfig(**GROUPED)), "row-wise")
 
 
 def test_only_what_is_asked_for_is_computed():

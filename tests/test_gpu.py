@@ -20,11 +20,12 @@ from test_train import flags
 
 import checkpoint
 import model as model_py
+from config import ParallelConfig
 from costs.memory import predict_memory
 from generate import generate
 from lora import LoRA
 from model import LlamaConfig, rope_angles, sum_of_losses
-from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
+from parallel import parallelize, tensor_parallel, with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed

@@ -26,6 +26,7 @@ parallel
 lora
 data
 techniques
+config
 text
 model
 plumbing
@@ -33,8 +34,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3743, "techniques": 2851, "text": 1373, "files": 1674, "runs": 1267,
-    "costs": 1874, "perf": 2375, "plumbing": 957, "labs": 10658, "tests": 15001, "docs": 800,
+    "top": 3946, "techniques": 2846, "text": 1373, "files": 1674, "runs": 1145,
+    "costs": 1721, "perf": 2369, "plumbing": 957, "labs": 10657, "tests": 14828, "docs": 799,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
@@ -105,7 +106,7 @@ def test_parallelism_does_not_know_lora():
 
 def test_flags_stop_at_the_door():
     """Only scripts and runs/ know what was typed; all else takes values that have names."""
-    scripts = "bench report train finetune_lora evaluate generate checkpoint data"
+    scripts = "bench report train finetune_lora evaluate generate checkpoint data config"
     doors = [*scripts.split(), "runs", "plumbing"]
     inner = {name: path for name, path in FILES.items() if name.partition(".")[0] not in doors}
     assert len(inner) > 30

@@ -8,8 +8,8 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, ROOT
 
+from config import ParallelConfig
 from costs.traffic import sent_bytes
-from parallel import ParallelConfig
 
 RANKS = 4
 

@@ -8,14 +8,13 @@ from conftest import launch, refused, step_of
 from exact import orthogonalized
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import ParallelConfig
 from costs.machines import assumed_machine
 from costs.seconds import step_time
-from costs.traffic import muon_flops
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
+from parallel import refusal
 from perf.instruments import build_on_meta
-from plumbing.processes import UserError
-from techniques.optimizers import is_block_matrix, orthogonalize
+from techniques.optimizers import flops_of_muon, is_block_matrix, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 30), (30, 5), (1, 4), (4, 1)])
@@ -38,10 +37,10 @@ def test_operations_are_counted():
             if is_block_matrix(name, parameter):
                 orthogonalize(parameter.detach())
     total = counter.get_total_flops()
-    assert muon_flops(model, ParallelConfig()) == total
+    assert flops_of_muon(model, ParallelConfig()) == total
     # Of 21 matrices, 9 are in 3 batches of feed-forward's alone; no rank has more than rank 0.
-    assert total / 3 <= muon_flops(model, ParallelConfig("fsdp", shard=3)) < total / 3 * 1.1
-    assert muon_flops(model, ParallelConfig("hsdp", replicate=7, shard=3)) < total / 9
+    assert total / 3 <= flops_of_muon(model, ParallelConfig("fsdp", shard=3)) < total / 3 * 1.1
+    assert flops_of_muon(model, ParallelConfig("hsdp", replicate=7, shard=3)) < total / 9
 
 
 def test_a_plan_has_the_time_of_muon():
@@ -60,7 +59,7 @@ def test_a_plan_has_the_time_of_muon():
     adamw, muon = times(parallel, 1, on_gpu=True)
     matrices = 3 * (4 * 1024**2 + 3 * 1024 * 4096)
     rate, link = 989.4e12 * machine.matmul_fraction, machine.node_link
-    seconds = muon_flops(model, parallel) / rate + 2 * 7 / 8 * 2 * matrices / 8 / link
+    seconds = flops_of_muon(model, parallel) / rate + 2 * 7 / 8 * 2 * matrices / 8 / link
     assert seconds < muon["optimizer"] - adamw["optimizer"] < 1.2 * seconds
     assert muon | {"optimizer": adamw["optimizer"]} == adamw  # all else is the same
     # Stages wait for forward and backward of others, and not for what Muon sends.
@@ -72,8 +71,10 @@ def test_a_plan_has_the_time_of_muon():
     "options, says", [(dict(offload=True), "--offload"), (dict(moments="bfloat16"), "--moments bf")]
 )
 def test_what_is_for_adamw_is_refused(options, says):
-    with pytest.raises(UserError, match=f"{says}.* is for AdamW: give --optimizer adamw, too"):
-        ParallelConfig("fsdp", optimizer="muon", **options)
+    work = step_of(
+        build_on_meta(LlamaConfig()), ParallelConfig("fsdp", optimizer="muon", **options), 1, 1, 8
+    )
+    assert refusal(work).startswith(says) and "give --optimizer adamw, too" in refusal(work)
 
 
 def test_a_comparison_of_adapters_refuses_it():

@@ -16,9 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import initialize
 
+from config import ParallelConfig
 from costs.memory import predict_memory
 from model import Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
-from parallel import ParallelConfig, parallelize, tensor_parallel, with_mesh
+from parallel import parallelize, tensor_parallel, with_mesh
 from perf import instruments
 from perf.instruments import Live, build_on_meta
 from plumbing.processes import Process, UserError

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from conftest import launch, refused, step_of
 
+from config import ParallelConfig
 from model import LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 from techniques.pipeline import check, layers_of

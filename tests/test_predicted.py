@@ -9,9 +9,9 @@ from exact import can_make, check_step, meta_model, parallel_config
 from pairs import LONG, SHORT, case_name, pairwise, with_slow
 from test_cost import CHUNKY, TIED, WIDE
 
+from config import Work
 from costs.memory import fits_in, predict_memory
 from costs.traffic import predict_traffic
-from costs.work import Work
 from lora import LoRA
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from plumbing.processes import UserError

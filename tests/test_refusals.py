@@ -141,7 +141,7 @@ REFUSALS = """
 1 | evaluate.py {base} --data {text} --adapter {base} | no adapter in
 1 | evaluate.py {base} --data {foreign} | token 999 ... bytes has only 267
 2 | evaluate.py {base} --data {text} --seq-len 30 --cp 2 | use --seq-len 32
-2 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
+3 | evaluate.py {base} --data {text} --tp 3 | --tp must divide 2
 1 | train --exam {sums} --tokenizer bytes | line 1: "question" is None
 1 | train --val-data {out}/no --tokenizer bytes | no data at
 # ----------------------------------------------------------------------------------- bench.py

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import step_of
 
+from config import ParallelConfig
 from costs.machines import REACHED, Machine, assumed_machine, link_speed
 from costs.seconds import (
     collective_time,
@@ -16,14 +17,12 @@ from costs.seconds import (
     group_shape,
     measured_machine,
     read_measurement,
-    rounding_bytes,
     step_time,
     update_bytes,
 )
 from costs.traffic import predict_traffic
 from lora import LoRA
 from model import PRESETS, LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError
 
@@ -120,25 +119,6 @@ def test_adapters_of_a_block():
     )
     assert in_4_bits == pytest.approx(2 * MATRICES * (0.52 + 4))
     assert dora == pytest.approx(MATRICES * (4 + 16) + 10 * 4 * 2.5 * widths)
-
-
-@pytest.mark.parametrize("compile, cast", [(True, 3), (False, 27)])
-def test_rounding_of_a_block(compile, cast):
-    """Bytes of bfloat16 numbers that are read for the largest, and read and written as codes."""
-
-    def found(recipe: str, **more) -> float:
-        options = FAST | dict(compile=compile, float8=recipe) | more
-        return rounding_bytes(BLOCK, ParallelConfig(**options), 10)
-
-    inputs = 10 * ((64 + 64 if compile else 5 * 64) + 64 + 160)
-    gradients = 10 * (64 + 2 * 32 + 64 + 2 * 160 + 64)
-    tensorwise = (2 + cast) * (inputs + MATRICES + gradients) + cast * MATRICES
-    tensorwise += 2 * (inputs + gradients)  # transposed
-    assert found("tensorwise") == tensorwise
-    rowwise = 2 * (2 + cast) * (inputs + MATRICES + gradients)
-    assert found("rowwise") == rowwise
-    again = rowwise + (2 + cast) * (inputs + MATRICES)
-    assert found("rowwise", checkpointing="full") == again
 
 
 def test_collectives_of_1_gb():

@@ -12,15 +12,16 @@ from conftest import slow, step_of, succeed
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from config import ParallelConfig, flags_of
 from costs.memory import predict_memory
 from model import PRESETS, Llama
-from parallel import ParallelConfig, with_mesh
+from parallel import with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
-from runs.flags import add_optimizer_flags, flags_of
+from runs.flags import add_optimizer_flags
 from train import make_optimizer, train_step
 
 

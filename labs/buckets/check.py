@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from config import ParallelConfig
 from costs.machines import assumed_machine
 from costs.seconds import collective_time
 from labs.ddp import check as ddp
@@ -15,7 +16,6 @@ from labs.machinery.compare import Property
 from labs.machinery.lab import CONFIG, batch_of, share_of, world_of
 from labs.machinery.student import check_returned
 from model import Llama
-from parallel import ParallelConfig
 from perf.instruments import Counted
 from text.batch import Batch
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from config import ParallelConfig
 from costs.traffic import Traffic
 from labs.machinery.compare import Property
 from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
 from model import LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import Counted, build_on_meta, random_batch
 from train import accumulate
 

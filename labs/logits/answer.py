@@ -5,7 +5,7 @@ the vocabulary. In tensor parallelism each rank computes those of its part of th
 targets lie in another rank's part, and a softmax needs all logits of a token. Yet no rank needs to
 see another's: a few numbers a token are enough.
 
-Read: `ShardedVocabulary` in parallel.py; for the gradient, `CrossEntropy` in techniques/passes.py.
+Read: `ShardedVocabulary` in parallel.py.
 """
 
 import torch

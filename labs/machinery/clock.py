@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from config import ParallelConfig
 from costs.machines import Machine
 from costs.seconds import collective_time
-from parallel import ParallelConfig
 from techniques import schedules as timeline
 
 # Functions of torch.distributed -> the collective that collective_time knows.

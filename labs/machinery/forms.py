@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from config import ParallelConfig, Work
 from costs.memory import predict_memory
-from costs.work import Work
 from labs.machinery.lab import first_rank, plural
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import Counted, build_on_meta, emulate, random_batch
 from train import accumulate
 

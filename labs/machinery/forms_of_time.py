@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from config import ParallelConfig, Work
 from costs.machines import Machine, assumed_machine
 from costs.search import Plan
 from costs.seconds import collective_time, group_shape
 from costs.traffic import DIMS, predict_traffic, sent_bytes
-from costs.work import Work
 from labs.machinery.forms import (
     Asked,
     Found,
@@ -29,7 +29,6 @@ from labs.machinery.forms import (
 )
 from labs.machinery.lab import plural
 from model import PRESETS, LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import emulate
 from techniques.schedules import bubble, check_schedule, draw_text, held, make_schedule
 

@@ -32,8 +32,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from config import ParallelConfig
 from model import IGNORE, Llama, LlamaConfig
-from parallel import ParallelConfig, World, parallelize, with_mesh
+from parallel import World, parallelize, with_mesh
 from perf.instruments import all_reduce_at_once, build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard

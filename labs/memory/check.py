@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from config import ParallelConfig
 from labs.machinery.compare import Property
 from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
 from model import LlamaConfig
-from parallel import ParallelConfig
 from perf.instruments import Live, build_on_meta, random_batch, state_tensors
 from plumbing.parser import Parser
 from plumbing.shards import to_local

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import ParallelConfig, Work
 from costs.machines import assumed_machine
 from costs.seconds import step_time
-from costs.work import Work
 from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.lab import CONFIG, batch_of, plural, summed_gradients
 from labs.machinery.student import Misuse, Refused, check_returned
 from labs.machinery.training import Run
 from model import PRESETS, Llama
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard, to_local

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from config import ParallelConfig
 from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.lab import CONFIG, batch_of, share_of
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import Llama
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import Counted, Live
 from plumbing.processes import Process
 from plumbing.shards import assign_shard

@@ -14,8 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import checkpoint
+from config import ParallelConfig
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard

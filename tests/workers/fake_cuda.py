@@ -258,16 +258,16 @@ from plumbing import devices
 
 devices.has_triton = lambda device: device.type == "cuda" and GPU["triton"]
 import parallel as parallel_py
+from config import ParallelConfig
 from lora import LoRA
 from model import KVCache, LlamaConfig, Vocabulary
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from plumbing.processes import Process
 from runs.flags import add_optimizer_flags
 from techniques.chunked_loss import chunked_loss
 from techniques.context_parallel import share_sequences
-from techniques.passes import cross_entropy_in_few_passes
 from text.batch import Batch
 from train import accumulate, make_optimizer, update
 
@@ -404,7 +404,6 @@ def loss() -> dict:
         hidden, weight = empty(4096, 4096), empty(128_256, 4096)
         targets = torch.zeros(4096, dtype=torch.int64, device=DEVICE)
         vocabulary = Vocabulary(128_256)
-        vocabulary.cross_entropy = partial(cross_entropy_in_few_passes, vocabulary)
         with Moved() as moved, torch.autocast("cuda", LOW):
             chunked_loss(hidden, weight, targets, vocabulary).backward()
     return {"bytes": moved.nbytes}

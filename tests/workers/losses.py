@@ -7,9 +7,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import model
+from config import ParallelConfig
 from files.published import with_fixed_weights
 from model import LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import init_distributed, run
 from runs.check_model import small_batch

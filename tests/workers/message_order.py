@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from config import ParallelConfig
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, parallelize, with_mesh
+from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import Process
 from plumbing.shards import assign_shard

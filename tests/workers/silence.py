@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from costs.work import Work
+from config import ParallelConfig, Work
 from model import Llama, LlamaConfig
-from parallel import ParallelConfig, World, parallelize, with_mesh
+from parallel import World, parallelize, with_mesh
 from perf.instruments import build_on_meta
 from perf.step import Training, marked_step, plain_step, silenced
 from plumbing.parser import Parser

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
+from config import ParallelConfig, Work
 from costs.traffic import predict_traffic
-from costs.work import Work
 from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
-from parallel import ParallelConfig, parallelize, unsharded, with_mesh
+from parallel import parallelize, unsharded, with_mesh
 from perf.equal import whole_tensor
 from perf.instruments import Counted
 from plumbing.parser import Parser

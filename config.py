@@ -1,0 +1,253 @@
+"""How a training step is split over ranks and computed there, and the step itself.
+
+A field of ParallelConfig is its own flag: `cp` is --cp in every script that trains or measures.
+Whoever adds a field has also added its help, what `bench.py plan` searches, the command that a plan
+prints, the values that tests combine, and whether a resumed run may change it.
+
+Work is the noun of a step: a model, how it is split, and the sequences of the step. Techniques
+refuse a Work, costs/ predicts one, and bench.py measures one.
+"""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from model import Llama
+from plumbing.parser import nonnegative_float, positive_int
+from text.batch import kernel_widths
+
+# What a flag changes. A resumed run may change its layout and its speed. `bench.py plan` searches
+# all layouts. Another arithmetic makes it another experiment.
+LAYOUT, SPEED, ARITHMETIC = "layout", "speed", "arithmetic"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
+
+    wrapper: str  # what parallel.py puts around the model: ddp, zero1 or fsdp
+    copy_per: str  # one copy of the weights for each "rank", "node" or "world"
+    sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
+    automatic: bool = True  # --dp auto may choose it
+    splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
+    own_steps: bool = False  # replicas train by themselves: each takes steps of its own
+
+    @property
+    def uses_fsdp(self) -> bool:  # parameters are DTensors, sharded while the model is on meta
+        return self.wrapper == "fsdp"
+
+    @property
+    def grads_in_buckets(self) -> bool:  # gradients are views of DDP's buckets
+        return self.wrapper == "ddp"
+
+    def shard_size(self, data_ranks: int, in_node: int) -> int:
+        """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
+        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
+
+
+EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
+UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
+STRATEGIES = {  # --dp auto takes the first that fits
+    "ddp": Strategy("ddp", "rank"),
+    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False, splits_layers=False),
+    "hsdp": Strategy("fsdp", "node", EVERYTHING),
+    "fsdp": Strategy("fsdp", "world", EVERYTHING),
+    "diloco": Strategy("fsdp", "node", EVERYTHING, automatic=False, own_steps=True),
+}
+
+
+def flag(default, kind: str, help: str, choices: Iterable[str] = (), **unset):
+    """Return a field and its flag. With unset=..., that stands for a flag that is not given, in
+    place of the default: the run chooses."""
+    unset_value = unset.get("unset", default)
+    about = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset_value)
+    return field(default=default, metadata=about)
+
+
+# fmt: off
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model is split over ranks and computed there, as the flags ask for it."""
+
+    dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
+                   "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
+    replicate: int = 1  # ranks along this mesh dimension, which follow from the other sizes
+    shard: int = flag(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp or diloco "
+                      "(default: the ranks of a node)", unset=None)
+    tp: int = flag(1, LAYOUT, "tensor parallelism: ranks that share every matrix product and see "
+                   "the same sequences")
+    cp: int = flag(1, LAYOUT, "context parallelism: ranks of data parallelism that share each "
+                   "sequence, for long ones")
+    pp: int = flag(1, LAYOUT, "pipeline parallelism: ranks that each hold some of the layers and "
+                   "pass microbatches on")
+    schedule: str = flag("1f1b", LAYOUT, "order of a pipeline's microbatches: gpipe, 1f1b, "
+                         "interleaved, zero-bubble, or a file with a line for each rank")
+    stages_per_rank: int = flag(1, LAYOUT, "stages that each rank of a pipeline holds (default: 2 "
+                                "with --schedule interleaved, else 1)", unset=None)
+    reshard: str = flag("weights", LAYOUT, "what fsdp and hsdp shard again after use: none; "
+                        "weights; all, that is gradients of each microbatch too; adapters, leaving "
+                        "a frozen base unsharded (default: weights, or all where memory is short)",
+                        ["auto", "none", "adapters", "weights", "all"], unset="auto")
+    offload: bool = flag(False, LAYOUT, "keep parameters and optimizer state of fsdp and hsdp in "
+                         "CPU memory")
+    checkpointing: str = flag("none", LAYOUT, "activations that backward recomputes",
+                              ["none", "selective", "full"])
+    offload_activations: bool = flag(False, LAYOUT, "keep what blocks save for backward in CPU "
+                                     "memory")
+    compile: bool = flag(False, SPEED, "compile the transformer blocks (default: on a GPU with "
+                         "Triton)", unset=None)
+    async_tp: bool = flag(False, SPEED, "with --tp: send chunks of the tokens while others are "
+                          "multiplied")
+    dtype: torch.dtype = flag(torch.float32, ARITHMETIC, "dtype of computation (default: bfloat16 "
+                              "on a GPU that has it, else float32)",
+                              ["float32", "bfloat16", "float64"], unset=None)
+    float8: str = flag("none", ARITHMETIC, "multiply the blocks' matrices in 8 bits, a scale for "
+                       "each tensor, row or 32 numbers; emulated where the device cannot",
+                       ["none", "tensorwise", "rowwise", "mxfp8"])
+    optimizer: str = flag("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
+                          "for the rest (default: muon where train.py or bench.py step train from "
+                          "scratch, else adamw)", ["muon", "adamw"], unset=None)
+    moments: str = flag("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
+                        "training takes 16 bytes a parameter with float32, 12 with bfloat16",
+                        ["float32", "bfloat16"])
+    every: int = flag(50, ARITHMETIC, "with --dp diloco: steps between two exchanges of the "
+                      "replicas (default: 50)", unset=None)
+    outer_lr: float = flag(0.7, ARITHMETIC, "with --dp diloco: learning rate of the step at an "
+                           "exchange (default: 0.7)", unset=None)
+    outer_momentum: float = flag(0.9, ARITHMETIC, "with --dp diloco: Nesterov momentum of the step "
+                                 "at an exchange (default: 0.9)", unset=None)
+
+    # fmt: on
+    @property
+    def strategy(self) -> Strategy:
+        """The entry of STRATEGIES. DDP with tensor or pipeline parallelism runs as HSDP with shard
+        = 1: DDP takes no DTensors, and no microbatches that overlap."""
+        return STRATEGIES["hsdp" if self.dp == "ddp" and self.tp * self.pp > 1 else self.dp]
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.replicate * self.shard * self.tp
+
+    @property
+    def grad_bytes(self) -> int:
+        return 8 if self.dtype == torch.float64 else 4
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def moment_bytes(self) -> int:
+        return 2 if self.moments == "bfloat16" else self.grad_bytes
+
+
+FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
+LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
+RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
+
+
+def add_parallel_flags(parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS) -> None:
+    """Add the flags of ParallelConfig, or of those of its fields that are named."""
+    for name in names:
+        about, default = FLAGS[name].metadata, FLAGS[name].default
+        options = dict(help=about["help"], default=about["unset"])
+        if "(default: " not in about["help"] and default is not False:
+            options["help"] += " (default: %(default)s)"
+        if about["choices"]:
+            options["choices"] = about["choices"]
+        elif isinstance(default, bool):
+            chosen = about["unset"] is None  # then --no-NAME says what the run would not choose
+            options["action"] = argparse.BooleanOptionalAction if chosen else "store_true"
+        else:
+            options["type"] = {int: positive_int, float: nonnegative_float}.get(type(default), str)
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
+    """Return the configuration that the flags ask for, still without `replicate` and `shard`. Flags
+    that were not given, or that a script does not have, leave the field's default."""
+    given = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
+    given = {name: value for name, value in given.items() if value is not None}
+    given["dtype"] = getattr(torch, args.dtype)
+    if given.get("schedule") == "interleaved":
+        given.setdefault("stages_per_rank", 2)
+    return ParallelConfig(**given)
+
+
+def flags_of(parallel: ParallelConfig) -> str:
+    """Return the flags that ask for a configuration on its processes: those of fields that differ
+    from the default, and those whose default a run chooses."""
+    told = []
+    for name, field_ in FLAGS.items():
+        value, is_chosen = getattr(parallel, name), name in ("dp", "dtype", "compile", "optimizer")
+        if name == "reshard":
+            is_chosen = parallel.shard > 1
+        if name == "shard":  # the sizes of other strategies follow from the processes
+            is_shown = STRATEGIES[parallel.dp].copy_per == "node"
+        else:
+            is_shown = is_chosen or value != field_.default
+        if not is_shown:
+            continue
+        dashed = name.replace("_", "-")
+        if isinstance(value, bool):
+            told.append(f"--{dashed}" if value else f"--no-{dashed}")
+        else:
+            told.append(f"--{dashed} {str(value).removeprefix('torch.')}")
+    return " ".join(told)
+
+
+# ------------------------------------------------------------------------------------------ a step
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training step: a model, how it is split over ranks, and the sequences of the step.
+
+    With another `parallel` or `microbatch` (dataclasses.replace), it is the same batch in other
+    portions."""
+
+    model: Llama  # whole, as it is before parallelize, and never changed; on `meta` or not
+    parallel: ParallelConfig
+    batch: int  # sequences of a step, over all ranks
+    microbatch: int  # sequences that a rank computes at a time
+    seq_len: int  # tokens of a whole sequence
+    document: int = 0  # tokens of a document, to which attention is confined; 0: the sequence
+    on_gpu: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a rank works on in a step, with others along cp or alone."""
+        parallel = self.parallel
+        return self.batch * parallel.cp // (parallel.replicate * parallel.shard)
+
+    @property
+    def microbatches(self) -> int:
+        return self.sequences // self.microbatch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on a rank; ranks along tp have the same ones."""
+        return self.microbatch * self.seq_len // self.parallel.cp
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels need fewer intermediate results: on a GPU, or compiled."""
+        return self.on_gpu or self.parallel.compile
+
+    @property
+    def mask_width(self) -> int:
+        """Keys in attention's mask for each query: seq_len, or 0 where there is no mask, since each
+        sequence is one document or a kernel needs none. With context parallelism a GPU without such
+        a kernel always has one; chunks r and 2 cp - 1 - r read the keys up to their ends, on
+        average (2 cp + 1) / (4 cp) of seq_len."""
+        device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
+        if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
+            return 0
+        if cp > 1:
+            has_mask = self.document or self.on_gpu
+            return (2 * cp + 1) * self.seq_len // (4 * cp) if has_mask else 0
+        return self.seq_len if self.document else 0
