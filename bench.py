@@ -1,25 +1,21 @@
 """Measure the speed, memory and communication of training.
 
-python bench.py limit       a training step beside the bare matrix products of a step
-python bench.py lora        a LoRA step beside its bare matrix products, and beside peft's step
-python bench.py loss        memory of the chunked loss beside PyTorch's
-torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora] [--plot FILE.png]
+python bench.py limit [--lora]
+                            a training step beside the bare matrix products of a step, and beside
+                            transformers' step or peft's
+torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora]
                             the same step, distributed in different ways
 torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                             latency and bandwidth of the links between ranks
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
                             where the time of a training step goes, and which flag would help
-torchrun --nproc-per-node 4 bench.py step-lora --init out/tiny [flags of finetune_lora.py]
+torchrun --nproc-per-node 4 bench.py step --lora --init out/tiny [flags of finetune_lora.py]
                             the same for fine-tuning
 torchrun --nproc-per-node 2 bench.py equal --tp 2 [flags of train.py]
                             whether a step is the same as on one process, and if not, where it
                             first differs
 python bench.py plan --model llama3.1-70b --gpus 64 [--check]
                             predicted cost of every way to distribute a model over a cluster
-python bench.py drill --kills 20 --nproc-per-node 2 [flags of train.py]
-                            train, kill ranks and resume: the weights, what failures cost
-python bench.py gpu --out gpu.json
-                            all that one GPU can tell, for nine minutes at a time
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -27,7 +23,6 @@ import argparse
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,24 +39,17 @@ from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
 from parallel import with_mesh
-from perf.comm import SIZES, measure_comm
+from perf.comm import measure_comm
 from perf.compare import CONTESTANTS, measure_compare
-from perf.drill import measure_drill
 from perf.equal import measure_equality
-from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
-from perf.limit import measure_limit, measure_loss
+from perf.limit import measure_limit
 from perf.plan import Question, plan_cluster
-from perf.questions import Run, best_batch
 from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
-from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_float, positive_int
+from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
-from runs.flags import (
-    add_finetuning_flags,
-    add_optimizer_flags,
-    add_pretraining_flags,
-)
+from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from runs.rules import check_meetings
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
@@ -88,27 +76,16 @@ def add_size_flags(
     add_integers(parser, batch=(batch, "sequences per step, over all processes"),
                  seq_len=(seq_len, "tokens per sequence"),
                  repeats=(repeats, "rounds of all contestants"))
-    add_dtype_flag(parser)
-    add_optimizer_flags(parser)
-    parser.set_defaults(lr=1e-4)
-
-
-def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
     add_parallel_flags(parser, ["dtype"])
-    parser.set_defaults(dtype="float32")
+    add_optimizer_flags(parser)
+    parser.set_defaults(lr=1e-4, dtype="float32")
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
     parser.add_argument("--compile", action="store_true",
                         help="one more contestant, with compiled blocks")
-    parser.add_argument("--operators", action="store_true",
-                        help="one more table: the time of each operator in a step")
-
-
-def add_lora_flags(parser: argparse.ArgumentParser) -> None:
-    add_limit_flags(parser)
-    add_integers(parser, rank=(8, "rank of the adapters"))
+    add_adapter_flags(parser)
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
@@ -119,17 +96,6 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
                         help="with --lora: train the lengths of rows too")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
                         help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
-
-
-def add_loss_flags(parser: argparse.ArgumentParser) -> None:
-    add_integers(parser, tokens=(4096, "number of target tokens"), dim=(512, "model width"),
-                 vocab_size=(128_256, "entries of the vocabulary"))
-    parser.add_argument("--chunks", nargs="+", type=positive_int, default=[], metavar="TOKENS",
-                        help="tokens whose logits exist at the same time (default: as in training)")
-    parser.add_argument("--repeats", type=nonnegative_int, default=0,
-                        help="rounds of timing, for --json (default: %(default)s)")
-    add_dtype_flag(parser)
-    add_json_flag(parser)
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
@@ -148,13 +114,9 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     add_adapter_flags(parser)
     add_json_flag(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="file for the results as a plot; needs matplotlib")
 
 
 def add_comm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", type=positive_int, default=SIZES, metavar="BYTES",
-                        help=f"message sizes (default: {' '.join(map(str, SIZES))})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
     parser.add_argument("--model", choices=PRESETS,
                         help="preset whose microbatch is timed too, for bench.py plan --measured")
@@ -164,29 +126,16 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     add_optimizer_flags(parser)
 
 
-def add_step_flags(add_script_flags: Callable, parser: argparse.ArgumentParser) -> None:
+def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
+    parser.add_argument("--lora", action="store_true",
+                        help="a step of finetune_lora.py, with its flags, in place of train.py's")
     add_integers(parser, repeats=(15, "rounds of all measurements"))
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
-                        help="with --pp: draw when each stage computed which microbatch")
     add_json_flag(parser)
-    add_script_flags(parser)
-
-
-def add_gpu_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE.json", required=True,
-                        help="file for the results; parts that it has are not measured again")
-    parser.add_argument("--parts", nargs="+", metavar="PART",
-                        help="parts to measure anew (default: all that FILE.json lacks)")
-    parser.add_argument("--docs", type=Path, metavar="FILE.md",
-                        help="document whose section on the GPU is written from the results")
-    parser.add_argument("--rehearse", action="store_true",
-                        help="run in small, on a CPU; nothing that is measured means anything")
-
-
-def add_drill_flags(parser: argparse.ArgumentParser) -> None:
-    add_integers(parser, kills=(20, "failures"), nproc_per_node=(2, "processes of the training"))
-    add_pretraining_flags(parser)
+    if "--lora" in sys.argv:
+        add_finetuning_flags(parser)
+    else:
+        add_pretraining_flags(parser)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -202,27 +151,16 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured", type=Path, metavar="FILE",
                         help="result of bench.py comm --model: plan for that cluster, in place of "
                              "--gpus, --per-node, --gpu, --link, and for that model by default")
-    parser.add_argument("--batch", type=batch_sizes, metavar="N|LEAST:MOST|auto",
-                        help="sequences per step, over all GPUs (default: 2 per GPU); or the best "
-                             "of LEAST, twice as many, and so on to MOST; auto: 1 to 16 per GPU")
+    parser.add_argument("--batch", type=positive_int,
+                        help="sequences per step, over all GPUs (default: 2 per GPU)")
     parser.add_argument("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
     parser.add_argument("--document-length", type=nonnegative_int, default=0,
                         help="tokens per document, where a sequence holds several and attention "
                              "stays within them; 0 for whole sequences (default: %(default)s)")
-    for name, meaning in dict(
-        tokens="days and GPU-hours to train on so many tokens, such as 15e12",
-        dollars="with --tokens: the cost, at so many dollars for a GPU and hour",
-        mtbf="mean hours between failures of a node: the best --save-every, the time that is lost",
-    ).items():
-        parser.add_argument(f"--{name}", type=positive_float, help=meaning)
-    parser.add_argument("--save-seconds", type=nonnegative_float, default=60.0,
-                        help="with --mtbf: for which a save stops training (default: %(default)s)")
-    parser.add_argument("--restart-seconds", type=nonnegative_float, default=600.0,
-                        help="with --mtbf: from a failure to the next step (default: %(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
-                        help="draw the best plan of a quarter to four times as many GPUs")
-    parser.add_argument("--evidence", action="store_true",
-                        help="list published runs that are like the best plan, and predictions")
+    parser.add_argument("--tokens", type=positive_float,
+                        help="days and GPU-hours to train on so many tokens, such as 15e12")
+    parser.add_argument("--dollars", type=positive_float,
+                        help="with --tokens: the cost, at so many dollars for a GPU and hour")
     add_adapter_flags(parser)
     parser.add_argument("--microbatch", type=positive_int,
                         help="only plans with microbatches of so many sequences")
@@ -245,15 +183,6 @@ def contestant_name(text: str) -> str:
     if text not in CONTESTANTS:
         raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
     return text
-
-
-def batch_sizes(text: str) -> tuple[int, int]:
-    """Argument type: the least and the most of N or LEAST:MOST; (0, 0) for auto."""
-    least, _, most = text.partition(":")
-    sizes = (0, 0) if text == "auto" else (positive_int(least), positive_int(most or least))
-    if sizes[0] > sizes[1]:
-        raise argparse.ArgumentTypeError(f"expected LEAST:MOST, got '{text}': {most}:{least}?")
-    return sizes
 
 
 # ------------------------------------------------------------------------------ the commands
@@ -280,32 +209,34 @@ def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
 
 
-def task_of(args: argparse.Namespace, microbatch: int, *adapters) -> Task:
-    """Return the step that flags ask for, with `adapters`: a LoRA, and the bits of its base."""
-    model = build_on_meta(PRESETS[args.model], *adapters)
-    parallel = replace(requested_parallel(args), compile=False)  # --compile adds a contestant
-    settings = dict(name=args.model, optimizer_of=partial(train.make_optimizer, args=args))
-    settings["on_gpu"] = torch.cuda.is_available()
-    return Task(model, parallel, args.batch, microbatch, args.seq_len, **settings)
+def task_of(
+    args: argparse.Namespace, microbatch: int, lora: LoRA | None = None, base_bits: int = 16
+) -> Task:
+    """Return the step that flags ask for."""
+    return Task(
+        model=build_on_meta(PRESETS[args.model], lora, base_bits),
+        parallel=replace(requested_parallel(args), compile=False),  # --compile adds a contestant
+        batch=args.batch,
+        microbatch=microbatch,
+        seq_len=args.seq_len,
+        on_gpu=torch.cuda.is_available(),
+        name=args.model,
+        optimizer_of=partial(train.make_optimizer, args=args),
+    )
 
 
 def limit(args: argparse.Namespace) -> str:
     check_adamw(args)
-    adapters = [LoRA(args.rank)] if args.command == "lora" else []
-    task = task_of(args, args.batch, *adapters)
-    return measure_limit(task, args.repeats, args.compile, args.operators)
-
-
-def loss(args: argparse.Namespace) -> str:
-    sizes = args.tokens, args.dim, args.vocab_size
-    return measure_loss(sizes, args.dtype, args.chunks, args.repeats, args.json)
+    lora, base_bits = adapters_of(args)
+    return measure_limit(task_of(args, args.batch, lora, base_bits), args.repeats, args.compile)
 
 
 def compare(args: argparse.Namespace) -> str:
     names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
     flags = {name: getattr(args, name) for name in names.split()}
-    task = task_of(args, args.microbatch, *adapters_of(args))
-    return measure_compare(args.contestants, task, args.repeats, flags, args.json, args.plot)
+    lora, base_bits = adapters_of(args)
+    task = task_of(args, args.microbatch, lora, base_bits)
+    return measure_compare(args.contestants, task, args.repeats, flags, args.json)
 
 
 def comm(args: argparse.Namespace) -> str:
@@ -316,36 +247,43 @@ def comm(args: argparse.Namespace) -> str:
         args.batch = args.microbatch * world.size
         args.dtype = "bfloat16" if has_bfloat16(world.device) else "float32"
         task = task_of(args, args.microbatch)
-    return measure_comm(world, args.sizes, args.repeats, args.out, task)
+    return measure_comm(world, task, args.repeats, args.out)
 
 
-def step(args: argparse.Namespace, prepare: Callable = prepare_pretraining) -> str:
-    """Set up a training as a script does, of which `prepare` is, and measure its step."""
+def step(args: argparse.Namespace) -> str:
+    """Set up a training as train.py or finetune_lora.py does, and measure its step."""
     check_same_step(args)
+    if args.lora:
+        finetune_lora.complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
-    if args.plot and args.pp == 1:
-        raise UserError("--plot draws a pipeline: give --pp 2 or more, or leave it out")
     if args.device == "mps":
         raise UserError("bench.py step measures GPUs of CUDA, and CPUs: leave out --device mps")
     process = setup(args)
-    check_writable({"--plot": args.plot, "--json": args.json})
+    check_writable("--json", args.json)
     # A silenced collective leaves its output uninitialized: often denormal floats, with which a CPU
     # computes slowly. Threads inherit this setting, so it comes before they are started.
     torch.set_flush_denormal(True)
-    job = prepare(args, process)
+    if args.lora:
+        job, _ = finetune_lora.prepare(args, process)
+    else:
+        job = prepare_pretraining(args, process)
     world, runner, work = build(args, job, process, train.accumulate)
     optimizer = train.make_optimizer(job.model, args)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)
     read = partial(train.local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
-        training = Training(world, job, runner, optimizer, batches, work, args.clip)
-        return measure_step(training, args.repeats, args.plot, args.json)
-
-
-def step_lora(args: argparse.Namespace) -> str:
-    return step(finetune_lora.complete(args), lambda *given: finetune_lora.prepare(*given)[0])
+        training = Training(
+            world=world,
+            job=job,
+            runner=runner,
+            optimizer=optimizer,
+            batches=batches,
+            work=work,
+            clip=args.clip,
+        )
+        return measure_step(training, args.repeats, args.json)
 
 
 def equal(args: argparse.Namespace) -> str:
@@ -361,18 +299,6 @@ def equal(args: argparse.Namespace) -> str:
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
     optimizer_of = partial(train.make_optimizer, args=args)
     return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
-
-
-def drill(args: argparse.Namespace) -> str:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--kills", "--nproc-per-node", "--out"):
-        own.add_argument(flag)
-    _, given = own.parse_known_args(sys.argv[2:])  # the flags of train.py, but for --out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = str(Path(train.__file__))
-    command = [*torchrun, f"--nproc-per-node={args.nproc_per_node}", script, *given]
-    out, save_every = args.out or Path("out/drill"), args.save_every or args.steps
-    return measure_drill(command, out, args.kills, save_every, args.seed)
 
 
 def plan(args: argparse.Namespace) -> str:
@@ -394,49 +320,61 @@ def plan(args: argparse.Namespace) -> str:
             f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "
             f"{defaults['dtype']}: leave it out, or give that of {args.dtype} as --gpu in numbers"
         )
-    adapters, base_bits = adapters_of(args)
-    model = build_on_meta(PRESETS[args.model], adapters, base_bits)
-    wanted = {name: getattr(args, name) for name in FILTERS}
-    parallel = replace(requested_parallel(args), offload=False)  # of parameters: never planned
     if args.dollars and not args.tokens:
         raise UserError("--dollars is for the cost of a run: give --tokens, too")
-    auto = args.gpus, 16 * args.gpus
-    least, most = (2 * args.gpus,) * 2 if not args.batch else args.batch if args.batch[0] else auto
-    questions = []
-    while least <= most:
-        given = model, parallel, least, 1, args.seq_len, args.document_length, machine.overlaps
-        what = machine, args.gpus, wanted, adapters, base_bits
-        questions.append(Question(args.model, Work(*given), *what))
-        least *= 2
-    question, told = best_batch(questions) if len(questions) > 1 else (questions[0], "")
-    run = Run(args.tokens, args.dollars, args.mtbf, args.save_seconds, args.restart_seconds)
-    asked = args.top, args.json, args.plot, args.check, args.evidence
-    return "\n".join(filter(None, [told, plan_cluster(question, run, *asked)]))
+    lora, base_bits = adapters_of(args)
+    work = Work(
+        model=build_on_meta(PRESETS[args.model], lora, base_bits),
+        parallel=replace(requested_parallel(args), offload=False),  # of parameters: never planned
+        batch=args.batch or 2 * args.gpus,
+        microbatch=1,
+        seq_len=args.seq_len,
+        document=args.document_length,
+        on_gpu=machine.overlaps,
+    )
+    question = Question(
+        preset=args.model,
+        work=work,
+        machine=machine,
+        gpus=args.gpus,
+        wanted={name: getattr(args, name) for name in FILTERS},
+        adapters=lora,
+        base_bits=base_bits,
+    )
+    return plan_cluster(
+        question,
+        top=args.top,
+        tokens=args.tokens,
+        dollars=args.dollars,
+        json_file=args.json,
+        check=args.check,
+    )
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
     "limit": (add_limit_flags, limit),
-    "lora": (add_lora_flags, limit),
-    "loss": (add_loss_flags, loss),
     "compare": (add_compare_flags, compare),
     "comm": (add_comm_flags, comm),
-    "step": (partial(add_step_flags, add_pretraining_flags), step),
-    "step-lora": (partial(add_step_flags, add_finetuning_flags), step_lora),
+    "step": (add_step_flags, step),
     "equal": (add_pretraining_flags, equal),
     "plan": (add_plan_flags, plan),
-    "drill": (add_drill_flags, drill),
-    "gpu": (
-        add_gpu_flags,
-        lambda args: measure_gpu(args.out, args.parts, args.docs, args.rehearse),
-    ),
+}
+GONE = {  # commands of earlier versions -> what to do instead
+    "drill": "is tests/workers/drill.py now, which tests run",
+    "gpu": "is python docs/gpu.py now: --part A --out gpu.json",
+    "lora": "is bench.py limit --lora",
+    "loss": "is no more: docs/measured.md has what it measured",
+    "step-lora": "is bench.py step --lora",
 }
 
 
 def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] in GONE:
+        raise UserError(f"bench.py {sys.argv[1]} {GONE[sys.argv[1]]}")
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (add_flags, _) in COMMANDS.items():
-        add_flags(subparsers.add_parser(name))
+        add_flags(subparsers.add_parser(name, allow_abbrev=False))
     args = parser.parse_args()
     _, measure = COMMANDS[args.command]
     print_rank_zero(measure(args))

@@ -451,8 +451,6 @@ def parse_args() -> argparse.Namespace:
                         help="name or tokenizer.model file (default: %(default)s)")
     tokens.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
                         help="fraction of the text held out for validation (default: %(default)s)")
-    tokens.add_argument("--shard-tokens", type=positive_int, default=TOKENS_PER_FILE,
-                        help="tokens per file (default: %(default)s)")
     for command, out in ((train, "file"), (tokens, "directory")):
         command.add_argument("sources", nargs="+",
                              help="text files, directories, or python, the source of Python's "
@@ -476,10 +474,8 @@ def main() -> None:
             raise UserError(f"{args.out} exists: remove it, or choose another --out")
         if args.val_fraction >= 1:
             raise UserError(f"--val-fraction {args.val_fraction} leaves no text: give less than 1")
-        if args.shard_tokens >= 2**31:
-            raise UserError(f"--shard-tokens {args.shard_tokens} is too many: give less than 2^31")
         reading.val_fraction = args.val_fraction
-        tokenize(files, tokenizer, args.out, reading, args.shard_tokens)
+        tokenize(files, tokenizer, args.out, reading)
     print(args.out)
 
 

@@ -1,7 +1,6 @@
 """Draw the curves of runs beside each other, in one page for a browser.
 
     python report.py out/tiny out/two                    writes report.html
-    python report.py out/tiny --out tiny.html --watch    writes it again every ten seconds
 
 The page needs no network and no other file. It shows what train.py and finetune_lora.py record in
 OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
@@ -11,7 +10,6 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import json
 import math
-import time
 from pathlib import Path
 
 from plumbing.parser import Parser
@@ -22,7 +20,6 @@ TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
 EVALUATED = ("val_loss", "val_bits_per_byte")
 POINTS = 2000  # of a curve; each is the mean of as many steps as needed
-WATCH_SECONDS = 10
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,8 +27,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
     parser.add_argument("--out", type=Path, default=Path("report.html"),
                         help="the page (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--watch", action="store_true",
-                        help=f"write the page again every {WATCH_SECONDS} seconds")  # fmt: skip
     return parser.parse_args()
 
 
@@ -88,20 +83,16 @@ def read_run(directory: Path) -> dict:
     }
 
 
-def page_of(runs: list[dict], refresh: bool) -> str:
+def page_of(runs: list[dict]) -> str:
     """Return the page. "<" is escaped, so that no text of a run can end the script it stands in."""
-    content = json.dumps({"runs": runs, "refresh": WATCH_SECONDS if refresh else 0})
+    content = json.dumps({"runs": runs})
     return TEMPLATE.read_text().replace("RUNS_AS_JSON", content.replace("<", "\\u003c"))
 
 
 def main() -> None:
     args = parse_args()
-    while True:
-        write_atomically(args.out, page_of([read_run(path) for path in args.runs], args.watch))
-        print(f"{args.out}: {len(args.runs)} run(s)", flush=True)
-        if not args.watch:
-            return
-        time.sleep(WATCH_SECONDS)
+    write_atomically(args.out, page_of([read_run(path) for path in args.runs]))
+    print(f"{args.out}: {len(args.runs)} run(s)")
 
 
 if __name__ == "__main__":

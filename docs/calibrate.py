@@ -9,18 +9,26 @@ out as a whole, the constants are fitted to the others, and then predict it: wha
 cluster that nobody has published is the honest error of a plan.
 """
 
+import csv
+import dataclasses
 import functools
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from config import ParallelConfig, Work  # noqa: E402
+from costs.machines import Machine, assumed_machine  # noqa: E402
 from costs.seconds import step_time  # noqa: E402
-from perf.evidence import SPREAD, Published, kind_of, published  # noqa: E402
+from model import LlamaConfig  # noqa: E402
+from perf.instruments import build_on_meta  # noqa: E402
+from perf.plan import SPREAD, kind_of  # noqa: E402
 
+PUBLISHED = ROOT / "docs/measured/published.csv"
 RESULTS = ROOT / "docs/measured/calibration.json"
 START = {
     "products a100": 0.7,
@@ -34,7 +42,42 @@ START = {
     "node link": 0.6,
 }
 PRIOR = 0.1  # weight of a constant's distance from START, where that of a source is 1
-Rows = list[Published]
+SPLIT = "dp replicate shard tp pp cp checkpointing float8 reshard stages_per_rank schedule".split()
+SHAPE = "dim layers heads kv_heads ffn vocab".split()
+Rows = list["Published"]
+build = functools.cache(build_on_meta)
+
+
+class Published:
+    """A speed that somebody has published, three of them we: each column of the file's row is an
+    attribute, digits alone an integer; `assumed` has what the source does not say."""
+
+    def __init__(self, row: dict[str, str]):
+        for name, text in row.items():
+            setattr(self, name, int(text) if text.isdecimal() else text)
+        self.measured = float(self.tokens_s_gpu)  # tokens a second and GPU
+        given = {name: getattr(self, name) for name in SPLIT}
+        given |= dict(compile=bool(self.compile), async_tp=bool(self.async_tp))
+        parallel = ParallelConfig(dtype=torch.bfloat16, **given)
+        shape = (getattr(self, name) for name in SHAPE)
+        model = build(LlamaConfig(*shape, max_seq_len=1 << 20))
+        batch = self.microbatches * self.microbatch * self.replicate * self.shard // self.cp
+        self.work = Work(model, parallel, batch, self.microbatch, self.seq_len, on_gpu=True)
+
+    def machine(self, reached: dict[str, float]) -> Machine:
+        """Return the machine of this row. Where products are in 8 bits, so are the messages of
+        others over tp, which flatllama sends in 16: their links count as twice as fast. All of
+        its attention takes one kernel."""
+        kernel = self.attention.replace("flash", "")
+        machine = assumed_machine(self.gpu, self.link, self.per_node, kernel, reached)
+        in_8_bits = self.float8 != "none" and self.tp > 1
+        changes = dict(node_link=machine.node_link * (1 + in_8_bits), overlaps=bool(self.overlap))
+        return dataclasses.replace(machine, flash_fraction=0.0, **changes)
+
+
+def published() -> Rows:
+    with PUBLISHED.open() as file:
+        return [Published(row) for row in csv.DictReader(file)]
 
 
 def family(row: Published) -> str:

@@ -255,7 +255,7 @@ def measured(directory: Path, fault: Fault, flags: list[str], repeats: int = 1) 
     """Return what `bench.py step` prints there, with flags that replace those of the run."""
     command = ["bench.py", "step", *shlex.split(fault.flags), *flags]
     if fault.tunes:
-        command[1:2] = ["step-lora", *to_tune(WARD, "--dtype float32")]
+        command[2:2] = ["--lora", *to_tune(WARD, "--dtype float32")]
     command += ["--repeats", str(repeats)] * ("--repeats" not in flags)
     report = run_in_forks(partial(run_copy, directory, command), fault.ranks, fault.nodes)
     if report is None:

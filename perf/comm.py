@@ -1,4 +1,4 @@
-"""`bench.py comm`: latency and bandwidth of the links between ranks, and which links are slow.
+"""`bench.py comm`: latency and bandwidth of the links between ranks.
 
 The collectives run in the groups that training uses, here on 2 nodes of 2 ranks:
 
@@ -6,23 +6,20 @@ The collectives run in the groups that training uses, here on 2 nodes of 2 ranks
     node      (0 1) (2 3)      the ranks of one node
     across    (0 2) (1 3)      ranks with the same place in their nodes
 
-All groups of a kind run at once, as they do in training: so links that they share are shared. Then
-one pair of ranks after the other exchanges a message, which finds a slow link or a slow rank.
+All groups of a kind run at once, as they do in training: so links that they share are shared.
 `bench.py plan --measured` reads the file of --out in place of data sheets.
 """
 
-import itertools
 import math
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from config import ParallelConfig
 from costs.search import USABLE_FRACTION, usable_memory
@@ -45,36 +42,28 @@ from text.batch import Batch
 from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
-MAX_RANKS_FOR_ALL_PAIRS = 32
-MAX_PAIRS_SHOWN = 8
 
 Times = dict[str, list[tuple[int, float]]]  # collective -> payload bytes and seconds, by size
-Pair = tuple[int, int, float]  # two ranks, and the bytes per second between them
-
-# --------------------------------------------------------------------------------- measuring
 
 
-def measure_comm(
-    world: World, sizes: list[int], repeats: int, out: Path | None, task: Task | None
-) -> str:
-    """Measure the links between all ranks, with messages of `sizes` bytes, and the computation of a
-    task; return the results as text and write them to --out."""
+def measure_comm(world: World, task: Task | None, repeats: int, out: Path | None) -> str:
+    """Measure the links between all ranks, and the computation of a task; return the results as
+    text and write them to --out."""
     if world.size < 2:
         raise UserError(
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
-    check_writable({"--out": out})
+    check_writable("--out", out)
     groups = {}
     for name, group in process_groups(world).items():
         print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
-        times = time_collectives(group, sorted(set(sizes)), repeats, world)
+        times = time_collectives(group, repeats, world)
         groups[name] = {"ranks": group.size(), "times": times}
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
         "groups": groups,
         "compute": time_computation(task, repeats, world) if task else None,
-        "pairs": time_pairs(repeats, world),
     }
     write_json(out, report)
     return text_report(report)
@@ -92,29 +81,24 @@ def process_groups(world: World) -> dict[str, dist.ProcessGroup]:
     return groups
 
 
-def time_collectives(
-    group: dist.ProcessGroup, sizes: list[int], repeats: int, world: World
-) -> Times:
-    """Time each collective with each payload.
+def time_collectives(group: dist.ProcessGroup, repeats: int, world: World) -> Times:
+    """Time each collective with payloads of SIZES.
 
     A time is the median, over the rounds, of the slowest rank's. Sizes are rounded up so that every
     rank of the group has an equal number of float32 elements."""
     times = defaultdict(list)
-    for size in sizes:
+    for size in SIZES:
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
         contestants = collectives(group, nbytes, world.device)
-        what = f"rounds of {nbytes:,} bytes"
-        for name, seconds in time_slowest(contestants, repeats, what, world).items():
+        for name, seconds in time_slowest(contestants, repeats, world).items():
             times[name].append((nbytes, seconds))
     return times
 
 
-def time_slowest(
-    contestants: Contestants, repeats: int, what: str, world: World
-) -> dict[str, float]:
+def time_slowest(contestants: Contestants, repeats: int, world: World) -> dict[str, float]:
     """Return for each contestant the median, over the rounds, of the longest time of any rank."""
-    seconds = time_interleaved(contestants, repeats, what)
+    seconds = time_interleaved(contestants, repeats)
     slowest = {name: world.all_gather_scalars(own).amax(0) for name, own in seconds.items()}
     return {name: statistics.median(times.tolist()) for name, times in slowest.items()}
 
@@ -125,8 +109,14 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     full, received = torch.zeros(2, nbytes // 4, device=device)
     shard = torch.zeros(len(full) // len(ranks), device=device)
-    send = dist.isend, full, ranks[(own + 1) % len(ranks)], group
-    receive = dist.irecv, received, ranks[own - 1], group
+
+    def send_and_receive() -> None:
+        send = dist.P2POp(dist.isend, full, ranks[(own + 1) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, received, ranks[own - 1], group)
+        # In a batch, NCCL uses the connections that the group has; alone, each would open one.
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -135,17 +125,8 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
         "all-gather": lambda: all_gather(full, shard, group=group),
         "reduce-scatter": lambda: reduce_scatter(shard, full, group=group),
         "broadcast": lambda: dist.broadcast(full, ranks[0], group),
-        "send/recv": lambda: send_and_receive(send, receive),
+        "send/recv": send_and_receive,
     }
-
-
-def send_and_receive(*transfers: tuple) -> None:
-    """Run several sends and receives at once and wait for them. Each is the arguments of a P2POp.
-
-    In a batch, NCCL uses the connections that the group has; single sends would open new ones for
-    every pair of ranks."""
-    for work in dist.batch_isend_irecv([dist.P2POp(*transfer) for transfer in transfers]):
-        work.wait()
 
 
 def time_computation(task: Task, repeats: int, world: World) -> dict:
@@ -165,7 +146,7 @@ def time_computation(task: Task, repeats: int, world: World) -> dict:
         contestants[dp] = partial(forward_and_backward, model, batch, alone)
     optimizer = task.optimizer_of(model)  # of the last model, ddp's
     contestants["update"] = partial(clip_and_update, optimizer)
-    medians = time_slowest(contestants, repeats, "rounds of a microbatch", world)
+    medians = time_slowest(contestants, repeats, world)
     return {
         "model": task.name,
         "config": asdict(config),
@@ -191,44 +172,6 @@ def clip_and_update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def pairs_to_measure(size: int, per_node: int) -> list[tuple[int, int]]:
-    """Return all pairs of ranks; where they are too many, neighbouring ranks, and ranks with the
-    same place in neighbouring nodes."""
-    if size <= MAX_RANKS_FOR_ALL_PAIRS:
-        return list(itertools.combinations(range(size), 2))
-    return sorted({(i, i + step) for step in (1, per_node) for i in range(size - step)})
-
-
-def time_pairs(repeats: int, world: World) -> list[Pair]:
-    """Measure the speed of each pair by a message from its first rank to the second and back.
-
-    One pair runs at a time, while the other ranks wait. The fastest round counts: a slow link is
-    slow in every round, a processor that was busy is not."""
-    # 1 MB shows bandwidth beside latency on CPUs; the faster links of GPUs need 16 MB.
-    elements = 4 << 20 if world.device.type == "cuda" else 1 << 18
-    message = torch.zeros(elements, device=world.device)
-    pairs, measured = pairs_to_measure(world.size, world.per_node), []
-    print_rank_zero(f"pairs: {len(pairs)}, one after the other", file=sys.stderr)
-    for i, j in pairs:
-        round_trip = partial(send_there_and_back, message, world.rank, i, j)
-        fastest = min(time_interleaved({"pair": round_trip}, repeats, "rounds of a pair")["pair"])
-        whole = world.all_gather_scalars([fastest])[i].item()  # rank i sees the whole round trip
-        measured.append((i, j, 2 * message.nbytes / whole))
-    return measured
-
-
-def send_there_and_back(message: Tensor, rank: int, i: int, j: int) -> None:
-    """Run this rank's part in sending a message from i to j and back: nothing on most ranks."""
-    for source, target in ((i, j), (j, i)):
-        if rank == source:
-            send_and_receive((dist.isend, message, target))
-        elif rank == target:
-            send_and_receive((dist.irecv, message, source))
-
-
-# ------------------------------------------------------------------------------ judging links
-
-
 def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float:
     """Return the bytes per second that each rank's link carries, as nccl-tests define it.
 
@@ -238,43 +181,6 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
     fraction = (n - 1) / n
     factors = {"all-reduce": 2 * fraction, "all-gather": fraction, "reduce-scatter": fraction}
     return nbytes / seconds * factors.get(collective, 1.0)
-
-
-def slow_pairs(pairs: list[Pair], per_node: int) -> list[tuple[int, int, float, float]]:
-    """Return (i, j, speed, median speed) of pairs slower than half the median, slowest first. Pairs
-    within nodes and pairs across nodes have medians of their own."""
-    slow, kinds = [], defaultdict(list)
-    for i, j, speed in pairs:
-        same_node = i // per_node == j // per_node
-        kinds[same_node].append((i, j, speed))
-    for kind in kinds.values():
-        median = statistics.median(speed for *_, speed in kind)
-        slow += [(i, j, speed, median) for i, j, speed in kind if speed < median / 2]
-    return sorted(slow, key=lambda pair: pair[2] / pair[3])
-
-
-def common_rank(pairs: list[tuple]) -> int | None:
-    """Return the rank that is in more than half of these pairs, and in more of them than any other
-    rank; None if there is no such rank. Pairs begin with their two ranks."""
-    counts = Counter(rank for pair in pairs for rank in pair[:2])
-    (rank, count), (_, second_count) = counts.most_common(2)
-    return rank if count > max(second_count, len(pairs) / 2) else None
-
-
-def slowest_group(groups: dict[str, dict]) -> tuple[str, str, float] | None:
-    """Return (slowest kind of group, fastest kind, ratio of their speeds), None for a single kind.
-    The speed is the bus bandwidth of an all-reduce of the largest message."""
-    if len(groups) == 1:
-        return None
-    speeds = {
-        name: bus_bandwidth("all-reduce", group["ranks"], *group["times"]["all-reduce"][-1])
-        for name, group in groups.items()
-    }
-    slow, fast = min(speeds, key=speeds.get), max(speeds, key=speeds.get)
-    return slow, fast, speeds[fast] / speeds[slow]
-
-
-# -------------------------------------------------------------------------------- as text
 
 
 def text_report(report: dict) -> str:
@@ -287,12 +193,6 @@ def text_report(report: dict) -> str:
     for name, group in report["groups"].items():
         lines += ["", f"{name}: {number_of_groups(report['ranks'], group['ranks'])}", ""]
         lines += collectives_table(group["ranks"], group["times"])
-    lines += ["", *pairs_text(report["pairs"], report["per_node"])]
-    if result := slowest_group(report["groups"]):
-        slow, fast, ratio = result
-        lines.append(
-            f"the slowest groups are {slow}: all-reduce at 1/{ratio:.1f} of the MB/s of {fast}"
-        )
     return "\n".join(lines)
 
 
@@ -311,19 +211,3 @@ def collectives_table(n: int, times: Times) -> list[str]:
         ]
         rows.append([f"{nbytes:,}", *cells])
     return markdown_table(["bytes", *times], rows)
-
-
-def pairs_text(pairs: list[Pair], per_node: int) -> list[str]:
-    slow = slow_pairs(pairs, per_node)
-    if not slow:
-        return ["no pair of ranks is slower than half the median of its kind"]
-    lines = [
-        f"ranks {i} and {j}: {speed / 1e6:,.1f} MB/s, where the median is {median / 1e6:,.1f}"
-        for i, j, speed, median in slow[:MAX_PAIRS_SHOWN]
-    ]
-    if len(slow) > MAX_PAIRS_SHOWN:
-        lines.append(f"and {len(slow) - MAX_PAIRS_SHOWN} more pairs below half of the median")
-    if (rank := common_rank(slow)) is not None:
-        count = sum(rank in pair[:2] for pair in slow)
-        lines.append(f"rank {rank} is slow: it is in {count} of these {len(slow)} pairs")
-    return lines

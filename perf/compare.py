@@ -6,7 +6,6 @@ communication. Two are for scale: the bare matrix products of a step, and transf
 weights of its own. They run in turns and stay in memory together.
 """
 
-import importlib.util
 import statistics
 import sys
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from perf.instruments import (
     describe_machine,
     make_step,
     megabytes,
-    quartiles,
     random_batch,
     ratios_to_first,
     time_interleaved,
@@ -41,7 +39,7 @@ from perf.instruments import (
     write_json,
 )
 from perf.limit import bare_step, transformers_step
-from plumbing.processes import UserError, is_rank_zero, print_rank_zero
+from plumbing.processes import UserError, print_rank_zero
 from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
 from techniques.float8 import has_kernel
@@ -218,12 +216,11 @@ class Cost:
 
 
 def measure_compare(
-    names: list[str], task: Task, repeats: int, flags: dict, out: Path | None, plot: Path | None
+    names: list[str], task: Task, repeats: int, flags: dict, json_file: Path | None
 ) -> str:
-    """Run the contestants; return the results as text, and write them to --json, which is `out`,
-    beside the flags, and to --plot."""
+    """Run the contestants; return the results as text, and write them to --json with the flags."""
     base = task.start_world()
-    check_output(out, plot)
+    check_writable("--json", json_file)
     batch, steps, costs = random_batch(task.model.config, task.batch, task.seq_len), {}, {}
     for name in choose_contestants(names, task, base):
         print_rank_zero(f"counting {name}", file=sys.stderr)
@@ -238,21 +235,9 @@ def measure_compare(
     seconds = time_interleaved(steps, repeats)
     if base.rank > 0:
         return ""
-    if out:
-        strategies = {"strategies": results_of(task, seconds, costs)}
-        write_json(out, flags | describe_machine(base) | strategies)
-    if plot:
-        save_plot(plot, task, seconds, costs)
+    strategies = {"strategies": results_of(task, seconds, costs)}
+    write_json(json_file, flags | describe_machine(base) | strategies)
     return text_report(task.batch * task.seq_len, seconds, costs)
-
-
-def check_output(json_file: Path | None, plot: Path | None) -> None:
-    """Raise UserError where --json or --plot could not be written at the end."""
-    if plot and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {plot}: give a name that ends in .png, .svg or .pdf")
-    if plot and importlib.util.find_spec("matplotlib") is None and is_rank_zero():
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
-    check_writable({"--json": json_file, "--plot": plot})
 
 
 def count_costs(step: Callable[[], object], is_ours: bool, world: World, before: int) -> Cost:
@@ -336,25 +321,3 @@ def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
             "loss": cost.loss,
         }
     return results
-
-
-def save_plot(file: Path, task: Task, seconds: Seconds, costs: dict[str, Cost]) -> None:
-    """Draw tokens/s of each contestant as a bar with quartiles, labelled with what it sends."""
-    from matplotlib.figure import Figure
-
-    tokens = task.batch * task.seq_len
-    speeds = [quartiles([tokens / time for time in times]) for times in seconds.values()]
-    medians = [median for _, median, _ in speeds]
-    below, above = zip(*((median - lower, upper - median) for lower, median, upper in speeds))
-    figure = Figure(figsize=(7, 1 + 0.4 * len(seconds)), layout="constrained")
-    axes = figure.subplots()
-    bars = axes.barh(
-        list(seconds), medians, xerr=(below, above), color="#7a9cc6", ecolor="#444", capsize=3
-    )
-    axes.bar_label(bars, [sent_text(cost) for cost in costs.values()], padding=5, fontsize=8)
-    axes.invert_yaxis()  # the first contestant on top, as in the table
-    axes.margins(x=0.25)  # room for the labels
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens/s with quartiles; label: what a rank sends in a step")
-    axes.set_title(f"{task.name}, {task.batch} x {task.seq_len} tokens per step")
-    figure.savefig(file, dpi=150)

@@ -55,11 +55,11 @@ Contestants = dict[str, Callable[[], object]]  # name -> what runs its step
 Seconds = dict[str, list[float]]  # contestant -> its time in each round
 
 
-def time_interleaved(contestants: Contestants, repeats: int, what: str = "rounds") -> Seconds:
+def time_interleaved(contestants: Contestants, repeats: int) -> Seconds:
     """Call every contestant once in each of `repeats` rounds, after one that warms up and does not
-    count. `what` begins the lines of progress."""
+    count."""
     seconds = {name: [] for name in contestants}
-    for _ in with_progress(range(repeats + 1), what):
+    for _ in with_progress(range(repeats + 1), "rounds"):
         for name, step in contestants.items():
             if dist.is_initialized():
                 dist.barrier()  # a rank that still runs the previous contestant would disturb
@@ -413,12 +413,12 @@ def describe_machine(world: World) -> dict:
     }
 
 
-def check_writable(files: dict[str, Path | None]) -> None:
-    """Raise UserError where rank 0 could not write results to `files` (flag -> its value)."""
-    for flag, file in files.items() if is_rank_zero() else ():
-        if file and not file.parent.is_dir():
+def check_writable(flag: str, file: Path | None) -> None:
+    """Raise UserError where rank 0 could not write the results to the file that a flag names."""
+    if file and is_rank_zero():
+        if not file.parent.is_dir():
             raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")
-        if file and file.is_dir():
+        if file.is_dir():
             raise UserError(f"{flag} {file} is a directory: give a file in it")
 
 

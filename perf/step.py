@@ -1,7 +1,7 @@
 """`bench.py step`: measure where the time of a training step goes, and which flag would shorten it.
 
     torchrun --nproc-per-node 2 bench.py step --model small --dp fsdp     and train.py's other flags
-    torchrun --nproc-per-node 2 bench.py step-lora --init out/tiny        and finetune_lora.py's
+    torchrun --nproc-per-node 2 bench.py step --lora --init out/tiny      and finetune_lora.py's
 
 It trains as the script would, but writes no files. Four variants of a step are measured:
 
@@ -69,7 +69,7 @@ from runs.setup import Job
 from techniques import schedules
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
-from techniques.schedules import Action, Span
+from techniques.schedules import Action
 from text.batch import Batch
 from train import accumulate, train_step, update, zero_gradients
 
@@ -95,24 +95,16 @@ class Training:
         return [dim for dim in DIMS if getattr(self.world.parallel, dim) > 1]
 
 
-def measure_step(
-    training: Training, repeats: int, plot: Path | None, json_file: Path | None
-) -> str:
-    """Return tables and the verdict; write figures to --json, and draw a pipeline's step to --plot.
-    All ranks call it together."""
+def measure_step(training: Training, repeats: int, json_file: Path | None) -> str:
+    """Return tables and the verdict; write figures to --json. All ranks call it together."""
     print_rank_zero(f"{WARM_UP_STEPS} steps to warm up", file=sys.stderr)
-    start = time.perf_counter()
-    plain_step(training, next(training.batches))
-    first_step = time.perf_counter() - start
-    for _ in range(WARM_UP_STEPS - 1):
+    for _ in range(WARM_UP_STEPS):
         plain_step(training, next(training.batches))
     memory, counted = count_step(training)
     attentions = counted.attentions if counted else profile_attention(training)
     rounds = time_variants(training, repeats)
-    if plot:
-        draw(training, plot)
     text, figures = report(training, rounds, memory, counted, attentions)
-    write_json(json_file, figures | {"first_step": first_step})
+    write_json(json_file, figures)
     return text
 
 
@@ -157,15 +149,10 @@ class TimeStamps:
 
     def seconds(self) -> dict[str | Action, float]:
         """Return the total seconds of each part, and of each action of a pipeline."""
-        return {part: sum(self.between(*pair) for pair in pairs)
-                for part, pairs in self.closed.items()}  # fmt: skip
-
-    def spans(self) -> list[Span]:
-        """Return when each action of a pipeline was computed, since the pass began."""
-        ((start, _),) = self.closed["pass"]
-        return [Span(part, self.between(start, a), self.between(start, b))
-                for part, pairs in self.closed.items() if isinstance(part, Action)
-                for a, b in pairs]  # fmt: skip
+        seconds = {}
+        for part, pairs in self.closed.items():
+            seconds[part] = sum(self.between(begin, end) for begin, end in pairs)
+        return seconds
 
 
 @contextlib.contextmanager
@@ -406,15 +393,11 @@ def report(
     ]
     if min(facts.shares.values()) < -0.05:
         lines.append("these times are too noisy: use a quieter machine or more --repeats")
-    config = work.model.config  # as usual MFU counts all of attention's scores, half are masked
-    masked = 6 * config.n_layers * config.q_dim * work.seq_len
     figures = {
         "tokens_per_second": speed,
         "seconds": [lower, step, upper],
         "mfu": mfu,
-        "causal_mfu": mfu and mfu * (1 - masked / flops),
         "parts": parts,
-        "time_stamps": overheads[1] / 100,
     } | {f"{kind.replace(' ', '_')}_bytes": nbytes for kind, nbytes in memory.items()}
     return "\n".join(lines + [f"- {sentence}" for sentence in verdict(facts)]), figures
 
@@ -430,7 +413,9 @@ def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
             if isinstance(part, Action):
                 times[part.kind, part.stage].append(time_of_action)
     own = {key: statistics.median(values) for key, values in times.items()}
-    typical = {key: s for of_rank in gather_pipeline(own, world) for key, s in of_rank.items()}
+    of_ranks = [None] * parallel.pp
+    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
+    typical = {key: s for of_rank in of_ranks for key, s in of_rank.items()}
     shape = parallel.pp, microbatches, parallel.stages_per_rank
     schedule = schedules.make_schedule(parallel.schedule, *shape)
     even = schedules.check_schedule(schedule, microbatches, parallel.pp * parallel.stages_per_rank)
@@ -442,21 +427,3 @@ def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
         f"schedule alone, {schedules.bubble(timed):.1%} with the measured time of each stage, "
         f"{measured:.1%} measured"
     )
-
-
-def draw(training: Training, file: Path) -> None:
-    """Draw a step with time stamps: the ranks of rank 0's pipeline. All ranks call it together."""
-    world, batch = training.world, next(training.batches)
-    dist.barrier()  # the spans of all ranks begin now
-    of_ranks = gather_pipeline(marked_step(training, [], batch).spans(), world)
-    if world.rank == 0:
-        seconds = max(of_rank[-1].end for of_rank in of_ranks)
-        title = f"{world.parallel.schedule}, measured: {seconds:.3g} s of forward and backward"
-        file.write_text(schedules.draw_svg(of_ranks, title))
-
-
-def gather_pipeline(own: object, world: World) -> list:
-    """All-gather an object from every rank of this rank's pipeline."""
-    of_ranks = [None] * world.parallel.pp
-    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
-    return of_ranks

@@ -186,11 +186,6 @@ def optimizer_levers(facts: Facts) -> list[str]:
     return levers
 
 
-def other_levers(facts: Facts) -> list[str]:
-    levers = ["a larger --batch does this less often"]
-    return levers + ["bench.py comm names a slow link"] * (facts.parallel.size > 1)
-
-
 class Rule(NamedTuple):
     what: str  # verb phrase: what the step does in this part
     levers: Callable[[Facts], list[str]]
@@ -213,5 +208,8 @@ RULES = {
         threshold=0.05,
     ),
     "optimizer": Rule("updates weights", optimizer_levers, threshold=0.15),
-    "other": Rule("clips gradients, or waits for other ranks", other_levers),
+    "other": Rule(
+        "clips gradients, or waits for other ranks",
+        lambda facts: ["a larger --batch does this less often"],
+    ),
 }

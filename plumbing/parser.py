@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
-            similar = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            similar = difflib.get_close_matches(flag, self._option_string_actions, 1, 0.8)
             hint = f": did you mean {similar[0]}?" if similar else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown

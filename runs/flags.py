@@ -159,5 +159,3 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--profile", action="store_true",
                      help="write a trace of three steps to OUT/trace-RANK.json, for "
                           "chrome://tracing")
-    run.add_argument("--log-every", type=positive_int, default=10,
-                     help="steps between progress lines (default: %(default)s)")

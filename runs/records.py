@@ -31,7 +31,7 @@ from text.tokenizer import Tokenizer
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
 # the same experiment, or refused.
 RESUMABLE_FLAGS = (
-    "out resume save_every async_save keep eval_every eval_windows log_every profile prompt merge "
+    "out resume save_every async_save keep eval_every eval_windows profile prompt merge "
     "time_limit val_data exam keep_best microbatch device "
     "model dim n_layers n_heads n_kv_heads ffn_dim tokenizer "
     "rank alpha dropout rslora targets data_checksum"
@@ -66,7 +66,7 @@ class Recorder:
             note_step(None)
 
     def measure(self, step: int, totals, lr: float) -> dict:
-        """Return the metrics of a step that has just ended; print them every --log-every steps.
+        """Return the metrics of a step that has just ended; print those of every tenth step.
         `totals` are train.py's Totals."""
         args, now = self.args, time.perf_counter()
         seconds = now - self.step_started
@@ -87,7 +87,7 @@ class Recorder:
             "mfu": mfu,
             "memory_bytes": peak_memory(self.world.device),
         }
-        if step in (self.done + 1, args.steps) or step % args.log_every == 0:
+        if step in (self.done + 1, args.steps) or step % 10 == 0:
             left = (now - self.started) / (step - self.done) * (args.steps - step)
             shown_mfu = "" if mfu is None else f"mfu {mfu:.1%}  "
             print_rank_zero(

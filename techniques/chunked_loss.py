@@ -21,7 +21,7 @@ from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
-LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (bench.py loss measures others)
+LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md has others)
 
 
 def tokens_at_a_time(on_gpu: bool) -> int:

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from costs.machines import REACHED
-from perf.evidence import SPREAD, published
+from perf.plan import SPREAD
 
 calibrate = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/calibrate.py")))
 RESULTS = json.loads(calibrate.RESULTS.read_text())
@@ -17,7 +17,7 @@ RESULTS = json.loads(calibrate.RESULTS.read_text())
 
 @pytest.fixture(scope="module")
 def rows():
-    return published()
+    return calibrate.published()
 
 
 def test_the_constants_are_those_that_fit_best(rows):

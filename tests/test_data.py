@@ -42,8 +42,7 @@ def test_tokenize_files_and_lines(tmp_path):
     lines = [f"line {i}" for i in range(200)]
     (source / "c.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines))
     out = tmp_path / "out"
-    succeed("data.py", "tokenize", source, "--tokenizer", "bytes", "--out", out,
-            "--shard-tokens", 500, "--val-fraction", 0.2)  # fmt: skip
+    data.tokenize(find_files([str(source)]), BYTES, out, Reading(val_fraction=0.2), 500)
     texts = [documents(out, split) for split in ("train", "val")]
     assert all(text.startswith("<|begin_of_text|>") for text in texts)
     train, val = (f"<|eot_id|>{text}".split("<|eot_id|><|begin_of_text|>")[1:] for text in texts)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from conftest import ROOT, launch, metrics, refused, slow, succeed
 from exact import FOUR_HEADS, TIED, assert_same, assert_traffic, case, plain_adamw, train
 from test_train import flags, same_losses, weights
+from workers.drill import kill, ranks_of, running
 from workers.train_cases import BATCH, CLIP, SEQ, batch_of, build, initialize
 
 from config import ParallelConfig, Work
 from costs.memory import predict_memory
 from costs.traffic import predict_outer_traffic
 from model import IGNORE, LlamaConfig
-from perf.drill import kill, ranks_of, running
 from perf.instruments import build_on_meta
 from plumbing.processes import UserError, check_restarts
 

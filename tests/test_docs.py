@@ -84,7 +84,8 @@ COMMANDS = [c for page in PAGES for line in shell_lines(page) for c in parse(pag
 
 
 def test_commands_are_found():
-    assert {command.page for command in COMMANDS} == {page.name for page in PAGES}
+    pages = {page.name for page in PAGES} - {"deleted.md"}
+    assert {command.page for command in COMMANDS} == pages
     assert {command.script for command in COMMANDS} >= set(SCRIPTS)
     assert any(command.launcher[:1] == ["perf/two_nodes.sh"] for command in COMMANDS)
 
@@ -151,7 +152,9 @@ def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     copy = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", copy)
-    drawn = {path.name for path in copy.glob("*.svg")} - {"bubble.svg"}  # bench.py step draws that
+    drawn = {path.name for path in copy.glob("*.svg")} - {
+        "bubble.svg"
+    }  # a measured step, no longer drawn
     for path in copy.glob("*.svg"):
         path.unlink()
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
@@ -170,11 +173,8 @@ SMALL = {  # what is appended to the commands
     "generate.py": "--max-new-tokens 3",
     "data.py train-tokenizer": "--vocab-size 600",
     "bench.py limit": "--model tiny --batch 1 --seq-len 32 --repeats 1",
-    "bench.py lora": "--model small --batch 1 --seq-len 32 --repeats 1",  # whole blocks of 4 bits
-    "bench.py loss": "--tokens 64 --vocab-size 512",
     "bench.py compare": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
-    "bench.py comm": "--model tiny --seq-len 32 --repeats 1 --sizes 1024",
-    "bench.py gpu": "--rehearse --parts loss-1b",
+    "bench.py comm": "--model tiny --seq-len 32 --repeats 1",
     "bench.py step": "--model tiny --batch 16 --microbatch 1 --seq-len 32 --repeats 1",
 }
 

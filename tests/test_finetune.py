@@ -117,7 +117,7 @@ def samples_in(out: str) -> list[str]:
 def test_bench_step_measures_fine_tuning(base, sums, tmp_path):
     """Memory and traffic as predicted, with the mask of packed conversations; adapters stay."""
     given = flags(base, sums, tmp_path / "none", batch=8, microbatch=2, dtype="float32", dp="fsdp")
-    out = succeed("bench.py", "step-lora", *given, "--repeats", 2, nproc=2).out
+    out = succeed("bench.py", "step", "--lora", *given, "--repeats", 2, nproc=2).out
     sent = [line.split("each rank sends ")[1] for line in out.splitlines() if "rank sends " in line]
     assert len(set(sent)) == 1 and "all-gather over shard" in sent[0]  # predicted, counted
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]

@@ -51,6 +51,7 @@ REFUSALS = """
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
+1 | train --log-every 50 | unrecognized arguments: --log-every 50; see --help
 1 | train --batch many | --batch ... 'many'
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 mxfp8 --batch 1 | 24 tokens of a microbatch ... multiple of 32
@@ -118,8 +119,6 @@ REFUSALS = """
 1 | tokenize --out {here} | exists: remove it
 1 | tokenize --val-fraction 1 | --val-fraction 1.0 leaves no text: give less than 1
 1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
-1 | tokenize --shard-tokens 0 | --shard-tokens: expected an integer of at least 1, got '0'
-1 | tokenize --shard-tokens 2147483648 | 2147483648 is too many: give less than 2^31
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
 1 | generate.py {base} --temperature=-1 | --temperature: expected a number of at least 0
@@ -148,7 +147,7 @@ REFUSALS = """
 # ----------------------------------------------------------------------------------- bench.py
 1 | bench.py speed | 'speed' ... choose from
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
-1 | step --plot x.svg | --plot draws a pipeline: give --pp 2
+1 | step --plot x.svg | unrecognized arguments: --plot x.svg; see --help
 1 | step --shard 2 | --shard 2 is for --dp hsdp or --dp diloco
 1 | bench.py plan --dp diloco --lora | --dp diloco is not for adapters
 1 | bench.py plan --every 9 | --every is for --dp diloco
@@ -160,19 +159,19 @@ REFUSALS = """
 1 | bench.py compare ddp quick | expected one, ddp ... got 'quick'
 1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
-1 | bench.py compare --plot x.doc | --plot x.doc ... .png
-1 | bench.py compare --plot {out}/x.png | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
-1 | bench.py lora --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
+1 | bench.py lora | bench.py lora is bench.py limit --lora
+1 | bench.py step-lora --init x | bench.py step-lora is bench.py step --lora
+1 | bench.py step --lor | unrecognized arguments: --lor: did you mean --lora?
+1 | bench.py loss | bench.py loss is no more: docs/measured.md has what it measured
 1 | bench.py comm --optimizer muon | this command measures AdamW: leave out --optimizer muon
 1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
-1 | bench.py comm --sizes 0 | --sizes ... '0'
 2 | bench.py comm --out {out}/x | --out {out}/x: there is no directory {out}; make it first
-1 | bench.py gpu --out {here}/x | needs a GPU: --rehearse
-1 | bench.py gpu --out {here}/x --parts x | no part 'x': choose from
-1 | bench.py gpu --out {out}/x | make it first
-1 | bench.py gpu --out {here}/x --docs {out} | --docs {out}: no such file
-1 | bench.py drill --kills 1 --data {corpus} --out {here} | exists: give another --out
+1 | bench.py gpu --out x | bench.py gpu is python docs/gpu.py now
+1 | docs/gpu.py --part A | give --part A --out gpu.json
+1 | docs/gpu.py --part A --out x | needs a GPU of CUDA: --dry-run lists its commands
+1 | bench.py drill --kills 1 | bench.py drill is tests/workers/drill.py now
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
 1 | lab check | check which lab?

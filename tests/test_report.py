@@ -69,7 +69,7 @@ def test_a_run_of_train_is_drawn(tmp_path, corpus):
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 def test_a_browser_draws_every_curve_and_no_markup_of_a_run(tmp_path):
     runs = [read_run(write_run(tmp_path / name, 50, lr=lr)) for name, lr in (("a", 1), ("b", 2))]
-    page = page_of(runs, refresh=False)
+    page = page_of(runs)
     point = "new PointerEvent('pointermove', {clientX: 1e4, clientY: 100})"
     page += f"<script>document.querySelector('svg').dispatchEvent({point})</script>"
     path = tmp_path / "page.html"

@@ -89,10 +89,9 @@ def test_a_step(corpus, tmp_path, parallel):
     assert [f"counted: {line}" for line in predicted] == [x for x in lines if "counted: " in x]
 
 
-def test_a_pipeline(corpus, tmp_path):
-    """Waiting for the other stage is a part; the bubble has three shares, and a picture."""
-    picture = tmp_path / "step.svg"
-    out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", "--plot", picture, nproc=2)
+def test_a_pipeline(corpus):
+    """Waiting for the other stage is a part; the bubble has three shares."""
+    out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", nproc=2)
     assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
     check_memory(memory, ParallelConfig(pp=2, optimizer="muon"), 1, 4)
     predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
@@ -100,7 +99,6 @@ def test_a_pipeline(corpus, tmp_path):
     shares = re.search(r"wait for other stages (.*) by the schedule alone, (.*) with the measured "
                        r"time of each stage, (.*) measured", out)  # fmt: skip
     assert shares[1] == "20.0%" and 0 < float(shares[2].rstrip("%")) < 100
-    assert picture.read_text().count("<rect") == 2 * 2 * 4
 
 
 @pytest.mark.parametrize("names", [["ddp", "fsdp"], slow(["zero1", "reshard none", "tp"])])

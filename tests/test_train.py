@@ -20,6 +20,7 @@ from data import open_windows, window_of
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from runs.flags import add_optimizer_flags
+from runs.records import warn_about_changed_flags
 from text.tokenizer import load_tokenizer
 from train import learning_rate, make_optimizer
 
@@ -243,6 +244,15 @@ def test_what_differs_from_the_run_that_is_resumed_is_said(corpus, tmp_path):
     assert "warning: --seed was 0, is now 1" in other_seed and "sequences that" not in other_seed
     flip(data / "train_000000.bin")
     assert f"warning: --data {data} no longer gives the sequences" in resume(3, seed=1).err
+
+
+def test_a_flag_that_is_gone_is_no_change(capsys):
+    """A run of an older version resumes."""
+    now = {"optimizer": "muon", "seed": 0, "data_checksum": "a"}
+    warn_about_changed_flags(now | {"log_every": 50}, now)
+    assert capsys.readouterr().err == ""
+    warn_about_changed_flags(now | {"seed": 1}, now)
+    assert capsys.readouterr().err == "warning: --seed was 1, is now 0\n"
 
 
 def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, tmp_path):

@@ -1,0 +1,209 @@
+"""What to measure where there is one GPU for half an hour: commands, and what is expected of each.
+
+    python docs/gpu.py --part A --out gpu.json     what decides: rates, a step of 8B, its kernels
+    python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft
+    python docs/gpu.py --part C --out gpu.json     1B, 70B in 4 bits, some tests
+    python docs/gpu.py --part A --dry-run          only lists the commands of a part
+
+A part takes less than nine minutes, its most telling commands first. Each runs in a process of its
+own, which frees its memory and has a time limit; if one fails, the others go on. The same call
+again goes on with what FILE.json does not have, or has as an error. The script finds the project by
+its own path: it has to be copied nowhere. It needs some 120 GB of GPU memory. Expected values are
+those that one NVIDIA H200 gave on 2026-11-26 (docs/measured.md).
+"""
+
+import base64
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from config import ParallelConfig  # noqa: E402
+from model import PRESETS, attend  # noqa: E402
+from parallel import with_mesh  # noqa: E402
+from perf import instruments  # noqa: E402
+from plumbing.parser import Parser  # noqa: E402
+from plumbing.processes import UserError, init_distributed, run  # noqa: E402
+from runs.flags import add_optimizer_flags  # noqa: E402
+from techniques.float8 import float8_product, has_kernel  # noqa: E402
+from train import make_optimizer  # noqa: E402
+
+PART_SECONDS = 530
+LEAST_SECONDS = 60  # that must be left of a part for another command to begin
+NEW = "not measured before"
+
+TOKENS = "--batch 8 --microbatch 2 --seq-len 4096"
+STEP = f"bench.py step {TOKENS} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --model"
+STEP_1B = f"{STEP} llama3.2-1b --checkpointing none"
+STEP_8B = f"{STEP} llama3.1-8b --moments bfloat16 --compile --checkpointing"
+COMPARE = "bench.py compare {} --dtype bfloat16 --repeats 5 --model"
+LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
+QLORA_70B = "llama3.1-70b --batch 2 --seq-len 8192 --lora --base-bits 4"
+PARTS = {  # part -> name, command and what is expected, the most telling first
+    "A": [
+        ("rates", "docs/gpu.py --measure rates", "beside each"),
+        ("8B, selective", f"{STEP_8B} selective", "10,373 tokens/s, 54.0 % MFU, 119.9 GB"),
+        ("kernels of a step of 8B", "docs/gpu.py --measure kernels", NEW),
+        ("8B, weights gathered once", f"{STEP_8B} selective --dp fsdp --reshard none", NEW),
+    ],
+    "B": [
+        ("8B, tensorwise", f"{STEP_8B} selective --float8 tensorwise", NEW),
+        ("8B, full", f"{STEP_8B} full --microbatch 4", "8,910 tokens/s, 46.4 % MFU, 112.3 GB"),
+        ("8B, rowwise", f"{STEP_8B} selective --float8 rowwise", NEW),
+        ("LoRA of 8B", f"{COMPARE.format('compiled')} {LORA_8B} 2", NEW),
+        ("LoRA of 8B by peft", f"{COMPARE.format('transformers')} {LORA_8B} 1", NEW),
+    ],
+    "C": [
+        ("1B", f"{STEP_1B} --compile", "55,281 tokens/s, 50.4 % MFU, 36.7 GB"),
+        ("LoRA of 70B in 4 bits", f"{COMPARE.format('full')} {QLORA_70B}", NEW),
+        ("1B, eager", f"{STEP_1B} --no-compile", NEW),
+        ("1B by transformers", f"{COMPARE.format('transformers')} llama3.2-1b {TOKENS}", NEW),
+        ("tests", "-m pytest -q -m gpu tests/test_gpu_kernels.py", "no test fails"),
+    ],
+}
+
+# ------------------------------------------------------------------------------ measured in here
+
+ON_GPU = torch.cuda.is_available()  # without one, everything is small: does it run?
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+def seconds_of(operation, burst: int = 10) -> float:
+    """Return the median time of an operation. A burst of them hides the start of the first."""
+    bursts = instruments.time_interleaved(
+        {"": lambda: [operation() for _ in range(burst)]}, repeats=7
+    )
+    return statistics.median(bursts[""]) / burst
+
+
+def measure_rates() -> dict[str, str]:
+    """Return the rates of the operations that a training step is made of, in 10^12 a second."""
+    n, head_dim, widths, rates = (8192 if ON_GPU else 64), 128, (32, 8, 8, 32), {}
+    random = partial(torch.randn, device=DEVICE, dtype=DTYPE)
+
+    def add(name: str, operation, amount: float, expected: str) -> None:
+        rates[name] = f"{amount / seconds_of(operation) / 1e12:.3g}, expected {expected}"
+
+    a, b = random(n, n), random(n, n)
+    add("FLOP of a matrix product", lambda: a @ b, 2 * n**3, "785")
+    for recipe, expected in (("tensorwise", "495"), ("rowwise", "481")):
+        if has_kernel(DEVICE, DTYPE, recipe):
+            product = partial(float8_product, a, b, recipe)
+            add(f"FLOP of a product with rounding, {recipe}", product, 2 * n**3, expected)
+    q, k, v, grad = (random(1, n, heads, head_dim).requires_grad_() for heads in widths)
+    attention = lambda: torch.autograd.grad(attend(q, k, v, None), (q, k, v), grad)  # noqa: E731
+    # Two products forward and five backward, of which causality leaves half.
+    add("FLOP of attention", attention, 7 * n * n * 32 * head_dim, "548")
+    source, target = random(8, n, n), random(8, n, n)
+    add("bytes of a copy", lambda: target.copy_(source), 2 * source.nbytes, "4.16")
+    return rates
+
+
+def measure_kernels() -> dict[str, float]:
+    """Return the seconds of a step of 8B, and of the kernels that take most of them."""
+    name, seq_len = ("llama3.1-8b", 4096) if ON_GPU else ("tiny", 32)
+    flags = Parser.defaults(add_optimizer_flags, lr=1e-5, moments="bfloat16")
+    settings = dict(checkpointing="selective", moments=flags.moments)
+    parallel = ParallelConfig(dtype=DTYPE, compile=ON_GPU, **settings)
+    optimizer_of, model = (
+        partial(make_optimizer, args=flags),
+        instruments.build_on_meta(PRESETS[name]),
+    )
+    task = instruments.Task(model, parallel, 4, 2, seq_len, name=name, optimizer_of=optimizer_of)
+    batch = instruments.random_batch(model.config, task.batch, seq_len).to(DEVICE)
+    step = instruments.make_step(task, with_mesh(init_distributed(), parallel), batch)
+    seconds = {"the step": seconds_of(step, burst=1)}
+    with torch.profiler.profile() as profile:
+        step()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    events = [event for event in profile.key_averages() if event.device_type.name != "CPU"]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return seconds | {event.key: event.self_device_time_total / 1e6 for event in events[:20]}
+
+
+MEASURES = dict(rates=measure_rates, kernels=measure_kernels)
+
+# ------------------------------------------------------------------------------ running commands
+
+
+def write_tokenizer(file: Path) -> None:
+    """Write a tokenizer with as many tokens as Llama 3's: all of one and two bytes, some of three.
+    bench.py step trains on text, and its model has as many embeddings as the tokenizer tokens."""
+    sequences = (itertools.product(range(256), repeat=n) for n in (1, 2, 3))
+    tokens = map(bytes, itertools.islice(itertools.chain(*sequences), 128_000))
+    lines = (f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(tokens))
+    file.write_text("".join(lines))
+
+
+def run_command(line: str, directory: Path, timeout: float) -> object:
+    """Return what bench.py writes to --json, the last line of another command, or an error."""
+    (file := directory / "result.json").unlink(missing_ok=True)
+    words = line.replace("TOKENIZER", str(directory / "tokenizer.model")).split()
+    if words[0] == "bench.py":
+        words += ["--json", str(file)]
+    options = dict(cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    try:
+        process = subprocess.run([sys.executable, *words], **options)
+    except subprocess.TimeoutExpired:
+        return f"error: it took more than {timeout:.0f} s"
+    if file.exists():
+        return json.loads(file.read_text())
+    if process.returncode:
+        return f"error: {(process.stdout + process.stderr).splitlines()[-1:]}"
+    return process.stdout.splitlines()[-1]
+
+
+def run_part(part: str, out: Path) -> None:
+    """Run the commands of a part of which FILE.json has no result, and write it after each."""
+    ends = time.monotonic() + PART_SECONDS
+    results = json.loads(out.read_text()) if out.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory) / "tokenizer.model")
+        for name, line, expected in PARTS[part]:
+            if name in results and not str(results[name]["result"]).startswith("error"):
+                continue
+            left = ends - time.monotonic()
+            if left < LEAST_SECONDS:
+                print(f"no time is left for {name} and what follows: the same call goes on")
+                return
+            result = run_command(line, Path(directory), left)
+            where = dict(device=torch.cuda.get_device_name(), torch=torch.__version__)
+            results[name] = dict(command=line, result=result, expected=expected) | where
+            out.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{name}: {json.dumps(result)}\n    expected: {expected}", flush=True)
+
+
+def main() -> None:
+    parser = Parser(description="Measure what one GPU can tell, with a time limit.")
+    parser.add_argument("--part", choices=PARTS, help="the commands to run")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all results")
+    parser.add_argument("--dry-run", action="store_true", help="only list the commands of the part")
+    parser.add_argument("--measure", choices=MEASURES, help="measure this in place of a part")
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(MEASURES[args.measure]()))
+    elif args.part and args.dry_run:
+        for name, line, expected in PARTS[args.part]:
+            print(f"{name}: {expected}\n    python {line}")
+    elif not (args.part and args.out):
+        raise UserError("give --part A --out gpu.json; --part A --dry-run lists the commands")
+    elif not ON_GPU:
+        raise UserError("docs/gpu.py needs a GPU of CUDA: --dry-run lists its commands")
+    else:
+        instruments.check_writable("--out", args.out)
+        run_part(args.part, args.out)
+
+
+if __name__ == "__main__":
+    run(main)
