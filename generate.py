@@ -181,7 +181,8 @@ def load_model(
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 4:
-        check_blocks(config)
+        if reason := check_blocks(config):
+            raise UserError(reason)
         lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
         quantize = partial(add_adapters, lora=lora, base_bits=4)
         model = load_pretrained(directory, dtype, device, quantize)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from config import Work
+from model import LlamaConfig
 from plumbing.devices import has_triton
 from plumbing.processes import UserError
 from techniques.technique import Technique
@@ -122,16 +123,22 @@ def count(parameter: Tensor) -> int:
     return parameter.shape[0] * parameter.shape[1] * BLOCK if parameter.ndim == 3 else 0
 
 
-def refuses(work: Work) -> str:
-    """Rows of a matrix, of which tp ranks have parts, need a whole number of blocks."""
-    config, parallel = work.model.config, work.parallel
+def check_blocks(config: LlamaConfig, tp: int = 1) -> str:
+    """Return why rows of a matrix, of which tp ranks have parts, are no whole number of blocks."""
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
-        if width % (BLOCK * parallel.tp):
-            smaller_tp = "a smaller --tp, or " if parallel.tp > 1 else ""
+        if width % (BLOCK * tp):
+            smaller_tp = "a smaller --tp, or " if tp > 1 else ""
             return (
-                f"--base-bits 4 needs blocks of {BLOCK} weights for each of {parallel.tp} rank(s) "
-                f"along tp, and the base has {flag} {width}: give {smaller_tp}--base-bits 16"
+                f"--base-bits 4 needs blocks of {BLOCK} weights for each of {tp} rank(s) along tp, "
+                f"and the base has {flag} {width}: give {smaller_tp}--base-bits 16"
             )
+    return ""
+
+
+def refuses(work: Work) -> str:
+    parallel = work.parallel
+    if reason := check_blocks(work.model.config, parallel.tp):
+        return reason
     shards_bytes = parallel.shard > 1 and parallel.reshard != "adapters"
     if shards_bytes and torch.__version__ < "2.13":
         return (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow, succeed
+from conftest import slow, step_of, succeed
 from test_finetune import factors, flags, same_run
 from workers.train_cases import build, initialize
 
@@ -16,6 +16,7 @@ from files.safetensors import StoredTensor
 from generate import generate, load_model
 from lora import TARGETS
 from model import LlamaConfig
+from perf.instruments import build_on_meta
 from techniques.nf4 import refuses, rounded
 from text.tokenizer import load_tokenizer
 
@@ -125,11 +126,12 @@ def test_a_run_goes_on_as_on_one_process(base, sums, one_run, tmp_path, nproc, p
 
 @pytest.mark.parametrize("tp, part", [(1, "blocks of 64 weights"), (2, "each of 2 rank(s)")])
 def test_widths_that_blocks_do_not_divide_are_refused(tp, part):
-    config = LlamaConfig(**BLOCKS | dict(ffn_dim=96 if tp == 1 else 192))
-    for config, says in ((config, f"--ffn-dim {config.ffn_dim}"), (LlamaConfig(**BLOCKS), "")):
-        refusal = refuses(step_of(build_on_meta(config), ParallelConfig(tp=tp), 1, 1, 8))
-        assert says in refusal and (not says or part in refusal)
-        assert bool(refusal) == bool(says)
+    def refused(ffn_dim: int) -> str:
+        model = build_on_meta(LlamaConfig(**BLOCKS | dict(ffn_dim=ffn_dim)))
+        return refuses(step_of(model, ParallelConfig(tp=tp), 1, 1, 8))
+
+    narrow = refused(96 * tp)
+    assert part in narrow and f"--ffn-dim {96 * tp}: give" in narrow and not refused(256)
 
 
 def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):

@@ -380,16 +380,14 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
     terms.append(Term(L * tokens * saved * 4, text))
 
     norm = f"last norm and its gradient: {tokens} tokens x 4 x {D} x 4 bytes"
-    # The larger: log softmax, its gradient and that of the logits; or gradients of logits and matrix.
+    # The larger: log softmax, its gradient and the logits'; or gradients of logits and matrix.
     n, of_matrix = (3, 1) if 2 * tokens >= D else (1, 2)
     logits = f"logits{', log softmax, gradients' * (n > 1)}: {tokens} tokens x {V} x {n} x 4 bytes"
     matrix = f"gradient of the output matrix: {V} x {D} x {of_matrix} x 4 bytes"
     in_loss = [Term(tokens * D * 16, norm), Term(tokens * V * n * 4, logits)]
     in_loss.append(Term(V * D * of_matrix * 4, matrix))
     again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
-    text = (
-        f"gradients of stream, silu(gate), gate and up: {tokens} tokens x ({D} + 3 x {F}) x 4 bytes"
-    )
+    text = f"gradients of stream, silu, gate, up: {tokens} tokens x ({D} + 3 x {F}) x 4 bytes"
     in_block = [Term(tokens * (D + 3 * F) * 4, text)]
     if again:
         text = f"the last block, computed again: {tokens} tokens x {sum_again} x 4 bytes"
