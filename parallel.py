@@ -167,7 +167,7 @@ def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split so, with this model and these sequences; "" if it can.
     `more` are techniques of a script that parallelism does not know."""
     others = parallel_layers, context_parallel, pipeline, zero1, diloco
-    asked = *used_techniques(work.parallel), *more, *others
+    asked = *others, *used_techniques(work.parallel), *more
     reasons = (part.refuses(work) for part in asked)
     return next(filter(None, reasons), "")
 

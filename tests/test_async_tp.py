@@ -69,4 +69,4 @@ def test_wrong_flags_are_refused(options, says):
     model = build_on_meta(LlamaConfig(64, 2, 4, 2, 64, vocab_size=101))
     with pytest.raises(UserError, match=says):
         parallel = ParallelConfig(**options, async_tp=True)
-        check_step(step_of(model, parallel, 4, 1, 24), base_bits=16)
+        check_step(step_of(model, parallel, 4, parallel.pp, 24), base_bits=16)
