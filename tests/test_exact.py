@@ -33,7 +33,7 @@ from exact import (
 from pairs import LONG, SHORT, case_name, pairwise, random_walk, with_slow
 from workers.train_cases import BATCH, SEQ
 
-from config import STRATEGIES, Work
+from config import FLAGS, STRATEGIES, Work
 from model import LlamaConfig
 from plumbing.processes import UserError
 from techniques.float8 import RECIPES
@@ -47,21 +47,25 @@ ADAPTERS = {
     "w1 w3": lora_on("w1 w3"),
     "dora": RSLORA | dict(dora=True),
 }
-OPTIONS = dict(
-    dp=("ddp", "zero1", "fsdp", "hsdp"),
-    tp=(1, 2, 4),
-    cp=(1, 2, 4),
-    pp=(1, 2, 4),
-    schedule=("1f1b", "gpipe", "interleaved", "zero-bubble"),
-    reshard=("weights", "none", "all", "adapters"),
-    checkpointing=("none", "selective", "full"),
-    compile=(False, True),
-    offload=(False, True),
-    offload_activations=(False, True),
-    async_tp=(False, True),
-    float8=("none", "tensorwise", "rowwise", "mxfp8"),
-    optimizer=("adamw", "muon"),
-    moments=("float32", "bfloat16"),
+# Fields that are not drawn: sizes that follow from others, the dtype, DiLoCo's (test_diloco.py).
+NOT_DRAWN = "shard", "stages_per_rank", "dtype", "every", "outer_lr", "outer_momentum"
+
+
+def values_of(field) -> tuple:
+    """Return the values that tests draw of a field of ParallelConfig, its default first."""
+    if field.name == "schedule":
+        values = SCHEDULES
+    elif isinstance(field.default, bool):
+        values = (False, True)
+    else:
+        values = field.metadata["choices"] or (1, 2, 4)
+    other_training = [name for name, strategy in STRATEGIES.items() if strategy.own_steps]
+    wanted = dict.fromkeys([field.default, *values])
+    return tuple(value for value in wanted if value not in ("auto", *other_training))
+
+
+OPTIONS = {name: values_of(field) for name, field in FLAGS.items() if name not in NOT_DRAWN}
+OPTIONS |= dict(
     adapters=tuple(ADAPTERS),
     base_bits=(16, 4),
     microbatch=(2, 1, 4),
@@ -198,9 +202,9 @@ def assert_result(ranks: int, given: dict, result: dict, references: dict) -> No
     assert_case(result, given, ranks, reference)
 
 
-def test_every_strategy_schedule_and_recipe_is_drawn():
-    same_step = {name for name, strategy in STRATEGIES.items() if not strategy.own_steps}
-    assert set(OPTIONS["dp"]) == same_step and set(OPTIONS["schedule"]) == SCHEDULES.keys()
+def test_config_names_every_schedule_and_recipe():
+    told = FLAGS["schedule"].metadata["help"]
+    assert all(f"{name}," in told for name in SCHEDULES)
     assert set(OPTIONS["float8"]) == {"none", *RECIPES}
 
 
