@@ -24,8 +24,8 @@ from costs.traffic import (
 )
 from parallel import World, refusal
 from plumbing.processes import Process, memory_of_others, print_rank_zero, with_progress
-from techniques import nf4
 from techniques.schedules import has_w
+from techniques.technique import Technique
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 # --checkpointing, --offload-activations: the later, the less memory and the more time.
@@ -274,18 +274,15 @@ def order(plan: Plan) -> tuple:
 
 
 def every_plan(
-    work: Work, gpus: int, machine: Machine, wanted: dict[str, object]
+    work: Work, gpus: int, machine: Machine, wanted: dict[str, object], *techniques: Technique
 ) -> Iterator[Plan]:
     """Yield every plan for the batch of `work` on a cluster, with the dtypes, the optimizer and
     the products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
 
     On a machine that was measured, leave out plans with groups of ranks that were not."""
     config, requested = work.model.config, work.parallel
-    in_4_bits = any(not parameter.is_floating_point() for parameter in work.model.parameters())
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
-    blocks = nf4.BLOCK if in_4_bits else 1  # that tp cuts between
-    largest = math.gcd(gpus, config.n_kv_heads, config.dim // blocks, config.ffn_dim // blocks)
-    tp_sizes = divisors(largest)
+    tp_sizes = divisors(math.gcd(gpus, config.n_kv_heads, config.dim, config.ffn_dim))
     for tp, pp in with_progress(list(itertools.product(tp_sizes, divisors(gpus))), "plans"):
         data_ranks, rest = divmod(gpus, tp * pp)
         if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
@@ -311,7 +308,7 @@ def every_plan(
                 settings = vars(parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
                 planned = replace(work, parallel=parallel, microbatch=microbatch)
-                if matches and is_measured(parallel, machine) and not refusal(planned):
+                if matches and is_measured(parallel, machine) and not refusal(planned, *techniques):
                     yield Plan(planned, machine)
 
 

@@ -19,7 +19,6 @@ from config import ParallelConfig, Work
 from model import Llama
 from parallel import style_of, used_techniques
 from techniques.chunked_loss import tokens_at_a_time
-from techniques.nf4 import count
 from techniques.parallel_layers import planned_dims
 from techniques.pipeline import part_of
 
@@ -38,8 +37,11 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     config, weights = model.config, 0
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            for matrix in layer.parameters():
-                weights += (6 if matrix.requires_grad else 4) * count(matrix)
+            weights += (
+                (6 if layer.weight.requires_grad else 4) * layer.in_features * layer.out_features
+            )
+            others = [p for p in layer.parameters() if p is not layer.weight and p.requires_grad]
+            weights += 6 * sum(p.numel() for p in others)  # of adapters
     return weights + 3 * 4 * config.n_layers * config.q_dim * seq_len
 
 

@@ -31,6 +31,7 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.processes import UserError
+from techniques import nf4
 
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
 # was predicted, by kind_of their configuration (docs/calibrate.py).
@@ -87,7 +88,9 @@ class Question:
         return min(self.gpus, self.machine.per_node)
 
     def plans(self) -> Iterator[Plan]:
-        return every_plan(self.work, self.gpus, self.machine, self.wanted)
+        in_4_bits = any(not p.is_floating_point() for p in self.work.model.parameters())
+        more = [nf4.TECHNIQUE] if in_4_bits else []
+        return every_plan(self.work, self.gpus, self.machine, self.wanted, *more)
 
     def fits(self, **changes) -> bool:
         """Return whether some plan fits in memory, with other values of some fields."""

@@ -23,7 +23,6 @@ from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
 from plumbing.processes import UserError, clock, note_step, print_rank_zero
-from techniques.nf4 import count
 from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.schedules import bubble, check_schedule, make_schedule
 from text.tokenizer import Tokenizer
@@ -204,7 +203,10 @@ def describe_run(
     data.row_of's."""
     known = type(optimizer) in (Muon, torch.optim.AdamW, BFloat16AdamW) or world.size == 1
     note = "\nnote: the predicted traffic is AdamW's; bench.py step counts this one's"
-    parameters = sum(count(p) for p in model.parameters())
+    with torch.device("meta"):
+        base = dict(Llama(model.config).named_parameters())
+    added = [p for name, p in model.named_parameters() if name not in base and p.requires_grad]
+    parameters = sum(p.numel() for p in [*base.values(), *added])
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
     notes = [technique.about(model, world) for technique in used_techniques(world.parallel)]

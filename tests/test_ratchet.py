@@ -1,0 +1,66 @@
+"""In how many run-time files a technique is named. The numbers may only fall.
+
+A technique that many files name cannot be changed, or understood, in one place. Counted are its
+flags, its field, its functions and classes, and every attribute that only it sets, in code and in
+strings, but not in docstrings and comments. Merging files or renaming is no saving. A new technique
+starts at 6 files or fewer: its own one or two, config.py, parallel.py's list, and what it truly is
+elsewhere."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from test_layout import FILES
+
+# technique -> the most files, and a pattern of its words
+RATCHET = {
+    "float8": (20, r"float8|Float8|8_bits|\brecipes?\b|recipes_of"),
+    "4 bits": (20, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
+    "LoRA": (30, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
+    "context parallelism": (
+        25,
+        r"\bcp\b|--cp\b|cp_mesh|context_parallel|share_sequences|own_tokens",
+    ),
+    "Muon": (14, r"[mM]uon\b|muon_|_muon"),
+    "moments": (16, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
+    "async TP": (15, r"async_tp|async-tp|in_chunks|saves_chunks"),
+    "offloaded activations": (14, r"offload_activations|offload-activations"),
+    "DiLoCo": (15, r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks"),
+    "chunked loss": (8, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
+    "ZeRO-1": (14, r"zero1|ZeRO1|optimizer_slice|grads_in_buckets"),
+    "recomputation": (20, r"checkpointing\b|saved_products|recompute_and"),
+}
+
+
+def words_of(source: str) -> Iterator[str]:
+    """Yield the identifiers and the strings of Python code that are no docstrings."""
+    tree = ast.parse(source)
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(
+            node
+        ):
+            docstrings.add(node.body[0].value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node not in docstrings:
+                yield node.value
+        for name in ("id", "attr", "arg", "name", "module", "asname"):
+            if isinstance(word := getattr(node, name, None), str):
+                yield word
+
+
+def files_that_name(pattern: str, files=FILES) -> list[str]:
+    wanted = re.compile(pattern)
+    return [
+        name for name, path in files.items() if any(map(wanted.search, words_of(path.read_text())))
+    ]
+
+
+@pytest.mark.parametrize("technique", RATCHET)
+def test_no_more_files_name_a_technique(technique):
+    most, pattern = RATCHET[technique]
+    named = files_that_name(pattern)
+    assert named, "the pattern matches nothing: the technique has other words now"
+    assert len(named) <= most, named
