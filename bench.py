@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import finetune_lora
 import train
@@ -42,12 +43,11 @@ from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
 from data import read_ahead, row_of
 from lora import LoRA
-from model import PRESETS
-from parallel import with_mesh
+from model import PRESETS, Llama
+from parallel import World, with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.drill import measure_drill
-from perf.equal import measure_equality
 from perf.gpu import measure_gpu
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit, measure_loss
@@ -57,14 +57,17 @@ from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
+from runs.equal import compare_steps
 from runs.flags import (
     add_finetuning_flags,
     add_optimizer_flags,
     add_parallel_flags,
     add_pretraining_flags,
 )
+from runs.records import Totals
 from runs.rules import check_meetings, requested_parallel
 from runs.setup import build, choose_work, prepare_pretraining, setup
+from text.batch import Batch
 
 # fmt: off
 
@@ -363,8 +366,14 @@ def equal(args: argparse.Namespace) -> str:
     world = with_mesh(process, work.parallel)
     rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
-    optimizer_of = partial(train.make_optimizer, args=args)
-    return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
+
+    def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
+        return train.update(train.make_optimizer(model, args), loss, batch, 1.0, world, step=1)
+
+    accumulate = partial(train.accumulate, microbatch=work.microbatch)
+    given = job.whole.config, job.initialize, *batches, world
+    first, phases = compare_steps(*given, accumulate, update)
+    return f"{phases}\n{first or 'the steps are equal'}"
 
 
 def drill(args: argparse.Namespace) -> str:

@@ -24,13 +24,7 @@ from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
 from plumbing.shards import assign_shard
 from runs import records, rules
-from runs.check_model import (
-    Accumulate,
-    check_equal_replicas,
-    check_model,
-    generation_caveat,
-    layers_caveat,
-)
+from runs.equal import check_equal_replicas, check_model, notes
 from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -152,7 +146,7 @@ def choose_work(
 
 
 def build(
-    args: argparse.Namespace, job: Job, process: Process, accumulate: Accumulate
+    args: argparse.Namespace, job: Job, process: Process, accumulate: Callable
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return what a training step calls, and the step's work. `accumulate` is
     train.py's, with which a small model is tried first."""
@@ -172,8 +166,7 @@ def build(
             sent = describe_traffic(outer, parallel)
             print_rank_zero(f"every {parallel.every} steps, also {sent}")
         print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(generation_caveat(job.whole.config))
-    print_rank_zero(layers_caveat(job.whole, parallel.float8))
+    print_rank_zero(notes(job.whole, parallel.float8))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner, work

@@ -14,7 +14,7 @@ import text.batch as batch_py
 from model import Llama, LlamaConfig, document_mask, rotate
 from parallel import ParallelConfig
 from plumbing.processes import UserError
-from runs.check_model import check_documents
+from runs.equal import check_documents
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch, Documents
 

@@ -15,7 +15,6 @@ from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
 from perf.instruments import Counted, Live
-from runs import setup
 
 FUNCTION = "cross_entropy"
 ABOUT = "the loss of logits that nobody has whole"
@@ -268,4 +267,3 @@ def install(cross_entropy: Callable) -> None:
         return cross_entropy(logits, targets.flatten(), vocabulary.start)
 
     parallel.chunked_loss = loss
-    setup.check_model = lambda *_: None  # it would find a wrong loss before training
