@@ -33,7 +33,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import finetune_lora
 import train
@@ -43,8 +42,8 @@ from costs.seconds import measured_machine, read_measurement
 from costs.work import Work
 from data import read_ahead, row_of
 from lora import LoRA
-from model import PRESETS, Llama
-from parallel import World, with_mesh
+from model import PRESETS
+from parallel import with_mesh
 from perf.comm import SIZES, measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.drill import measure_drill
@@ -64,10 +63,8 @@ from runs.flags import (
     add_parallel_flags,
     add_pretraining_flags,
 )
-from runs.records import Totals
 from runs.rules import check_meetings, requested_parallel
 from runs.setup import build, choose_work, prepare_pretraining, setup
-from text.batch import Batch
 
 # fmt: off
 
@@ -367,13 +364,13 @@ def equal(args: argparse.Namespace) -> str:
     rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
 
-    def update(model: Llama, loss: Tensor, batch: Batch, world: World) -> Totals:
+    def update(model, loss, batch, world):
         return train.update(train.make_optimizer(model, args), loss, batch, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     given = job.whole.config, job.initialize, *batches, world
-    first, phases = compare_steps(*given, accumulate, update)
-    return f"{phases}\n{first or 'the steps are equal'}"
+    first = compare_steps(*given, accumulate, update)
+    return f"the steps differ {first}" if first else "the steps are equal"
 
 
 def drill(args: argparse.Namespace) -> str:

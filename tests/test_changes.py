@@ -226,8 +226,6 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
-    "a mean of heads": (
-        {"(q, k, v, mask).flat": "(q - q.mean(2, keepdim=True), k, v, mask).flat"}, dict(tp=2), TP),
     "a sum before w3": (
         {"self.w1(x), self.w3(x)": "self.w1(x), self.w3(x + 1)"}, dict(tp=2, async_tp=True),
         "leave out --async-tp"),
@@ -237,7 +235,7 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
 }  # fmt: skip
 
 
-SLOW = ("a mean of heads", "a sum before w3", "a sum of logits")
+SLOW = ("a sum before w3", "a sum of logits")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in REFUSED])

@@ -27,8 +27,8 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3814, "techniques": 2851, "text": 1373, "files": 1674, "runs": 1269,
-    "costs": 1874, "perf": 3482, "plumbing": 957, "labs": 10658, "tests": 15050,
+    "top": 3818, "techniques": 2853, "text": 1373, "files": 1662, "runs": 1295,
+    "costs": 1879, "perf": 3291, "plumbing": 957, "labs": 10655, "tests": 15045,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
