@@ -41,7 +41,6 @@ from model import PRESETS
 from parallel import with_mesh
 from perf.comm import measure_comm
 from perf.compare import CONTESTANTS, measure_compare
-from perf.equal import measure_equality
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit
 from perf.plan import Question, plan_cluster
@@ -49,6 +48,7 @@ from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
+from runs.equal import compare_steps
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from runs.rules import check_meetings
 from runs.setup import build, choose_work, prepare_pretraining, setup
@@ -297,8 +297,14 @@ def equal(args: argparse.Namespace) -> str:
     world = with_mesh(process, work.parallel)
     rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
-    optimizer_of = partial(train.make_optimizer, args=args)
-    return measure_equality(job, world, *batches, work.microbatch, optimizer_of)
+
+    def update(model, loss, batch, world):
+        return train.update(train.make_optimizer(model, args), loss, batch, 1.0, world, step=1)
+
+    accumulate = partial(train.accumulate, microbatch=work.microbatch)
+    given = job.whole.config, job.initialize, *batches, world
+    first = compare_steps(*given, accumulate, update)
+    return f"the steps differ {first}" if first else "the steps are equal"
 
 
 def plan(args: argparse.Namespace) -> str:

@@ -70,7 +70,6 @@ from files.directories import (
 )
 from files.gguf import Q8_0, DType, save_gguf
 from files.optimizer_state import optimizer_state
-from files.published import check_computes_llama
 from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
@@ -417,7 +416,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
-    check_computes_llama(config.qk_norm)
+    formats.check_computes_llama(config.qk_norm)
     if dtype == Q8_0 and format != "gguf":
         raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
     if dtype and format != "gguf":  # which keeps norms in float32

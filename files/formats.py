@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from files import published
 from files.safetensors import StoredTensor, Weights, open_safetensors, save_safetensors
-from model import Llama, LlamaConfig
+from model import KVCache, Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.tokenizer import Tokenizer, save_tokenizer
 
@@ -124,6 +125,33 @@ def check_weights(
             messages.append(f"it {problem.format(len(names))}: {', '.join(some)}")
     if messages:
         raise UserError(f"the weights in {source} are not {model}'s: {'; '.join(messages)}")
+
+
+def check_computes_llama(qk_norm: bool = False) -> None:
+    """Raise UserError if model.py no longer computes the logits of a published Llama, or of a Qwen3
+    with `qk_norm`."""
+    logits, config = published.LOGITS, published.CONFIG
+    if qk_norm:
+        logits, config = published.QWEN3_LOGITS, published.QWEN3
+    if not (published.computes(logits, config) and attends_to_everything(config)):
+        raise UserError(
+            "model.py has been changed and no longer computes a published Llama: other programs "
+            "would compute other logits from the exported weights"
+        )
+
+
+@torch.enable_grad()
+def attends_to_everything(config: LlamaConfig) -> bool:
+    """Return whether logits have a gradient at the first of 32,768 cached tokens in each layer: in
+    a sliding window, which may be longer than published.TOKENS, they have none."""
+    model, cache = published.with_fixed_weights(Llama(config).double()), KVCache()
+    position = cache.add_positions(torch.arange(32_768)[None])[:, -1:] + 1
+    shape = 1, 32_768, config.n_kv_heads, config.head_dim
+    values = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in model.layers]
+    for layer, value in enumerate(values):
+        cache.add(layer, torch.zeros_like(value), value)
+    model(torch.zeros_like(position), positions=position, cache=cache).sum().backward()
+    return all(value.grad[:, 0].any() for value in values)
 
 
 class JsonFile(dict):

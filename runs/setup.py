@@ -22,15 +22,10 @@ from parallel import World, parallelize, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
-from plumbing.shards import assign_shard
+from plumbing.shards import assign_shard, to_local
 from runs import records, rules
-from runs.check_model import (
-    Accumulate,
-    check_equal_replicas,
-    check_model,
-    generation_caveat,
-    layers_caveat,
-)
+from runs.changed import check_documents, notes
+from runs.equal import check_model
 from techniques.technique import Technique
 from text.corpora import Reading
 from text.exams import Exam
@@ -153,8 +148,26 @@ def choose_work(
     return replace(work, parallel=parallel), reason
 
 
+@torch.no_grad()
+def check_equal_replicas(model: nn.Module, world: World) -> None:
+    """Raise UserError where ranks that should have the same weights have different ones, as with
+    other files on a second node. Compares norms, and sums of codes."""
+    local = [to_local(p) for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm([p for p in local if p.is_floating_point()])
+    codes = sum(p.sum() for p in local if not p.is_floating_point())  # NF4
+    pp, replicate = world.parallel.pp, world.parallel.replicate
+    norms = world.all_gather_scalars([norm, codes]).view(pp, replicate, -1, 2)
+    differs = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).any(-1)
+    if different := differs.flatten().nonzero().flatten().tolist():
+        raise UserError(
+            f"ranks {different} begin with other weights than the first replica: give every node "
+            f"the same files, and draw weights from generator_for(name, seed) as "
+            f"Llama.init_weights does"
+        )
+
+
 def build(
-    args: argparse.Namespace, job: Job, process: Process, accumulate: Accumulate
+    args: argparse.Namespace, job: Job, process: Process, accumulate: Callable
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return what a training step calls, and the step's work. `accumulate` is
     train.py's, with which a small model is tried first."""
@@ -167,6 +180,7 @@ def build(
     traffic = predict_traffic(work)
     world = with_mesh(process, parallel)
     check_model(job.whole.config, world, accumulate)
+    check_documents(job.whole.config, world)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world, work.microbatches))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
@@ -175,8 +189,7 @@ def build(
             sent = describe_traffic(outer, parallel)
             print_rank_zero(f"every {parallel.every} steps, also {sent}")
         print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(generation_caveat(job.whole.config))
-    print_rank_zero(layers_caveat(job.whole, parallel.float8))
+    print_rank_zero(notes(job.whole, parallel.float8))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner, work

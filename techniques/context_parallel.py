@@ -49,15 +49,23 @@ from text.batch import Batch, Documents, document_starts, flat_starts, kernel_wi
 
 
 def refuses(work: Work) -> str:
-    """Return why sequences cannot be cut into two equal chunks for each of cp ranks, in a line, or
-    "". Padding would do, too, but a length that can be cut costs less."""
-    cp, seq_len = work.parallel.cp, work.seq_len
-    if cp == 1 or seq_len % (2 * cp) == 0:
+    """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks:
+    padding would do, too, but a length that can be cut costs less."""
+    cp, seq_len, head_dim = work.parallel.cp, work.seq_len, work.model.config.head_dim
+    if cp == 1:
         return ""
-    return (
-        f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
-        f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
-    )
+    if seq_len % (2 * cp):
+        return (
+            f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "
+            f"--seq-len {math.ceil(seq_len / (2 * cp)) * 2 * cp}"
+        )
+    widths = kernel_widths("cuda" if work.on_gpu else "cpu", work.parallel.dtype)
+    if widths and head_dim not in widths:
+        return (
+            f"--cp needs heads of a width in {widths} on this device, and they have {head_dim}: "
+            f"choose other --dim or --n-heads, or --dtype float32"
+        )
+    return ""
 
 
 def chunks_of(rank: int, n: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import text.batch as batch_py
 from config import ParallelConfig
 from model import Llama, LlamaConfig, document_mask, rotate
 from plumbing.processes import UserError
-from runs.check_model import check_documents
+from runs.changed import check_documents
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch, Documents
 

@@ -9,7 +9,7 @@ from test_model import to_hugging_face
 from checkpoint import load_pretrained, write_checkpoint
 from files import formats
 from files import published as fingerprint
-from files.published import fixed_weight
+from files.published import with_fixed_weights
 from model import Llama
 from plumbing.processes import UserError
 
@@ -71,11 +71,11 @@ def test_a_parameter_that_hugging_face_has_no_name_for():
 )
 def test_the_fingerprint_is_that_of_transformers(config, expected):
     reference = hugging_face_model(config).double()
-    weights = {name: fixed_weight(name, p) for name, p in Llama(config).named_parameters()}
+    weights = dict(with_fixed_weights(Llama(config).double()).named_parameters())
     reference.load_state_dict(to_hugging_face(config, weights))
     logits = reference.eval()(fingerprint.TOKENS).logits[0, -1, :4]
     torch.testing.assert_close(logits.tolist(), [*expected], rtol=0, atol=1e-5)
-    fingerprint.check_computes_llama(config.qk_norm)
+    formats.check_computes_llama(config.qk_norm)
 
 
 def test_a_model_that_is_loaded_first_is_not_said_to_be_changed(tmp_path, capsys):

@@ -30,7 +30,7 @@ from perf.instruments import Counted, Task, build_on_meta, make_step, random_bat
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
-from runs.check_model import check_documents
+from runs.changed import check_documents
 from runs.flags import add_optimizer_flags
 from text.batch import Batch
 from text.tokenizer import load_tokenizer

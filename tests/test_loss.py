@@ -9,7 +9,7 @@ from workers.losses import CONFIG, LOSSES, ROWS
 
 from files.published import with_fixed_weights
 from model import IGNORE, Llama
-from runs.check_model import small_batch
+from runs.equal import small_batch
 from techniques.chunked_loss import LOSS_CHUNK
 
 

@@ -14,7 +14,6 @@ from labs.machinery.student import check_returned
 from labs.machinery.training import Run
 from model import IGNORE, Vocabulary
 from perf.instruments import Counted, Live
-from runs import setup
 from techniques import chunked_loss
 
 FUNCTION = "cross_entropy"
@@ -267,4 +266,3 @@ def install(cross_entropy: Callable) -> None:
         return cross_entropy(logits, targets.flatten(), vocabulary.vocab_start)
 
     chunked_loss.chunked_loss = loss
-    setup.check_model = lambda *_: None  # it would find a wrong loss before training

@@ -13,7 +13,7 @@ from model import LlamaConfig
 from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
 from plumbing.processes import init_distributed, run
-from runs.check_model import small_batch
+from runs.equal import small_batch
 
 CONFIG = LlamaConfig(32, 1, 4, 2, 24, vocab_size=101)
 ROWS = 45, 15  # sequences, tokens of each: two chunks, and a third of the tokens have no target

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from files.published import fixed_weight
+from files.published import with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
 
 PARTS = (5, 1, 4, 1, 2)  # tokens that join the cache together
@@ -35,10 +35,7 @@ def logits(model: Llama, tokens: torch.Tensor) -> dict:
 
 if __name__ == "__main__":
     given = torch.load(sys.argv[1])
-    model = Llama(LlamaConfig(**given["config"])).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(fixed_weight(name, parameter))
+    model = with_fixed_weights(Llama(LlamaConfig(**given["config"])).double())
     results = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     results["batches"] = {key: losses(model, batch) for key, batch in given["batches"].items()}
     torch.save(results | logits(model, given["batches"][False][0][:1]), sys.argv[2])

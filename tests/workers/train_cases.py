@@ -26,11 +26,11 @@ from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
-from perf.equal import whole_tensor
 from perf.instruments import Counted
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
+from runs.equal import whole_tensor
 from runs.flags import add_optimizer_flags
 from techniques.context_parallel import share_sequences
 from techniques.zero1 import optimizer_parameters

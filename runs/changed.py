@@ -1,0 +1,78 @@
+"""What a changed model.py may have forgotten beside training: attention's kernel for documents is
+compared with its mask, generation with training, and layers that are replaced have to be called."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from files.published import with_fixed_weights
+from model import KVCache, Llama, LlamaConfig
+from parallel import World, set_dtype
+from plumbing.processes import UserError
+from runs.equal import (
+    MODEL_ERRORS,
+    TOLERANCE,
+    describe,
+    relative_difference,
+    small_batch,
+    small_config,
+)
+from text.batch import kernel_widths
+
+
+@torch.no_grad()
+def check_documents(config: LlamaConfig, world: World) -> None:
+    """Raise UserError if a small model has different logits with document_mask and with the kernel
+    that replaces it in training on a GPU."""
+    device, parallel = world.device, world.parallel
+    if config.head_dim not in kernel_widths(device.type, parallel.dtype):
+        return
+    model = with_fixed_weights(Llama(small := small_config(config, 4))).to(device)
+    set_dtype(model, replace(parallel, dp="ddp"))  # by autocast
+    batch = small_batch(1, 1024, small, packed=True).to(device)
+    by_mask = model(batch.tokens, positions=batch.positions)
+    by_kernel = model(batch.tokens, positions=batch.positions, documents=batch.documents)
+    if not relative_difference(by_kernel, by_mask) <= 0.03:  # bfloat16's roundings add up
+        raise UserError(
+            "Documents.attention and document_mask give other logits, since model.py was changed: "
+            "change both alike, or remove the entry of DOCUMENT_KERNELS"
+        )
+
+
+@torch.no_grad()
+def notes(whole: Llama, float8: str) -> str:
+    """Return a line for each way in which a small model differs from what it seems: generation from
+    training; or layers that adapters or 8 bits replace, but that model.py never calls."""
+    model = with_fixed_weights(Llama(small := small_config(whole.config, 4)).double())
+    lines, called, cache, tokens = [], set(), KVCache(), small_batch(2, 6, small).tokens
+    layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+    if not relative_difference(model(tokens, targets=tokens), loss) <= TOLERANCE:
+        lines.append(
+            "note: the loss in validation is not the cross entropy of the logits that generation "
+            "uses: a change to logits belongs in logits_of"
+        )
+    try:
+        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            last = model(tokens[:, part], positions=positions[:, part], cache=cache)
+        is_equal = relative_difference(last[:, 0], logits[:, -1]) <= TOLERANCE
+        problem = "" if is_equal else "computes other logits than training"
+    except MODEL_ERRORS as error:
+        problem = f"fails ({describe(error)})"
+    if problem:
+        lines.append(
+            f"note: generation {problem}: only attention has a cache, and another layer that mixes "
+            f"tokens needs one of its own"
+        )
+    replaces = float8 != "none" or any(not p.requires_grad for p in whole.parameters())
+    for name in sorted(layers.keys() - called) if replaces else ():
+        lines.append(
+            f"note: adapters and 8 bits have no effect in {name}, which model.py does not call: "
+            f"write {name.rpartition('.')[2]}(x) there, not F.linear(x, its weight)"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,251 @@
+"""Check that training computes what model.py says, which may have been changed.
+
+    torchrun --nproc-per-node 2 bench.py equal --tp 2        model.py as it stands, other flags too
+
+A step is taken twice from the same weights, in float64: by a Llama as model.py has it, on one
+process, and by what parallelize() makes of it on this mesh. Compared are the output of every module
+(forward), the loss, the gradient of every output (backward), the gradient of every parameter,
+summed over ranks (reduction), and the weights after the optimizer's step (update). What differs
+first is where to look: all that comes later only follows from it.
+
+`bench.py equal` takes a step of a run's own sizes, and each rank the whole step, too: so choose a
+small --model. At the start of every run a small model takes a step, without an update."""
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck
+from torch.distributed import DistError
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from config import ParallelConfig
+from files.published import with_fixed_weights
+from model import IGNORE, Llama, LlamaConfig
+from parallel import World, parallelize
+from plumbing.processes import UserError
+from plumbing.shards import allocate, chunk_of
+from techniques.context_parallel import own_tokens, share_sequences
+from techniques.schedules import lines_of, read_schedule
+from techniques.zero1 import optimizer_parameters
+from text.batch import Batch
+
+# DTensor warns that gathering a matrix that is sharded twice is slow: here it need not be fast.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
+CAUSES = {  # of a difference, by the field of ParallelConfig or by the phase
+    "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
+    "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
+    'PLAN["layers.*.attention"]',
+    "async_tp": "layers multiply while their input arrives: if model.py does more with it, leave "
+    "out --async-tp",
+    "pp": "under --pp each stage calls Llama.forward on its layers, and is given x alone: move "
+    "what you added there into a block, or do it only where the embedding or the output is",
+    "cp": "under --cp tokens may mix in attend alone, which is given `documents`; if it changes "
+    "scores, let SharedBatch.documents always make masks",
+    "loss": "a loss that depends on other tokens: techniques/chunked_loss.py takes some at a time",
+    "backward": "a .detach(), or a collective whose backward does not sum over ranks",
+    "reduction": "a gradient that is not summed over tp or data ranks (see PLAN), or is scaled by "
+    "their number; a microbatch that counts twice or not at all",
+    "update": "an optimizer that takes a shard for the whole matrix; updates that are not gathered",
+}
+MODEL_ERRORS = TypeError, AttributeError, ValueError, RuntimeError, LookupError
+
+
+def take_step(
+    model: Llama, runner: nn.Module, batch: Batch, world: World, accumulate: Callable, update
+) -> dict[tuple[str, str], Tensor]:
+    """Train a model for one step. Return its tensors by phase and name, in the order of computing.
+    `runner` is the model or what parallelize made of it; for the functions see compare_steps."""
+    outputs = {}  # of each module, one for each microbatch
+
+    def keep(name: str, module: nn.Module, inputs: tuple, output) -> None:
+        recomputes = torch._C._current_graph_task_id() != -1  # in backward, with checkpointing
+        is_compared = isinstance(output, Tensor) and output.ndim > 2  # [B, T, ...]
+        if is_compared and output.requires_grad and not recomputes:
+            output.retain_grad()
+            outputs.setdefault(name, []).append(output)
+
+    for name, module in model.eval().named_modules():  # without dropout
+        module.register_forward_hook(partial(keep, name))
+    batch, parallel = batch.to(world.device), world.parallel
+    loss = accumulate(runner, batch, world=world)
+    # Of the mean over targets. Ranks along tp have the same loss and targets. Along pp all have the
+    # targets, and one the loss. DDP and FSDP have averaged the gradients over the other ranks.
+    sums = world.all_gather_scalars([loss, (batch.targets != IGNORE).sum()]).sum(0) / parallel.tp
+    targets = sums[1] / parallel.pp
+    scale = parallel.replicate * parallel.shard / targets
+    step = {("forward", f"output of {name}"): whole_tensor(*kept) for name, kept in outputs.items()}
+    step["loss", "loss"] = sums[:1] / targets
+    for name, kept in reversed(outputs.items()):
+        if gradients := [output.grad for output in kept if output.grad is not None]:
+            step["backward", f"gradient of the output of {name}"] = whole_tensor(*gradients)
+    for name, parameter in reversed(optimizer_parameters(model).items()):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        step["reduction", f"gradient of {name}"] = whole_tensor(gradient) * scale
+    if update:
+        norm = update(model, loss, batch, world).grad_norm
+        step["update", "norm of the gradient"] = sums.new_tensor(norm)
+        for name, parameter in model.named_parameters():
+            step["update", f"weight {name}"] = whole_tensor(parameter)
+    return step
+
+
+@torch.no_grad()
+def whole_tensor(*parts: Tensor) -> Tensor:
+    """Return a copy of a tensor in parts, which are gathered where they are DTensors."""
+    parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
+    return torch.cat(parts) if parts[0].ndim else parts[0].clone()
+
+
+def own_part(expected: Tensor, found: Tensor, world: World) -> Tensor:
+    """Return the part of `expected` [B, T, ...] that this rank computes as `found`: its rows, its
+    tokens along cp and, unless `found` was gathered over tp, its features or heads."""
+    for dim, (n, own) in enumerate(zip(expected.shape, found.shape)):
+        if n != own and dim == 0:
+            expected = expected[world.data_rank * own :][:own]
+        elif n != own and dim == 1 and world.cp_mesh:
+            expected = own_tokens(expected, world.cp_mesh.get_local_rank(), world.parallel.cp)
+        elif n != own:
+            expected = chunk_of(expected, world.mesh["tp"], 0, dim)
+    return expected
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the norm of the difference over that of `expected`."""
+    return (found - expected).norm() / expected.norm().clamp(min=1e-6)  # 0 but for rounding
+
+
+def compare_steps(
+    config: LlamaConfig, initialize, batch: Batch, own: Batch, world: World, accumulate, update=None
+) -> str:
+    """Compare a step on `batch` in this process with one on the mesh, where `own` is this rank's
+    share. Return where they first differ, and usual causes; "" if they are equal.
+
+    initialize(model) sets weights; accumulate(runner, batch, world=) runs forward and backward, and
+    returns the loss; update(model, loss, batch, world), if any, takes the optimizer's step, and
+    returns its Totals."""
+    with torch.device("meta"):
+        plain, model = Llama(config).double(), Llama(config)
+    allocate(plain, world.device)
+    initialize(plain)
+    alone = replace(world, size=1, parallel=ParallelConfig(dtype=torch.float64))
+    expected = take_step(plain, plain, batch, alone, accumulate, update)
+    runner = parallelize(model, world, initialize)
+    found = take_step(model, runner, own, world, accumulate, update)
+    errors = []
+    for key, tensor in expected.items():
+        mine = found.get(key, tensor)  # another stage of the pipeline may have it
+        part = own_part(tensor, mine, world)
+        errors.append(relative_difference(mine, part) if part.shape == mine.shape else torch.inf)
+    worst = world.all_gather_scalars(errors).max(0).values.tolist()  # of all ranks; NaN, if any is
+    wrong = [(*key, error) for key, error in zip(expected, worst) if not error <= TOLERANCE]
+    # Outputs only show where: a model that splits their work otherwise may be right.
+    if all(phase in ("forward", "backward") for phase, _, _ in wrong):
+        return ""
+    phase, name, error = wrong[0]
+    where = f"first in {phase}: the {name}, relative difference {error:.2g}"
+    return f"{where}; usual causes: {causes(phase, world.parallel)}"
+
+
+def causes(phase: str, parallel: ParallelConfig) -> str:
+    """Return what may cause a difference in a phase."""
+    default = ParallelConfig()
+    is_used = {key: getattr(parallel, key, 0) != getattr(default, key, 0) for key in CAUSES}
+    return "; ".join(CAUSES[key] for key in CAUSES if is_used[key] or key == phase)
+
+
+# ------------------------------------------------------------------------- at the start of a run
+
+
+def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None:
+    """Raise UserError on all ranks if the gradients of a small model are not the slope of its loss,
+    or if it does not train as model.py says."""
+    if world.device.type == "mps":  # which has no float64
+        world = replace(world, device=torch.device("cpu"))
+    check_gradients(small_config(config, 2), world.device)
+    off = dict(compile=False, float8="none", offload=False, offload_activations=False)
+    parallel, n_layers, rows = replace(world.parallel, dtype=torch.float64, **off), 4, 1
+    pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
+    if pp > 1:
+        n_layers = config.n_layers  # so that stages begin where those of the run do
+        schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
+        rows = 1 + max(action.microbatch for order in schedule for action in order)
+    world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
+    # Long rows are several chunks of the loss, and show a sliding window. tp and cp share evenly.
+    length, multiple = 8 if pp > 1 and cp == 1 else 768, 2 * cp * tp
+    T = (length // multiple + 1) * multiple
+    one_by_one = partial(accumulate, microbatch=1)
+    for packed in (False, True) if cp > 1 else (False,):
+        batch = small_batch(rows, T, small, packed).to(world.device)
+        own = share_sequences(batch, world)
+        try:
+            first = compare_steps(small, with_fixed_weights, batch, own, world, one_by_one)
+        except MODEL_ERRORS as error:
+            if isinstance(error, torch.OutOfMemoryError | DistError) or "gloo" in str(error):
+                raise  # not because of the model
+            first = f"an error ({describe(error)}); usual causes: {causes('', parallel)}"
+        if first:
+            raise UserError(f"training does not compute what the changed model.py does, {first}")
+
+
+def describe(error: Exception) -> str:
+    """Return an error of model.py as one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" in line {f.lineno} of model.py" for f in frames if f.filename.endswith("/model.py")]
+    return f"{type(error).__name__}{''.join(lines[-1:])}: {str(error).splitlines()[0]}"
+
+
+def check_gradients(config: LlamaConfig, device: torch.device) -> None:
+    """Raise UserError if the gradient of a parameter is not the slope of the loss, as where the
+    forward of an autograd.Function was changed and its backward was not; or if the loss is not a
+    sum over the targets that are not IGNORE."""
+    model = Llama(config).double()
+    try:
+        model.init_weights()
+    except ValueError as error:  # a parameter without an initial value
+        raise UserError(str(error))
+    with_fixed_weights(model).to(device)
+    tokens, targets, _ = small_batch(1, 8, config).to(device).inputs
+    loss = model(tokens, targets)
+    twice = torch.cat([targets, torch.full_like(targets, IGNORE)])
+    if not relative_difference(model(tokens.repeat(2, 1), twice), loss) < TOLERANCE:
+        raise UserError(
+            "another row without targets changes the loss, since model.py was changed: the loss "
+            "must be a sum over targets, of which IGNORE does not count"
+        )
+
+    def loss_with(name: str, value: Tensor) -> Tensor:
+        return functional_call(model, {name: value}, (tokens, targets))
+
+    options = dict(fast_mode=True, atol=1e-6, rtol=1e-5, nondet_tol=1e-8)
+    options |= dict(check_undefined_grad=False, raise_exception=False)
+    # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
+    for name, parameter in reversed(dict(model.named_parameters()).items()):
+        if not gradcheck(partial(loss_with, name), parameter, **options):
+            raise UserError(
+                f"the gradient of {name} is not the slope of the loss, since model.py was changed: "
+                f"an autograd.Function needs a backward of the same function; plain PyTorch none"
+            )
+
+
+def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
+    """Return `config` with small sizes, which tp divides."""
+    sizes = dict(dim=32 * tp, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp, vocab_size=5 * tp)
+    return replace(config, n_layers=n_layers, **sizes)
+
+
+def small_batch(rows: int, T: int, config: LlamaConfig, packed: bool = False) -> Batch:
+    """Return rows of T tokens, a third of them without a target. If packed, a row has three
+    documents, the second of one token."""
+    index = torch.arange(rows * T).view(rows, T)
+    tokens = index**2 % 61 % config.vocab_size
+    targets = tokens.roll(-1, 1).masked_fill(index % 3 == 0, IGNORE)
+    positions = torch.cat([torch.arange(n) for n in (T // 3, 1, T)])[:T].repeat(rows, 1)
+    return Batch(tokens, targets, positions if packed else None, text_bytes=0)
