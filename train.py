@@ -76,9 +76,13 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
         for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
         if parameters  # an adapter has no norms
     ]
-    adamw = BFloat16AdamW if args.moments == "bfloat16" else partial(torch.optim.AdamW, fused=True)
-    muon = partial(Muon, world=getattr(model, "world", None))  # parallelize has set it
-    optimizer = {"muon": muon}.get(args.optimizer, adamw)(groups, args.lr, betas=(0.9, 0.95))
+    options = dict(lr=args.lr, betas=(0.9, 0.95))
+    if args.optimizer == "muon":
+        optimizer = Muon(groups, **options, world=getattr(model, "world", None))  # parallelize's
+    elif args.moments == "bfloat16":
+        optimizer = BFloat16AdamW(groups, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
     optimizer.register_step_post_hook(all_gather_updates)
     return optimizer
 
