@@ -149,12 +149,14 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
 
 # The techniques in the order in which they change a model: layers before tensor parallelism shards
 # them, blocks after it.
-CHANGES_OF_LAYERS = [float8.TECHNIQUE]
+CHANGES_OF_LAYERS = [
+    float8.TECHNIQUE,  # matrix products in 8 bits
+]
 CHANGES_OF_BLOCKS = [
-    async_tp.TECHNIQUE,
-    chunked_loss.TECHNIQUE,
-    recompute.TECHNIQUE,
-    offload.TECHNIQUE,
+    async_tp.TECHNIQUE,  # tensor parallelism sends while it multiplies
+    chunked_loss.TECHNIQUE,  # the loss of some tokens at a time
+    recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
+    offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*CHANGES_OF_LAYERS, *CHANGES_OF_BLOCKS, optimizers.TECHNIQUE]
 
