@@ -22,9 +22,8 @@ def has_triton(device: torch.device) -> bool:
 
 
 def use_flash_attention_3(device: torch.device) -> bool:
-    """Compute attention by FlashAttention 3 where its package is installed and the GPU is a Hopper,
-    for which it was written; return whether it is. Without it, packed documents have the kernel of
-    FlashAttention 2."""
+    """Compute attention by FlashAttention 3 if its package is installed and the GPU is a Hopper.
+    Return whether it is used. Without it, packed documents have the kernel of FlashAttention 2."""
     is_nvidia = device.type == "cuda" and not torch.version.hip
     is_hopper = is_nvidia and torch.cuda.get_device_capability(device)[0] == 9
     uses_it = is_hopper and importlib.util.find_spec("flash_attn_interface") is not None
@@ -41,8 +40,7 @@ def use_gpu(gpu: int) -> None:
 
 
 def cast_by_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors as autocast, where it is on, gives them to torch's own products. A function
-    that computes products in another way asks for it."""
+    """Return tensors as autocast, if it is on, gives them to torch's own products."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return [*tensors]

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable
+from functools import partial
 
 from plumbing.processes import UserError
 
@@ -21,6 +22,14 @@ class Parser(argparse.ArgumentParser):
         add_flags(parser)
         parser.set_defaults(**given)
         return parser.parse_args([])
+
+    def format_help(self) -> str:
+        """End the help of every flag with its default, if it has one and the help does not."""
+        for action in self._actions:
+            is_off = action.default in (None, [], argparse.SUPPRESS) or action.default is False
+            if not is_off and "(default" not in action.help:
+                action.help += " (default: %(default)s)"
+        return super().format_help()
 
     def parse_known_args(self, args=None, namespace=None):
         """Raise UserError for unknown flags; the message suggests a similar one."""
@@ -40,9 +49,7 @@ def nonnegative_int(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive_int(text: str) -> int:
-    """Argument type: an integer of at least 1."""
-    return nonnegative_int(text, least=1)
+positive_int = partial(nonnegative_int, least=1)
 
 
 class Given(int):

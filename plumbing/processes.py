@@ -95,15 +95,13 @@ class Process:
         """Raise UserError where ranks were given different flags, as can happen on two nodes."""
         mine = {name: str(value) for name, value in flags.items()}
         rank_zero = self.broadcast_from_rank_zero(lambda: mine)
-        if different := [name for name in mine if mine[name] != rank_zero.get(name)]:
-            ours, theirs = (
-                " ".join(f"--{name.replace('_', '-')} {given.get(name)}" for name in different)
-                for given in (mine, rank_zero)
-            )
-            raise UserError(
-                f"rank {self.rank} was started with {ours}, rank 0 with {theirs}: give the same "
-                f"command on every node"
-            )
+        for name, value in mine.items():
+            if value != (other := rank_zero.get(name)):
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(
+                    f"rank {self.rank} was started with {flag} {value}, rank 0 with {flag} "
+                    f"{other}: give the same command on every node"
+                )
         dist.barrier()  # no rank starts before all have compared
 
     def check_same(self, what: str, value: int) -> int:
@@ -278,12 +276,12 @@ class Progress:
     def add(self, amount: float = 1) -> None:
         self.done += amount
         now = time.monotonic()
-        if now - self.printed > self.every and self.done < self.total and is_rank_zero():
+        if now - self.printed > self.every and self.done < self.total:
             self.printed = now
             left = clock((now - self.started) / self.done * (self.total - self.done))
             done, total = (f"{n:,.1f}" if self.unit else f"{n:,}" for n in (self.done, self.total))
-            line = f"{self.what}: {done} of {total}{self.unit}  {left} left"
-            print(line, file=sys.stderr, flush=True)
+            where = f"{done} of {total}{self.unit}"
+            print_rank_zero(f"{self.what}: {where}  {left} left", file=sys.stderr)
 
 
 def with_progress(items: Iterable, what: str, total: int | None = None, **options) -> Iterator:
@@ -325,11 +323,7 @@ _error: Exception | None = None  # that ends this process; where others wait for
 
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function. A user error ends it with one line and exit code 2 on every
-    rank; so does a full or read-only disk.
-
-    The first rank to fail leaves its message in the store, where the others find it and exit, even
-    if the failure interrupted a collective (_fail). A dead rank is noticed after HEARTBEAT_TIMEOUT;
-    with gloo, which sees lost connections, after PEER_LOST_TIMEOUT."""
+    rank; so does a full or read-only disk."""
     try:
         main()
     except KeyboardInterrupt:
@@ -401,9 +395,8 @@ def _fail(
 
 
 def _watch_next_rank(store: dist.Store, rank: int, size: int) -> None:
-    """Watch the next rank from a thread: send a heartbeat every second, expect the next rank's, and
-    end this process when some rank has failed. The store serves a few small requests a second from
-    each rank; training is not disturbed."""
+    """Send a heartbeat every second, expect the next rank's, and end this process when some rank
+    has failed. The store serves a few small requests a second from each rank."""
     other, host = (rank + 1) % size, socket.gethostname()
     last_heartbeat, heard_at = b"", time.monotonic()
     reported = told = -1  # the step after which this rank has reported, and rank 0 has printed
