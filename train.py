@@ -208,7 +208,7 @@ def train(
     done = resume(args, newest, job, optimizer)
     if done >= args.steps:
         return True
-    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources, optimizer))
+    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
     gather_once = fits_unsharded(work, world)
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:

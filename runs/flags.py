@@ -31,8 +31,7 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
         add(f"--{name.replace('_', '-')}", type=positive_int,
             help=f"{name} of the model, in place of the preset's")
     add("--init", type=Path, metavar="DIR",
-        help="initial weights: a checkpoint, or a model directory in Meta's or Hugging Face's "
-             "format (default: random weights)")
+        help="initial weights: a checkpoint, or Meta's or Hugging Face's files (default: random)")
 
     data = parser.add_argument_group("data")
     add = data.add_argument
@@ -40,12 +39,10 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
         help="text files, directories or token files, each with a weight or none, as in a=0.7 "
              "b=0.3 (default: python, the source of Python's standard library)")
     add_reading_flags(data)
-    add("--tokenizer",
-        help="name or tokenizer.model file (default: the one of the data or of --init, or "
-             f"{DEFAULT_TOKENIZER})")
+    add("--tokenizer", help="name or tokenizer.model file (default: that of the data or of --init, "
+                            f"or {DEFAULT_TOKENIZER})")
     add("--seq-len", type=positive_int, default=256, help="tokens per sequence")
-    add("--document-mask", action="store_true",
-        help="no attention across documents that share a sequence")
+    add("--document-mask", action="store_true", help="no attention across documents of a sequence")
     add("--prompt", default="def", help="prompt of the text samples at evaluations")
     add_training_flags(parser)
     parser.set_defaults(lr=None)  # it depends on the optimizer
@@ -55,8 +52,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of finetune_lora.py: base model, data, LoRA, and what all scripts share."""
     add = parser.add_argument_group("base model").add_argument
     add("--init", type=Path, metavar="DIR", required=True,
-        help="the base model: a checkpoint, a run, or a model directory in Meta's or Hugging "
-             "Face's format")
+        help="the base model: a checkpoint, a run, or Meta's or Hugging Face's files")
     add("--tokenizer", help="name or tokenizer.model file (default: the base model's)")
 
     add = parser.add_argument_group("data").add_argument
@@ -68,8 +64,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=positive_int, default=512, help="tokens per row of samples")
     add("--long", choices=["truncate", "drop"], default="truncate",
         help="treatment of samples longer than a row")
-    add("--train-on-prompt", action="store_true",
-        help="count the loss of prompts too, not of answers alone")
+    add("--train-on-prompt", action="store_true", help="count the loss of prompts, too")
 
     add = parser.add_argument_group("LoRA").add_argument
     add("--rank", type=positive_int, default=8, help="rank of the adapters")
@@ -82,8 +77,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--base-bits", type=int, choices=[16, 4], default=16,
         help="4: keep the blocks' frozen matrices in 4 bits (default: the dtype of computation)")
     add("--merge", nargs="?", choices=["last", "best"], const="last",
-        help="write OUT/merged at the end: the model with the adapter added, the last one or that "
-             "of --keep-best (default of --merge: last)")
+        help="write OUT/merged at the end: the model with the last adapter, or with the best one")
     add_training_flags(parser)
     parser.set_defaults(steps=200, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
 
@@ -127,8 +121,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="save and end after so many hours and minutes (default: never)")
     add("--save-every", type=nonnegative_int, default=500,
         help="steps between checkpoints, 0 for one at the end")
-    add("--async-save", action="store_true",
-        help="write checkpoints in the background, from a copy in CPU memory")
+    add("--async-save", action="store_true", help="write checkpoints from a copy, while it trains")
     add("--keep", type=nonnegative_int, default=2, help="newest checkpoints to keep, 0 for all")
     add("--keep-best", action="store_true",
         help="also save at the lowest validation loss so far, and keep that as OUT/best")
@@ -138,7 +131,5 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="validation sequences per evaluation")
     add("--val-data", nargs="+",
         help="data of the same kind to validate on (default: a part of --data)")
-    add("--exam", type=Path, metavar="FILE",
-        help="questions to ask at evaluations, as JSON lines (text/exams.py)")
-    add("--profile", action="store_true",
-        help="write a trace of three steps to OUT/trace-RANK.json, for chrome://tracing")
+    add("--exam", type=Path, metavar="FILE", help="questions to ask at evaluations (text/exams.py)")
+    add("--profile", action="store_true", help="trace three steps, in OUT/trace-RANK.json")

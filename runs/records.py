@@ -23,8 +23,6 @@ from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
 from plumbing.processes import UserError, clock, note_step, print_rank_zero
-from techniques.optimizers import BFloat16AdamW, Muon
-from techniques.schedules import bubble, check_schedule, make_schedule
 from text.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
@@ -105,14 +103,10 @@ class Recorder:
             return
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
-            step, out = metrics["step"], self.args.out
-            lock_directory(out)
-            print(
-                f"warning: {out} was deleted or moved during the run: its config.json and "
-                f"metrics.jsonl begin again at step {step}",
-                file=sys.stderr,
-            )
-            self._open(step - 1)
+            lock_directory(self.args.out)
+            told = f"was deleted or moved: its records begin again at step {metrics['step']}"
+            print(f"warning: {self.args.out} {told}", file=sys.stderr)
+            self._open(metrics["step"] - 1)
         print(json.dumps(metrics), file=self.file)
 
     def _open(self, done: int) -> None:
@@ -176,7 +170,7 @@ def describe_process(world: World, work: Work) -> dict[str, str | int]:
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name() if on_gpu else world.device.type,
         "ranks": world.size,
-        "mesh": describe_mesh(world, work.microbatches) if world.size > 1 else "one rank",
+        "mesh": describe_mesh(world) if world.size > 1 else "one rank",
         "a rank sends, each step": describe_traffic(predict_traffic(work), work.parallel),
     }
 
@@ -186,23 +180,15 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
     ranks = ", ".join(str(i) for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss))
     culprit = f"loss on rank {ranks}" if ranks else "gradient norm"
     return (
-        f"step {step}: the {culprit} is not finite. Nothing was updated; a lower --lr may "
-        f"help, and --resume goes back to the last checkpoint, if one was saved; with --skip-steps "
-        f"{step} it leaves out this batch"
+        f"step {step}: the {culprit} is not finite. Nothing was updated: give a lower --lr, or "
+        f"--resume from the last checkpoint with --skip-steps {step}, which leaves out this batch"
     )
 
 
 def describe_run(
-    args: argparse.Namespace,
-    model: Llama,
-    world: World,
-    sources: list[tuple[int, int]],
-    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace, model: Llama, world: World, sources: list[tuple[int, int]]
 ) -> str:
-    """Return a line that describes the model, the batch, the data and the processes. `sources` are
-    data.row_of's."""
-    known = type(optimizer) in (Muon, torch.optim.AdamW, BFloat16AdamW) or world.size == 1
-    note = "\nnote: the predicted traffic is AdamW's; bench.py step counts this one's"
+    """Return a line on the model, the batch, the `sources` (data.row_of's) and the processes."""
     with torch.device("meta"):
         base = dict(Llama(model.config).named_parameters())
     added = [p for name, p in model.named_parameters() if name not in base and p.requires_grad]
@@ -215,7 +201,7 @@ def describe_run(
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
         f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-        f"{notes}{'' if known else note}"
+        f"{notes}"
     )
 
 
@@ -226,29 +212,23 @@ def describe_epochs(args: argparse.Namespace, sources: list[tuple[int, int]]) ->
     return " and ".join(parts)
 
 
-def describe_mesh(world: World, microbatches: int = 0) -> str:
-    """Return the sizes of the mesh dimensions, which ranks form a group along each, and how long
-    ranks of a pipeline wait, if it has so many microbatches."""
-    mesh, parts = world.mesh, []
-    dims = [dim for dim in mesh.mesh_dim_names if mesh[dim].size() > 1]
+def describe_mesh(world: World) -> str:
+    """Return the sizes of the mesh dimensions, and which ranks form a group along each."""
+    ranks, cp = world.mesh.mesh, world.parallel.cp
     groups = {}  # dimension -> the ranks of each of its groups
-    for dim in dims:
-        groups[dim] = mesh.mesh.movedim(mesh.mesh_dim_names.index(dim), -1).flatten(0, -2)
-    if (cp := world.parallel.cp) > 1:  # consecutive ranks of replicate x shard
-        groups["cp"] = mesh.mesh.movedim(-1, 1).reshape(-1, cp)
-    for dim, ranks_of_groups in reversed(groups.items()):
-        shown = [f"({' '.join(map(str, ranks))})" for ranks in ranks_of_groups.tolist()]
-        parts.append(f"{dim} groups {' '.join(shown[:8])}{' ...' if len(shown) > 8 else ''}")
-    sizes = " x ".join(f"{mesh[dim].size()} {dim}" for dim in dims)
-    sizes += f", of which each {cp} share sequences" * (cp > 1)
-    if microbatches and (parallel := world.parallel).pp > 1:
-        p, m, v = parallel.pp, microbatches, parallel.stages_per_rank
-        timeline = check_schedule(make_schedule(parallel.schedule, p, m, v), m, p * v)
-        parts.append(
-            f"by {parallel.schedule} and {m} microbatches its ranks wait "
-            f"{bubble(timeline):.0%} of the time"
-        )
-    return "; ".join([f"mesh: {sizes}", *parts])
+    for i, dim in enumerate(world.mesh.mesh_dim_names):
+        if ranks.size(i) > 1:
+            groups[dim] = ranks.movedim(i, -1).flatten(0, -2).tolist()
+    sizes = " x ".join(f"{len(of_dim[0])} {dim}" for dim, of_dim in groups.items())
+    if cp > 1:  # consecutive ranks of replicate x shard
+        groups["cp"] = ranks.movedim(-1, 1).reshape(-1, cp).tolist()
+        sizes += f", of which each {cp} share sequences"
+    parts = [f"mesh: {sizes}"]
+    for dim, of_dim in reversed(groups.items()):
+        shown = [f"({' '.join(map(str, group))})" for group in of_dim[:8]]
+        shown += ["..."] if len(of_dim) > 8 else []
+        parts.append(f"{dim} groups {' '.join(shown)}")
+    return "; ".join(parts)
 
 
 def warn_about_changed_flags(before: dict, now: dict) -> None:
@@ -263,11 +243,8 @@ def warn_about_changed_flags(before: dict, now: dict) -> None:
             change = f"--{name.replace('_', '-')} was {before[name]}, is now {now[name]}"
             print_rank_zero(f"warning: {change}", file=sys.stderr)
     if before.get("data_checksum", now["data_checksum"]) != now["data_checksum"]:
-        print_rank_zero(
-            f"warning: --data {' '.join(now['data'])} no longer gives the sequences that the run "
-            f"began with: steps from here on see others",
-            file=sys.stderr,
-        )
+        told = "no longer gives the sequences that the run began with: further steps see others"
+        print_rank_zero(f"warning: --data {' '.join(now['data'])} {told}", file=sys.stderr)
 
 
 def start_profiler(path: Path) -> torch.profiler.profile:

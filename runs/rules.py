@@ -2,12 +2,11 @@
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from config import STRATEGIES, ParallelConfig, Strategy, Work, requested_parallel
+from config import STRATEGIES, ParallelConfig, Work, requested_parallel
 from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
@@ -93,8 +92,8 @@ def check_training_flags(
     model.requires_grad_("targets" not in args)  # --targets is LoRA's, whose base is frozen
     work = requested_work(args, model, process)
     check_parallel(work, args.shard, process)
-    if args.batch * args.cp % work.parallel.replicate:
-        ranks = work.parallel.replicate // args.cp
+    ranks = work.parallel.replicate // args.cp
+    if args.batch % ranks:
         raise UserError(
             f"--batch {args.batch} is no multiple of the {ranks} ranks that share it: "
             f"use --batch {math.ceil(args.batch / ranks) * ranks}"
@@ -102,7 +101,7 @@ def check_training_flags(
     if work.sequences % work.microbatch:
         raise UserError(
             f"--microbatch {args.microbatch} does not divide the {work.sequences} sequences of a "
-            f"rank (--batch {args.batch} over {work.parallel.replicate // args.cp} ranks)"
+            f"rank (--batch {args.batch} over {ranks} ranks)"
         )
     check_work(work, *more)
     if checkpoints(args.out) and not args.resume:
@@ -165,30 +164,24 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     """Raise UserError for a configuration that this model or these processes cannot have.
 
     `work.parallel.dp` may be "auto"; `shard` is the value of --shard, if given."""
-    requested = work.parallel
-    dp, tp, reshard = requested.dp, requested.tp, requested.reshard
-    strategy = STRATEGIES.get(dp)  # None for auto; requested.strategy is HSDP for DDP with tp
-    fsdp_flags = _dp_flags(lambda strategy: strategy.uses_fsdp)
-    data_ranks, rest = divmod(process.size, tp * requested.pp)
+    parallel = work.parallel
+    dp = f"--dp {parallel.dp}"
+    sizes = f"--tp {parallel.tp} x --pp {parallel.pp}"
+    sharded = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.uses_fsdp]
+    in_nodes = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.copy_per == "node"]
+    data_ranks, rest = divmod(process.size, parallel.tp * parallel.pp)
     if rest:
-        pp = f" x --pp {requested.pp}" if requested.pp > 1 else ""
-        raise UserError(f"{process.size} processes are no multiple of --tp {tp}{pp}")
-    if requested.offload and not (strategy and strategy.uses_fsdp):
-        raise UserError(f"--offload is for {fsdp_flags}")
-    if requested.offload and reshard == "adapters":
+        raise UserError(f"{process.size} processes are no multiple of {sizes}")
+    if parallel.offload and dp not in sharded:
+        raise UserError(f"--offload is for {' or '.join(sharded)}")
+    if parallel.offload and parallel.reshard == "adapters":
         raise UserError("--offload and --reshard adapters exclude each other: give one of them")
-    if reshard in ("none", "adapters", "all") and strategy and not requested.strategy.uses_fsdp:
-        raise UserError(f"--reshard {reshard} is for {fsdp_flags}: {dp} shards no weights")
-    if shard and not (strategy and strategy.copy_per == "node"):
-        raise UserError(f"--shard {shard} is for {_dp_flags(lambda s: s.copy_per == 'node')}")
-    for flag, number in (("--cp", requested.cp), ("--shard", shard or 1)):
+    if parallel.reshard not in ("auto", "weights") and parallel.dp != "auto":
+        if not parallel.strategy.uses_fsdp:  # DDP with --tp does
+            raise UserError(f"--reshard {parallel.reshard} is for {' or '.join(sharded)}")
+    if shard and dp not in in_nodes:
+        raise UserError(f"--shard {shard} is for {' or '.join(in_nodes)}")
+    for flag, number in (("--cp", parallel.cp), ("--shard", shard or 1)):
         if data_ranks % number:
-            raise UserError(
-                f"{flag} {number} must divide the {data_ranks} ranks of data parallelism "
-                f"({process.size} processes with --tp {tp} --pp {requested.pp})"
-            )
-
-
-def _dp_flags(wanted: Callable[[Strategy], bool]) -> str:
-    """Name the strategies that are wanted, as `--dp X or --dp Y`."""
-    return " or ".join(f"--dp {name}" for name, strategy in STRATEGIES.items() if wanted(strategy))
+            ranks = f"{data_ranks} ranks of data parallelism, {process.size} processes over {sizes}"
+            raise UserError(f"{flag} {number} must divide the {ranks}")

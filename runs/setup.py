@@ -54,7 +54,8 @@ def setup(args: argparse.Namespace) -> Process:
         process = on_apple_gpu(args, process)
     device = process.device
     # On all ranks alike, though a node may have other GPUs.
-    bfloat16, triton = (bool(process.minimum(has(device))) for has in (has_bfloat16, has_triton))
+    bfloat16 = bool(process.minimum(has_bfloat16(device)))
+    triton = bool(process.minimum(has_triton(device)))
     if device.type == "cuda":
         check_gpu(args, torch.cuda.get_device_name(device), bfloat16, triton)
     if use_flash_attention_3(device):
@@ -62,7 +63,8 @@ def setup(args: argparse.Namespace) -> Process:
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
     args.compile = triton if args.compile is None else args.compile
     args.optimizer = args.optimizer or ("adamw" if args.init else "muon")
-    args.lr = args.lr if args.lr is not None else 0.02 if args.optimizer == "muon" else 5e-3
+    if args.lr is None:
+        args.lr = 0.02 if args.optimizer == "muon" else 5e-3
     return process
 
 
@@ -72,36 +74,27 @@ def check_gpu(args: argparse.Namespace, name: str, bfloat16: bool, triton: bool)
         raise UserError(f"--dtype bfloat16: a {name} has no bfloat16: leave it out, for float32")
     if args.compile and not triton:
         raise UserError(f"--compile: there is no Triton for this {name}: leave it out")
-    others = {}
-    if not (bfloat16 or args.dtype):
-        others["bfloat16"] = "--dtype float32"
-    if not triton and args.compile is None:
-        others["Triton"] = "--no-compile"
-    if others:
-        print_rank_zero(
-            f"no {' and no '.join(others)} for this {name}: {' '.join(others.values())}"
-        )
+    if not args.dtype and not bfloat16:
+        print_rank_zero(f"no bfloat16 for this {name}: --dtype float32")
+    if args.compile is None and not triton:
+        print_rank_zero(f"no Triton for this {name}: --no-compile")
 
 
-# What a run on an Apple GPU cannot do, or has never been tried: flags and their only values there.
+# What these flags must be on an Apple GPU: other values cannot be computed, or were never tried.
 APPLE_GPU = dict(dtype="float32", compile=False, float8="none", checkpointing="none", dp="ddp",
                  offload=False, offload_activations=False)  # fmt: skip
 
 
 def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
-    """Return this process on an Apple GPU (MPS). Set the flags that leave no choice there, and
-    raise UserError for other values of them."""
+    """Return this process on an Apple GPU (MPS), and set the flags of APPLE_GPU."""
     if not torch.backends.mps.is_available():
         raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
     if process.size > 1:
-        raise UserError(
-            f"--device mps is for one process, not {process.size}: leave it out, for the CPU"
-        )
+        raise UserError("--device mps is for one process: leave it out, for the CPU")
     for name, value in APPLE_GPU.items():
-        given, flag = getattr(args, name), name.replace("_", "-")
-        if given not in (None, "auto", value):
-            shown = f"--{flag}" if given is True else f"--{flag} {given}"
-            raise UserError(f"{shown} does not work with --device mps: leave out one of them")
+        if getattr(args, name) not in (None, "auto", value):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"--device mps does not work with this {flag}: leave out one of them")
         setattr(args, name, value)
     return replace(process, device=torch.device("mps"))
 
@@ -120,8 +113,9 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     tokenizer = process.local_rank_zero_first(load)
     exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
     reading = Reading(args.text_field, args.skip_bad)
-    options = tokenizer, args.seq_len, args.document_mask, args.val_data, reading
-    windows = partial(open_windows, args.data, *options)
+    windows = partial(
+        open_windows, args.data, tokenizer, args.seq_len, args.document_mask, args.val_data, reading
+    )
     train_set, val_set = process.local_rank_zero_first(windows)
     rules.choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
@@ -131,8 +125,9 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
         initialize = partial(checkpoint.load_weights, initial["directory"])
     else:
         config = replace(config, vocab_size=tokenizer.vocab_size)
-        options = dict(seed=args.seed, assign=assign_shard, device=process.device)
-        initialize = partial(Llama.init_weights, **options)
+        initialize = partial(
+            Llama.init_weights, seed=args.seed, assign=assign_shard, device=process.device
+        )
     with torch.device("meta"):
         model = Llama(config)
     return Job(model, copy.deepcopy(model), initialize, tokenizer, train_set, val_set, exam)
@@ -161,8 +156,7 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
     if different := differs.flatten().nonzero().flatten().tolist():
         raise UserError(
             f"ranks {different} begin with other weights than the first replica: give every node "
-            f"the same files, and draw weights from generator_for(name, seed) as "
-            f"Llama.init_weights does"
+            f"the same files; draw weights from generator_for(name, seed), as init_weights does"
         )
 
 
@@ -173,18 +167,18 @@ def build(
     train.py's, with which a small model is tried first."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     rules.check_work(work, *job.techniques)
-    args.microbatch, parallel = work.microbatch, work.parallel  # for the run's record
+    args.microbatch = work.microbatch  # for the run's record
+    parallel = work.parallel
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
-    traffic = predict_traffic(work)
     world = with_mesh(process, parallel)
     check_model(job.whole.config, world, accumulate)
     check_documents(job.whole.config, world)
     if process.size > 1:
-        print_rank_zero(records.describe_mesh(world, work.microbatches))
+        print_rank_zero(records.describe_mesh(world))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
-        print_rank_zero(f"per step, {which} {describe_traffic(traffic, parallel)}")
+        print_rank_zero(f"per step, {which} {describe_traffic(predict_traffic(work), parallel)}")
         if outer := predict_outer_traffic(work):
             sent = describe_traffic(outer, parallel)
             print_rank_zero(f"every {parallel.every} steps, also {sent}")

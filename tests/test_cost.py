@@ -242,7 +242,7 @@ def test_mesh_sizes():
     [
         (3, dict(dp="auto", tp=2), ["3 processes are no multiple of --tp 2"]),
         (8, dict(dp="auto", offload=True), ["--offload", "--dp fsdp"]),
-        (8, dict(dp="ddp", reshard="none"), ["--reshard none", "ddp shards no weights"]),
+        (8, dict(dp="ddp", reshard="none"), ["--reshard none is for --dp hsdp or --dp fsdp"]),
     ],
 )
 def test_impossible_configurations_are_refused(ranks, asked, parts):

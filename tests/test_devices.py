@@ -52,7 +52,7 @@ def set_up(monkeypatch):
         ("A100", "", LOW, False, "no Triton for this A100: --no-compile"),
         ("V100", "triton", FULL, True, "no bfloat16 for this V100: --dtype float32"),
         ("P100", "triton", FULL, False,
-         "no bfloat16 and no Triton for this P100: --dtype float32 --no-compile"),
+         "no bfloat16 for this P100: --dtype float32\nno Triton for this P100: --no-compile"),
         ("cpu", "triton", FULL, False, ""),
     ],
 )  # fmt: skip
@@ -83,11 +83,11 @@ def test_an_apple_gpu_is_used_where_it_is_asked_for(set_up):
         ("T4", dict(dtype=LOW), "--dtype bfloat16: a T4 has no bfloat16"),
         ("P100", dict(compile=True), "--compile: there is no Triton for this P100"),
         ("H100", dict(device="mps"), "--device mps: this torch finds no Apple GPU"),
-        ("mps", dict(device="mps", size=2), "for one process, not 2: leave it out, for the CPU"),
-        ("mps", dict(device="mps", dtype="float64"), "--dtype float64 does not work with --device"),
-        ("mps", dict(device="mps", compile=True), "--compile does not work with --device mps"),
-        ("mps", dict(device="mps", dp="fsdp"), "--dp fsdp does not work with --device mps"),
-        ("mps", dict(device="mps", offload_activations=True), "--offload-activations does not"),
+        ("mps", dict(device="mps", size=2), "for one process: leave it out, for the CPU"),
+        ("mps", dict(device="mps", dtype="float64"), "does not work with this --dtype: leave"),
+        ("mps", dict(device="mps", compile=True), "does not work with this --compile"),
+        ("mps", dict(device="mps", dp="fsdp"), "does not work with this --dp"),
+        ("mps", dict(device="mps", offload_activations=True), "this --offload-activations"),
     ],
 )
 def test_what_a_device_cannot_compute_is_refused(set_up, gpu, given, says):
