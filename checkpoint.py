@@ -45,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from files import formats
-from files.adapters import Merged, gather_adapters, is_adapter, open_adapter, save_adapter
+from files.adapters import gather_adapters, is_adapter, merged_weights, open_adapter, save_adapter
 from files.directories import (
     check_tokenizer,
     checkpoints,
@@ -388,10 +388,9 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     """Write a checkpoint at `target` of a model with an adapter added."""
     config, stored = open_weights(base)
-    merged = Merged(stored, adapter, config)
+    merged = merged_weights(stored, adapter, config)
     flags = dict(init=str(base.resolve()), adapter=adapter.name)
-    write_checkpoint(target, config, merged.weights, tokenizer, **flags)
-    print(merged.describe())
+    write_checkpoint(target, config, merged, tokenizer, **flags)
 
 
 def write_checkpoint(
@@ -415,8 +414,7 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
     another model from it than model.py's."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
-    formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
-    formats.check_computes_llama(config.qk_norm)
+    formats.check_is_published(config, stored)
     if dtype == Q8_0 and format != "gguf":
         raise UserError(f"--dtype {Q8_0} is of --format gguf alone: give another one")
     if dtype and format != "gguf":  # which keeps norms in float32

@@ -144,13 +144,8 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
     in_file = {name.split(".lora_")[0].split(".")[-1] for name in found if ".lora_" in name}
     listed = content.get("target_modules")
     listed = {str(name).split(".")[-1] for name in listed} if isinstance(listed, list) else in_file
-    if "lm_head" in in_file | listed:
-        raise UserError(
-            f"{directory} adapts lm_head: here LoRA works only on the seven matrices of a block, "
-            f"{', '.join(targets)}"
-        )
-    if (missing := (listed & targets.keys()) - in_file) or not in_file:
-        raise UserError(f"{file} has no factors for {', '.join(sorted(missing)) or 'any matrix'}")
+    if missing := (listed & {*targets, "lm_head"}) - in_file:
+        raise UserError(f"{file} has no factors for {', '.join(sorted(missing))}")
     dropout = content.get("lora_dropout")
     lora = LoRA(
         rank=content.checked("r", content["r"], int),
@@ -172,9 +167,8 @@ def open_adapter(directory: Path, config: LlamaConfig) -> tuple[LoRA, Weights]:
 
 def metadata_file(directory: Path) -> Path:
     """Return the file with the metadata of a checkpoint: run.json beside an adapter, where
-    transformers would take config.json for a model's. Old checkpoints have the latter."""
-    has_old_name = not is_adapter(directory) or (directory / "config.json").is_file()
-    return directory / ("config.json" if has_old_name else "run.json")
+    transformers would take config.json for a model's."""
+    return directory / ("run.json" if is_adapter(directory) else "config.json")
 
 
 def bits_of_base(directory: Path) -> int:
@@ -201,39 +195,25 @@ def load_adapter(model: Llama, directory: str | Path) -> None:
         factor.copy_(stored[name].read())
 
 
-class Merged:
-    """The weights of a base with an adapter added, each of which is merged when it is read.
+def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weights:
+    """Return the weights of a base with an adapter added; a matrix is merged when it is read.
 
-    The base is what the adapter saw in training: rounded, if it was in 4 bits."""
+    The base is what the adapter saw in training: rounded, if it was in 4 bits. Merged matrices are
+    rounded to the base's dtype. In bfloat16 that loses a part of what the adapter changes."""
+    lora, stored = open_adapter(adapter, config)
+    in_4_bits = bits_of_base(adapter) == 4
+    kinds = ["lora_A", "lora_B", "lora_magnitude"] if lora.dora else ["lora_A", "lora_B"]
 
-    def __init__(self, weights: Weights, adapter: Path, config: LlamaConfig):
-        self.lora, self.stored = open_adapter(adapter, config)
-        self.bits = bits_of_base(adapter)
-        self.squares = torch.zeros(4, dtype=torch.float64)  # what `merge` adds up of all matrices
-        self.weights = weights | {
-            name: weight.map(partial(self.merge, name.removesuffix("weight")))
-            for name, weight in weights.items()
-            if name.removesuffix(".weight").endswith(TARGETS)
-        }
+    def merge(layer: str, weight: Tensor) -> Tensor:
+        base = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if in_4_bits:
+            base = rounded(base)
+        if layer.endswith(lora.targets):
+            base = merged_weight(base, lora.scale, *(stored[f"{layer}.{k}"].read() for k in kinds))
+        return base.to(weight.dtype)
 
-    def merge(self, layer: str, weight: Tensor) -> Tensor:
-        """Return the merged weight of a layer, such as `layers.0.attention.wq.`; add up squares of
-        the matrix, of what 4 bits lose, of what the adapter changes, and of what rounding loses."""
-        original = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        base = rounded(original) if self.bits == 4 else original
-        names = ("lora_A", "lora_B", *["lora_magnitude"] * self.lora.dora)
-        parameters = [self.stored[layer + n].read() for n in names if layer + n in self.stored]
-        exact = merged_weight(base, self.lora.scale, *parameters) if parameters else base
-        merged = exact.to(weight.dtype)
-        parts = original, base - original, exact - base, merged - exact
-        self.squares += torch.stack([part.square().sum() for part in parts]).double()
-        return merged
-
-    def describe(self) -> str:
-        """Return what was lost, in a line, when all weights have been read."""
-        base, in_4_bits, change, lost = self.squares.sqrt().tolist()
-        note = f"in 4 bits the base is off by {in_4_bits / (base or 1):.2%}, and merged so; "
-        return (
-            f"{note if self.bits == 4 else ''}merged weights are rounded to the base's dtype, an "
-            f"error of {lost / (change or 1):.2%} of what the adapter changes"
-        )
+    merged = {}
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        merged[name] = weight.map(partial(merge, layer)) if layer.endswith(TARGETS) else weight
+    return merged

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, LoadPlan, ReadItem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from files.adapters import PEFT_FILES, is_adapter, metadata_file
 from files.formats import JsonFile, is_hf, is_meta, open_hf, open_meta
@@ -112,8 +112,7 @@ def read_config(directory: Path) -> dict:
         metadata = content | {"model": LlamaConfig(**content["model"]), "directory": directory}
     except (TypeError, ValueError) as error:
         raise UserError(f"{directory} was saved with another model.py: {error}")
-    if "logits" in content:
-        warn_of_other_code(directory, content["logits"] and tuple(content["logits"]))
+    warn_of_other_code(directory, content["logits"] and tuple(content["logits"]))
     if metadata["tokenizer"] in ("tokenizer.model", "tokenizer.json"):
         metadata["tokenizer"] = str(directory / metadata["tokenizer"])
     return metadata
@@ -145,7 +144,9 @@ def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     if tokenizer and (settings := target / "generation_config.json").exists():
         content = json.loads(settings.read_text())
         ends = content.get("eos_token_id") or []
-        ends = [*dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *tokenizer.stop])]
+        if not isinstance(ends, list):
+            ends = [ends]
+        ends += [token for token in tokenizer.stop if token not in ends]
         settings.write_text(json.dumps(content | {"eos_token_id": ends}, indent=2))
     if tokenizer and tokenizer.template and not chat_template(target):
         (target / "chat_template.jinja").write_text(tokenizer.template)
@@ -297,13 +298,9 @@ def read_index(directory: Path) -> Metadata:
     path = directory / ".metadata"
     with open(path, "rb") as file:
         try:
-            index = _IndexUnpickler(file).load()
-            entries = index.state_dict_metadata.values()
+            return _IndexUnpickler(file).load()
         except Exception as error:  # a damaged pickle can raise nearly anything
             raise UserError(f"{path} holds more than an index of tensors: {error}")
-    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-        raise UserError(f"{path} is an index of more than tensors")
-    return index
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -10,7 +10,6 @@ that loads its shard of a 70B model holds one full matrix at a time beside its s
 
 import json
 import re
-import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def hf_name(name: str) -> str:
     layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
     match = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name)
     if not match or match[2] not in HF_NAMES:
-        raise UserError(f"Hugging Face's Llama has no parameter like {name} of model.py")
+        raise UserError(f"a published Llama has no parameter like {name} of model.py")
     return f"{'model.' if match[1] else ''}{match[1]}{HF_NAMES[match[2]]}.weight"
 
 
@@ -83,29 +82,7 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
         return {name: tuple(p.shape) for name, p in Llama(config).named_parameters()}
 
 
-def published_shapes(config: LlamaConfig) -> Shapes:
-    """Return the shape of every parameter of a published Llama or Qwen3, whatever model.py has. A
-    model with a padded vocabulary computes the same logits, and is none."""
-    D, F, V = config.dim, config.ffn_dim, config.vocab_size
-    Q, KV = config.q_dim, config.kv_dim
-    block = {
-        "attention_norm": (D,), "attention.wq": (Q, D), "attention.wk": (KV, D),
-        "attention.wv": (KV, D), "attention.wo": (D, Q), "ffn_norm": (D,),
-        "feed_forward.w1": (F, D), "feed_forward.w2": (D, F), "feed_forward.w3": (F, D),
-    }  # fmt: skip
-    if config.qk_norm:
-        block |= {"attention.q_norm": (config.head_dim,), "attention.k_norm": (config.head_dim,)}
-    layers = [f"layers.{i}" for i in range(config.n_layers)]
-    shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in block.items()}
-    shapes |= {"tok_embeddings": (V, D), "norm": (D,)}
-    if not config.tie_embeddings:
-        shapes["output"] = (V, D)
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
-
-
-def check_weights(
-    found: Weights | dict[str, Tensor], expected: Shapes, source: Path, model: str = "this Llama"
-) -> None:
+def check_weights(found: Weights | dict[str, Tensor], expected: Shapes, source: Path) -> None:
     """Raise UserError unless the weights have exactly the expected names and shapes."""
     common = found.keys() & expected.keys()
     problems = {
@@ -124,16 +101,24 @@ def check_weights(
             some = sorted(names)[:5] + ["..."] * (len(names) > 5)
             messages.append(f"it {problem.format(len(names))}: {', '.join(some)}")
     if messages:
-        raise UserError(f"the weights in {source} are not {model}'s: {'; '.join(messages)}")
+        raise UserError(f"the weights in {source} are not this Llama's: {'; '.join(messages)}")
 
 
-def check_computes_llama(qk_norm: bool = False) -> None:
-    """Raise UserError if model.py no longer computes the logits of a published Llama, or of a Qwen3
-    with `qk_norm`."""
-    logits, config = published.LOGITS, published.CONFIG
-    if qk_norm:
-        logits, config = published.QWEN3_LOGITS, published.QWEN3
-    if not (published.computes(logits, config) and attends_to_everything(config)):
+def check_is_published(config: LlamaConfig, weights: Weights) -> None:
+    """Raise UserError if model.py no longer is a published Llama, or Qwen3: if it has other weights
+    or computes other logits. One with a padded vocabulary computes the same logits, and is none."""
+    for name in weights:
+        hf_name(name)
+    rows = weights["tok_embeddings.weight"].shape[0]
+    if rows != config.vocab_size:
+        raise UserError(
+            f"model.py has been changed and embeds {rows} tokens, of which {config.vocab_size} "
+            f"exist: a published Llama has no others"
+        )
+    logits, small = published.LOGITS, published.CONFIG
+    if config.qk_norm:
+        logits, small = published.QWEN3_LOGITS, published.QWEN3
+    if not (published.computes(logits, small) and attends_to_everything(small)):
         raise UserError(
             "model.py has been changed and no longer computes a published Llama: other programs "
             "would compute other logits from the exported weights"
@@ -261,10 +246,7 @@ def open_hf(directory: Path) -> tuple[LlamaConfig, Weights]:
     config = hf_config(directory)
     if (index := directory / "model.safetensors.index.json").exists():
         weight_map = JsonFile(index)["weight_map"]
-        named = weight_map.values() if isinstance(weight_map, dict) else [None]
-        if any(Path(str(file)).name != file for file in named):
-            raise UserError(f"{index} is damaged: weight_map does not list files beside it")
-        files = sorted(set(named))
+        files = sorted(set(weight_map.values()))
     else:
         files = sorted(path.name for path in directory.glob("model*.safetensors"))
     if missing := [name for name in files if not (directory / name).is_file()]:
@@ -406,19 +388,11 @@ def _load_pth(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that torch.save has written, memory-mapped.
 
     weights_only lets pickle build tensors and nothing else, so no code of the file can run."""
-    with path.open("rb") as file:
-        can_be_mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format
     try:
-        content = torch.load(path, map_location="cpu", mmap=can_be_mapped, weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
         raise UserError(f"{path} is damaged, or holds more than weights ({type(error).__name__})")
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str)
-        and isinstance(weight, Tensor)
-        and weight.layout == torch.strided
-        and not weight.is_meta
-        for name, weight in content.items()
-    ):
+    if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise UserError(f"{path} is no Llama: it holds more than named tensors")
     return {name: weight for name, weight in content.items() if name != "rope.freqs"}
 

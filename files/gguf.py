@@ -40,9 +40,9 @@ BLOCK = 32
 TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
 DType = torch.dtype | str
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
-# The patterns that divide text into words, and the names by which llama.cpp knows them. A
-# tokenizer of bytes merges nothing, so that any name will do.
-PRE_TOKENIZERS = {WORD_PATTERN: "llama-bpe", BYTES_PATTERN: "llama-bpe"}
+# llama.cpp knows the pattern that divides text into words as "llama-bpe". A tokenizer of bytes
+# merges nothing, so that its pattern does not matter.
+PATTERNS = (WORD_PATTERN, BYTES_PATTERN)
 
 
 def save_gguf(
@@ -120,7 +120,7 @@ def slowdown(config: LlamaConfig) -> Tensor:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model with `size` tokens."""
-    if tokenizer.word_pattern not in PRE_TOKENIZERS:
+    if tokenizer.word_pattern not in PATTERNS:
         raise UserError(
             f"tokenizer {tokenizer.name} divides text in another way than Llama 3's: llama.cpp's "
             f"own converter may make a GGUF file of what --format hf writes"
@@ -132,7 +132,7 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
             tokens[i], kinds[i] = token, kind
     described = {
         "model": "gpt2",
-        "pre": PRE_TOKENIZERS[tokenizer.word_pattern],
+        "pre": "llama-bpe",
         "tokens": tokens,
         "token_type": kinds,
         "merges": [" ".join(pair) for pair in merges],

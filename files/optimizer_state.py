@@ -6,6 +6,8 @@ from torch import Tensor
 from plumbing.processes import UserError
 from plumbing.shards import to_local
 
+STATE_ADVICE = "keep all its state, counts of steps too, as tensors in its own state[parameter]"
+
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state as NAME.KEY; AdamW's keys are exp_avg, exp_avg_sq and step.
@@ -14,15 +16,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     the optimizer updates slices of the model's parameters. Settings, such as weight decay, are not
     saved: a resumed run takes them from its flags. Raises UserError for an optimizer with any other
     state, which a checkpoint would not hold."""
-
-    def refuse(reason: str):
-        raise UserError(f"{type(optimizer).__name__} cannot be saved: {reason}")
-
-    groups = optimizer.param_groups
     if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-        refuse("its state is in another optimizer that it wraps; --dp zero1 shards AdamW's state")
+        refuse(optimizer, STATE_ADVICE)  # it is in the optimizer that this one wraps
+    groups = optimizer.param_groups
     if not all("param_names" in group for group in groups):
-        refuse("its parameters have no names; make it of optimizer_parameters(model).items()")
+        refuse(optimizer, "name its parameters, as optimizer_parameters(model).items() does")
     if not optimizer.state:
         create_state(optimizer)
     named = {
@@ -31,12 +29,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for name, parameter in zip(group["param_names"], group["params"])
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    if len(named) < sum(map(len, optimizer.state.values())):
-        refuse("keep all its state in state[parameter]")
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            refuse(f"its {name} is {value!r:.60}; keep it as a tensor")
+    is_whole = len(named) == sum(map(len, optimizer.state.values()))
+    if not is_whole or not all(isinstance(value, Tensor) for value in named.values()):
+        refuse(optimizer, STATE_ADVICE)
     return named
+
+
+def refuse(optimizer: torch.optim.Optimizer, advice: str) -> None:
+    """Raise UserError with advice to the author of an optimizer."""
+    raise UserError(f"{type(optimizer).__name__} cannot be saved: {advice}")
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -44,7 +45,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     AdamW changes no weight then, since it multiplies weight decay by the learning rate. Raises
     UserError for an optimizer that does, or that counts steps outside of its state."""
-    kind, counters, weights = type(optimizer).__name__, _counters(optimizer), _checksum(optimizer)
+    counters, weights = _counters(optimizer), _checksum(optimizer)
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -55,15 +56,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for group, lr in zip(optimizer.param_groups, learning_rates):
         group["lr"] = lr
     if _counters(optimizer) != counters:
-        raise UserError(
-            f"{kind} cannot be saved: it counts in its attributes or param_groups; keep the count "
-            f"as a tensor in state[parameter]"
-        )
+        refuse(optimizer, STATE_ADVICE)
     if _checksum(optimizer) != weights:
-        raise UserError(
-            f"{kind} cannot be saved: it changes weights at a learning rate of 0, which a resumed "
-            f"run uses to make its state; multiply all it subtracts by the learning rate"
-        )
+        refuse(optimizer, "multiply all that it subtracts from weights by the learning rate")
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -48,9 +48,7 @@ def one_run(base, sums, tmp_path_factory):
 
 def test_an_adapter_goes_on_beside_the_base_that_it_saw(base, one_run):
     """Loaded for generation, and merged: beside the rounded base, not the original."""
-    out, printed = one_run
-    assert "in 4 bits the base is off by 9." in printed
-    assert "an error of" in printed.split("rounded to the base's dtype, ")[1]
+    out, _ = one_run
     assert any(name.endswith("lora_magnitude_vector") for name in factors(out / "step-00000004"))
     model, tokens = load_pretrained(base, torch.float64), torch.arange(20)[None]
     load_adapter(model, out / "step-00000004")
