@@ -156,7 +156,7 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
 1 | bench.py compare ddp --seq-len 9999 | at most --seq-len 2048
-1 | bench.py compare ddp quick | expected one, ddp ... got 'quick'
+1 | bench.py compare ddp quick | no contestant quick: choose from one, ddp
 1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
