@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
+from checkpoint import load_pretrained
 from files.adapters import load_adapter, open_adapter
+from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
 from lora import LoRA, LoRALinear, add_adapters
 from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
@@ -43,15 +44,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that find_model reads, and --base-bits."""
     # fmt: off
     parser.add_argument("checkpoint", type=Path,
-                        help="a run, one of its checkpoints, or a model directory of Meta or "
-                             "Hugging Face")
+                        help="a run, one of its checkpoints, or Meta's or Hugging Face's directory")
     parser.add_argument("--adapter", type=Path, metavar="DIR",
                         help="a run of finetune_lora.py, or an adapter in PEFT's format")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
-                        help="4: keep the blocks' matrices in 4 bits, which takes a quarter of the "
-                             "memory and is slower (default: the dtype of computation)")
-    parser.add_argument("--tokenizer",
-                        help="tokenizer name or file (default: the checkpoint's own)")
+                        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
+    parser.add_argument("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
     # fmt: on
 
 
@@ -62,8 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; given several times, the prompts form a batch")
     parser.add_argument("--chat", action="store_true",
-                        help="treat each prompt as a user's message to a chat model; without a "
-                             "prompt, have a conversation")
+                        help="prompts are messages to a chat model; without one, a conversation")
     parser.add_argument("--system", metavar="TEXT",
                         help="system prompt, the message with which a chat begins")
     parser.add_argument("--max-new-tokens", type=positive_int, default=200,
@@ -105,7 +102,7 @@ def sample(
     return order.gather(1, choice).squeeze(1)
 
 
-AT_A_TIME = 2048  # tokens of a prompt: a mask of as many rows than a long one would have
+AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
 
 
 @torch.no_grad()
@@ -271,11 +268,11 @@ def main() -> None:
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
-    found = metadata["directory"], metadata["model"], args.adapter
-    model = load_model(*found, args.base_bits, process.device)
+    directory, config = metadata["directory"], metadata["model"]
+    model = load_model(directory, config, args.adapter, args.base_bits, process.device)
 
-    options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    options |= dict(max_new_tokens=args.max_new_tokens, stop=tokenizer.stop, seed=args.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    options = {name: getattr(args, name) for name in names} | {"stop": tokenizer.stop}
     if has_conversation:
         converse(model, tokenizer, system, **options)
         return
