@@ -48,7 +48,8 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, 
 HEADER_BYTES = 256 * 4
 TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
-WEIGHTED, ROUND = r"(.+)=(\d*\.?\d+)", 1000  # SOURCE=WEIGHT; sequences to which weights apply
+WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
+ROUND_LENGTH = 1000  # sequences in which every source has its share
 LEFT_OUT = "left-out.txt"  # in a directory of token files: the documents that could not be read
 
 
@@ -188,13 +189,13 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
 
     `a=0.7 b=0.3` are two sources; without weights, everything is one. Raise UserError if some have
     a weight and others not."""
-    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED, entry) for entry in data]
+    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
     if not any(found):
         return [(data, 1)]
     if not all(found) or not all(float(match[2]) for match in found):
         raise UserError(f"--data {' '.join(data)}: give a weight to each source, as in a=0.7 b=0.3")
     total = sum(float(match[2]) for match in found)
-    return [([m[1]], max(1, round(ROUND * float(m[2]) / total))) for m in found]
+    return [([m[1]], max(1, round(ROUND_LENGTH * float(m[2]) / total))) for m in found]
 
 
 def paths_of(data: list[str]) -> list[str]:
@@ -275,7 +276,7 @@ class Windows:
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
-        # For None, the tokens of window 0, whose targets are then masked.
+        # None is padding: any tokens, with all targets masked.
         rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
         check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
@@ -442,8 +443,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     commands = parser.add_subparsers(dest="command", required=True,
                                      metavar="train-tokenizer|tokenize")
-    train = commands.add_parser("train-tokenizer",
-                                help="train a byte-pair encoding, written as a tokenizer.model")
+    train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
                        help="number of tokens, special ones included (default: %(default)s)")
@@ -453,8 +453,7 @@ def parse_args() -> argparse.Namespace:
                         help="fraction of the text held out for validation (default: %(default)s)")
     for command, out in ((train, "file"), (tokens, "directory")):
         command.add_argument("sources", nargs="+",
-                             help="text files, directories, or python, the source of Python's "
-                                  "standard library")
+                             help="text files, directories, or python: Python's own library")
         command.add_argument("--out", type=Path, required=True, help=f"{out} to write")
         add_reading_flags(command)
     # fmt: on

@@ -18,6 +18,7 @@ and acc_norm:
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import json
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -125,26 +126,26 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    details, right, said, losses = [], {}, [], iter(())
+    losses, answers, stop = iter(()), [], exam.tokenizer.stop
     if rows := [*range(len(exam.choices))]:
         losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
-    stop = exam.tokenizer.stop
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
-        said += generate(model, batch, exam.room, temperature=0, stop=stop)
-    texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in said)
+        answers += generate(model, batch, exam.room, temperature=0, stop=stop)
+    written = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
+    details, right = [], defaultdict(list)
     for question in exam.questions:
+        answer = question["answer"]
         if choices := question.get("choices"):
-            found = {"log_likelihoods": (scores := [-next(losses) for _ in choices])}
+            scores = [-next(losses) for _ in choices]
             normalized = [score / max(1, len(choice)) for score, choice in zip(scores, choices)]
-            marks = {"accuracy": scores, "normalized": normalized}
-            marks = {name: s.index(max(s)) == question["answer"] for name, s in marks.items()}
+            right["exam_accuracy"].append(scores.index(max(scores)) == answer)
+            right["exam_normalized"].append(normalized.index(max(normalized)) == answer)
+            details.append(question | {"log_likelihoods": scores})
         else:
-            found = {"written": next(texts).partition("\n")[0].strip()}
-            marks = {"exact": found["written"] == question["answer"].strip()}
-        details.append(question | found)
-        for name, mark in marks.items():
-            right.setdefault(f"exam_{name}", []).append(mark)
+            line = next(written).partition("\n")[0].strip()
+            right["exam_exact"].append(line == answer.strip())
+            details.append(question | {"written": line})
     return {name: sum(marks) / len(marks) for name, marks in right.items()}, details
 
 
@@ -162,7 +163,7 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     config, adapter = metadata["model"], args.adapter
     lora, stored = open_adapter(adapter, config) if adapter else (LoRA(targets=()), {})
     bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
-    techniques = (nf4.TECHNIQUE,) * (bits == 4)
+    techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)
     model.requires_grad_(False)
@@ -200,11 +201,12 @@ def main() -> None:
     exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
     dataset = None
     if args.data:
-        make = partial(open_text, document_mask=flags.get("document_mask", False))
         reading = Reading(args.text_field, args.skip_bad)
-        options = args.data, tokenizer, args.seq_len, reading
-        make = partial(open_chats if args.chat else make, *options)
-        dataset = process.local_rank_zero_first(make)
+        as_documents = partial(open_text, document_mask=flags.get("document_mask", False))
+        open_data = open_chats if args.chat else as_documents
+        dataset = process.local_rank_zero_first(
+            partial(open_data, args.data, tokenizer, args.seq_len, reading)
+        )
         if process.rank == 0:
             reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT}")
     model, world = load_split(args, metadata, process)

@@ -7,7 +7,6 @@ OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import json
 import math
 from pathlib import Path
@@ -20,14 +19,6 @@ TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
 EVALUATED = ("val_loss", "val_bits_per_byte")
 POINTS = 2000  # of a curve; each is the mean of as many steps as needed
-
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Draw the curves of runs beside each other, in one page.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
-    parser.add_argument("--out", type=Path, default=Path("report.html"),
-                        help="the page (default: %(default)s)")  # fmt: skip
-    return parser.parse_args()
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -66,7 +57,12 @@ def read_run(directory: Path) -> dict:
         config = {}
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-    evaluations = [row for row in rows if any(name in row for name in EVALUATED)]
+    evaluations = [
+        {name: finite(row.get(name)) for name in ("step", "tokens", *EVALUATED)}
+        | {"sample": str(row.get("sample", ""))}
+        for row in rows
+        if any(name in row for name in EVALUATED)
+    ]
     return {
         "name": str(directory),
         "flags": {name: str(value) for name, value in config.get("flags", {}).items()},
@@ -75,11 +71,7 @@ def read_run(directory: Path) -> dict:
         "step": [group[-1]["step"] for group in groups],
         "tokens": [group[-1]["tokens"] for group in groups],
         "curves": {name: [mean([row.get(name) for row in g]) for g in groups] for name in CURVES},
-        "evaluations": [
-            {name: finite(row.get(name)) for name in ("step", "tokens", *EVALUATED)}
-            | {"sample": str(row.get("sample", ""))}
-            for row in evaluations
-        ],
+        "evaluations": evaluations,
     }
 
 
@@ -90,7 +82,11 @@ def page_of(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    args = parse_args()
+    parser = Parser(description="Draw the curves of runs beside each other, in one page.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
+    parser.add_argument("--out", type=Path, default=Path("report.html"),
+                        help="the page (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args()
     write_atomically(args.out, page_of([read_run(path) for path in args.runs]))
     print(f"{args.out}: {len(args.runs)} run(s)")
 
