@@ -62,10 +62,8 @@ from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 
 def lock_run(out: Path, resume: bool = False) -> Path | None:
-    """Lock OUT for this process until it ends, and return its newest checkpoint, if there is one.
-
-    Also removes what a killed run left half-written, and prints a warning if there is nothing to
-    `resume`. Call it on rank 0 only. Raises what lock_directory raises."""
+    """Lock OUT until this process ends, and return its newest checkpoint, if there is one. Also
+    remove what a killed run left half-written. Call it on rank 0 only."""
     directories.lock_directory(out)
     for leftover in out.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -132,7 +130,8 @@ class Saver(contextlib.AbstractContextManager):
         for rank, (weights, state) in enumerate(self._on_every_rank(lambda: sizes)):
             all_sizes |= weights | state
             first_ranks.setdefault(tuple(weights), rank)
-        self.size, self.first_ranks = sum(all_sizes.values()), [*first_ranks.values()]
+        self.size = sum(all_sizes.values())
+        self.first_ranks = [*first_ranks.values()]
         self._check_disk(self.size)
 
     def _check_disk(self, size: int) -> None:
@@ -227,7 +226,8 @@ class Saver(contextlib.AbstractContextManager):
 
     def _finish(self, final: Path, step: int, factors: dict, digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
-        temporary, config = final.with_name(f".{final.name}"), self.model.config
+        temporary = final.with_name(f".{final.name}")
+        config = self.model.config
         if self.lora:
             base = Path(self.flags["init"]).resolve()
             save_adapter(temporary, self.lora, config, factors, str(base))
@@ -354,9 +354,7 @@ def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) 
 def write_checkpoint(
     target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None, **flags
 ) -> None:
-    """Write a checkpoint of step 0 without an optimizer, from one process.
-
-    The process holds one matrix at a time in memory."""
+    """Write a checkpoint of step 0 without an optimizer from one process, matrix by matrix."""
     stored = with_progress_of(stored, f"writing {target}")
     with directories.new_directory(target) as temporary:
         directories.save_stored_tensors(stored, temporary / "weights")
@@ -367,9 +365,8 @@ def write_checkpoint(
 
 def export_weights(source: Path, target: Path, format: str, dtype: DType | None) -> None:
     """Write a directory in the format of Hugging Face (`hf`), Meta (`meta`) or llama.cpp (`gguf`).
-
-    The weights keep their dtype if `dtype` is None. Raises UserError if other programs would load
-    another model from it than model.py's."""
+    Weights keep their dtype if `dtype` is None. Raises UserError for a model that other programs
+    would load as another one."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_weights(stored, formats.published_shapes(config), source, "a published Llama")
@@ -389,17 +386,15 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
             fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
+        elif format == "meta":  # its files have no max_seq_len
+            formats.save_meta(temporary, config, stored)
+            read_back = replace(open_weights(temporary)[0], max_seq_len=config.max_seq_len)
         else:
-            if format == "meta":
-                formats.save_meta(temporary, config, stored)
-            else:
-                formats.save_hf(temporary, config, stored, tokenizer)
-                directories.hand_on(source, temporary, tokenizer)
-            if tokenizer:
-                tokenizer.save(temporary)
+            formats.save_hf(temporary, config, stored, tokenizer)
+            directories.hand_on(source, temporary, tokenizer)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if format == "meta":  # its files have no max_seq_len
-            read_back = replace(read_back, max_seq_len=config.max_seq_len)
+        if tokenizer and format != "gguf":
+            tokenizer.save(temporary)
         if read_back != config:
             raise UserError(
                 f"--format {format} cannot hold the model in {source}: it would be read back with "
@@ -409,9 +404,8 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
 
 
 def _tokenizer_of(metadata: dict) -> Tokenizer | None:
-    """Return the tokenizer that read_config has found, if there is one.
-
-    If it has another format, as Llama 2's has, prints a warning and returns None."""
+    """Return the tokenizer that read_config has found, or None. Prints a warning if it cannot be
+    read, such as Llama 2's without the package for it."""
     try:
         return metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
     except UserError as error:

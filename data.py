@@ -50,7 +50,7 @@ TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
 ROUND_LENGTH = 1000  # sequences in which every source has its share
-LEFT_OUT = "left-out.txt"  # in a directory of token files: the documents that could not be read
+LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
 def open_token_file(path: Path) -> np.ndarray:
@@ -77,10 +77,10 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 class TokenFileWriter:
-    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of tokens_per_file each."""
+    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of TOKENS_PER_FILE each."""
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, tokens_per_file: int):
-        self.directory, self.split, self.tokens_per_file = directory, split, tokens_per_file
+    def __init__(self, directory: Path, split: str, vocab_size: int):
+        self.directory, self.split = directory, split
         two_bytes, four_bytes = TOKEN_DTYPES.items()
         (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
         self.file: BinaryIO | None = None  # the unfinished file
@@ -89,12 +89,12 @@ class TokenFileWriter:
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, beginning a new file whenever one is full."""
         while len(tokens):
-            number, in_file = divmod(self.n_tokens, self.tokens_per_file)
+            number, in_file = divmod(self.n_tokens, TOKENS_PER_FILE)
             if in_file == 0:
                 self.close()
                 self.file = open(self.directory / f"{self.split}_{number:06d}.bin", "wb")
                 self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
-            part, tokens = np.split(tokens, [self.tokens_per_file - in_file])
+            part, tokens = np.split(tokens, [TOKENS_PER_FILE - in_file])
             self.file.write(part.astype(self.dtype).tobytes())
             self.n_tokens += len(part)
 
@@ -109,28 +109,23 @@ class TokenFileWriter:
 
 
 def tokenize(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    reading: Reading | None = None,
-    tokens_per_file: int = TOKENS_PER_FILE,
+    files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading | None = None
 ) -> None:
     """Write a corpus as a directory of token files, with a data.json that names the tokenizer, and
-    a list of what was left out.
-
-    The directory `out` appears only when it is complete."""
+    a list of what was left out. The directory `out` appears only when it is complete."""
+    reading = reading or Reading()
     out.parent.mkdir(parents=True, exist_ok=True)
-    place, hidden = out.parent, f".{out.name}-"
-    with ctrl_c_raises(), tempfile.TemporaryDirectory(dir=place, prefix=hidden) as temporary:
+    hidden = dict(dir=out.parent, prefix=f".{out.name}-")
+    with ctrl_c_raises(), tempfile.TemporaryDirectory(**hidden) as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         writers = {
-            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size, tokens_per_file)
+            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size)
             for split in ("train", "val")
         }
-        size, reading = sum(path.stat().st_size for path in files), reading or Reading()
+        size = sum(path.stat().st_size for path in files)
         _write_documents(read_pieces(files, reading), size, tokenizer, writers)
-        reading.list_left_out(unfinished / LEFT_OUT, out / LEFT_OUT)
+        reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
         metadata = tokenizer.save(unfinished)
         metadata |= {f"{split}_tokens": writer.n_tokens for split, writer in writers.items()}
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
@@ -401,7 +396,6 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
         if place < own:
             return first + window_of(nth_round * own + place, rows, seed)
         place, first = place - own, first + rows
-    raise ValueError(f"no place {sequence} in {sources}")
 
 
 def read_ahead(
@@ -465,7 +459,7 @@ def main() -> None:
     reading = Reading(args.text_field, args.skip_bad)
     if args.command == "train-tokenizer":
         train_tokenizer(args.sources, args.vocab_size, args.out, reading)
-        reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT}"))
+        reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT_FILE}"))
     else:
         files = find_files(args.sources)
         tokenizer = load_tokenizer(args.tokenizer)

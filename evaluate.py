@@ -28,7 +28,7 @@ from torch import Tensor
 
 from checkpoint import load_weights
 from config import add_parallel_flags
-from data import LEFT_OUT, Windows, add_reading_flags, open_text
+from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, adapters, add_adapters
@@ -126,9 +126,11 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    losses, answers, stop = iter(()), [], exam.tokenizer.stop
+    losses = iter(())
     if rows := [*range(len(exam.choices))]:
         losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
+    stop = exam.tokenizer.stop
+    answers = []
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)
@@ -208,7 +210,7 @@ def main() -> None:
             partial(open_data, args.data, tokenizer, args.seq_len, reading)
         )
         if process.rank == 0:
-            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT}")
+            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT_FILE}")
     model, world = load_split(args, metadata, process)
     if dataset:
         totals = evaluate(model, dataset, len(dataset), args.microbatch, world)

@@ -32,7 +32,7 @@ import torch
 import checkpoint
 import lora
 from costs.search import sent_by_strategy
-from data import LEFT_OUT
+from data import LEFT_OUT_FILE
 from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.directories import find_adapter
@@ -103,7 +103,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if process.rank == 0:
-        reading.list_left_out(CACHE / f"conversations-{args.data_checksum}-{LEFT_OUT}")
+        reading.list_left_out(CACHE / f"conversations-{args.data_checksum}-{LEFT_OUT_FILE}")
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])

@@ -34,15 +34,11 @@ def read_lines(path: Path) -> list[dict]:
     return rows
 
 
-def finite(value) -> float | None:
-    """Return a number that JSON can hold, or None."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return float(f"{value:.6g}") if is_number else None
-
-
-def mean(values: list) -> float | None:
-    known = [value for value in map(finite, values) if value is not None]
-    return finite(sum(known) / len(known)) if known else None
+def finite_mean(values: list) -> float | None:
+    """Return the mean of those values that are finite numbers, which JSON can hold; else None."""
+    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    mean = sum(value / len(known) for value in known)  # a sum of large ones would be infinite
+    return float(f"{mean:.6g}") if known else None
 
 
 def read_run(directory: Path) -> dict:
@@ -58,7 +54,7 @@ def read_run(directory: Path) -> dict:
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     evaluations = [
-        {name: finite(row.get(name)) for name in ("step", "tokens", *EVALUATED)}
+        {name: finite_mean([row.get(name)]) for name in ("step", "tokens", *EVALUATED)}
         | {"sample": str(row.get("sample", ""))}
         for row in rows
         if any(name in row for name in EVALUATED)
@@ -70,7 +66,10 @@ def read_run(directory: Path) -> dict:
         "steps_a_point": size,
         "step": [group[-1]["step"] for group in groups],
         "tokens": [group[-1]["tokens"] for group in groups],
-        "curves": {name: [mean([row.get(name) for row in g]) for g in groups] for name in CURVES},
+        "curves": {
+            name: [finite_mean([row.get(name) for row in group]) for group in groups]
+            for name in CURVES
+        },
         "evaluations": evaluations,
     }
 
