@@ -30,6 +30,7 @@ from checkpoint import load_weights
 from config import add_parallel_flags
 from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
+from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, adapters, add_adapters
 from model import IGNORE, Llama
@@ -196,7 +197,8 @@ def main() -> None:
     args = parse_args()
     process = init_distributed()
     process.check_same_flags(vars(args))
-    metadata, tokenizer = find_model(args, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    args.adapter = args.adapter and find_adapter(args.adapter)
     longest = metadata["model"].max_seq_len
     flags = metadata.get("flags", {})  # of the run, which evaluated alike
     args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))

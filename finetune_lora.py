@@ -36,20 +36,20 @@ from data import LEFT_OUT_FILE
 from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
 from files.directories import find_adapter
-from generate import generate
+from generate import find_model, generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
-from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
+from runs.rules import check_training_flags, choose_steps, requested_work
 from runs.setup import Job, build, setup
 from techniques import nf4
 from text.chat import ANSWER_ROOM, SHOWN, open_samples
 from text.corpora import Reading
 from text.exams import Exam
-from text.tokenizer import CACHE, Tokenizer, load_tokenizer
+from text.tokenizer import CACHE, Tokenizer
 from train import accumulate, train
 
 
@@ -80,15 +80,12 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     """Check the flags, open the data, and describe the base model with adapters.
 
     Returns also some held-out prompts, as (tokens, true answer)."""
-    # args.init becomes the directory that was found, and the run's record names it.
-    args.init = process.broadcast_from_rank_zero(partial(checkpoint.find_checkpoint, args.init))
-    base = checkpoint.read_config(args.init)
+    base, tokenizer = find_model(args.init, args.tokenizer, process)
+    args.init = base["directory"]  # which may be a run's newest checkpoint: the record names it
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     check_training_flags(args, base["model"], process, *techniques)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
-    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, choose_tokenizer(args, base)))
-    checkpoint.check_tokenizer(base, tokenizer)
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(

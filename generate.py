@@ -41,7 +41,7 @@ from text.tokenizer import Tokenizer, load_tokenizer
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that find_model reads, and --base-bits."""
+    """Add the flags that say which model, for find_model and load_model."""
     # fmt: off
     parser.add_argument("checkpoint", type=Path,
                         help="a run, one of its checkpoints, or Meta's or Hugging Face's directory")
@@ -159,17 +159,16 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
         )
 
 
-def find_model(args: argparse.Namespace, process: Process) -> tuple[dict, Tokenizer]:
-    """Return what read_config says of the model that flags name, and its tokenizer. args.adapter
-    becomes the directory that was found."""
-    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, args.checkpoint))
+def find_model(directory: Path, tokenizer: str | None, process: Process) -> tuple[dict, Tokenizer]:
+    """Return what read_config says of the model that is found in a directory, and the tokenizer of
+    this name, by default the model's own."""
+    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
     metadata = read_config(directory)
-    if not (name := args.tokenizer or metadata["tokenizer"]):
+    if not (name := tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, name))
-    check_tokenizer(metadata, tokenizer)
-    args.adapter = args.adapter and find_adapter(args.adapter)
-    return metadata, tokenizer
+    loaded = process.local_rank_zero_first(partial(load_tokenizer, name))
+    check_tokenizer(metadata, loaded)
+    return metadata, loaded
 
 
 def load_model(
@@ -259,7 +258,8 @@ def main() -> None:
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
-    metadata, tokenizer = find_model(args, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    args.adapter = args.adapter and find_adapter(args.adapter)
     texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
