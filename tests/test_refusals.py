@@ -217,7 +217,7 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     write_checkpoint(base, config, stored, load_tokenizer("bytes"))
     bare, foreign = (tmp_path_factory.mktemp(name) for name in ("bare", "foreign"))
     save_hf(bare, config, stored)
-    writer = TokenFileWriter(foreign, "train", 1000, tokens_per_file=1000)
+    writer = TokenFileWriter(foreign, "train", 1000)
     writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
