@@ -99,7 +99,7 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("contestants", nargs="*", metavar="NAME", type=contestant_name,
+    parser.add_argument("contestants", nargs="*", metavar="NAME",
                         help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
                              "bare: its matrix products alone; transformers: transformers' model "
                              "and peft's adapters; fsdp-X: fsdp with --reshard X; wrong: hsdp that "
@@ -177,14 +177,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def contestant_name(text: str) -> str:
-    """Argument type: a name in CONTESTANTS. `choices` would not do: some versions of argparse
-    reject the empty list, which stands for no argument, as no choice."""
-    if text not in CONTESTANTS:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(CONTESTANTS)}, got '{text}'")
-    return text
-
-
 # ------------------------------------------------------------------------------ the commands
 
 
@@ -232,6 +224,8 @@ def limit(args: argparse.Namespace) -> str:
 
 
 def compare(args: argparse.Namespace) -> str:
+    if unknown := set(args.contestants) - CONTESTANTS.keys():
+        raise UserError(f"no contestant {min(unknown)}: choose from {', '.join(CONTESTANTS)}")
     names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
     flags = {name: getattr(args, name) for name in names.split()}
     lora, base_bits = adapters_of(args)

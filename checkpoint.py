@@ -29,7 +29,6 @@ import os
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -42,32 +41,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from files import formats
+from files import directories, formats
 from files.adapters import gather_adapters, is_adapter, merged_weights, open_adapter, save_adapter
-from files.directories import (
-    check_tokenizer,
-    checkpoints,
-    checksums,
-    complete,
-    describe_differences,
-    failure_reason,
-    find_adapter,
-    find_checkpoint,
-    hand_on,
-    has_weights,
-    load_tensors,
-    lock_directory,
-    new_directory,
-    open_weights,
-    read_config,
-    read_index,
-    remove_old,
-    save_stored_tensors,
-    sync,
-    verify,
-)
+from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.gguf import Q8_0, DType, save_gguf
 from files.optimizer_state import optimizer_state
 from files.safetensors import Weights, with_progress_of
@@ -84,14 +61,12 @@ from text.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 
 def lock_run(out: Path, resume: bool = False) -> Path | None:
-    """Lock OUT for this process until it ends, and return its newest checkpoint, if there is one.
-
-    Also removes what a killed run left half-written, and prints a warning if there is nothing to
-    `resume`. Call it on rank 0 only. Raises what lock_directory raises."""
-    lock_directory(out)
+    """Lock OUT until this process ends, and return its newest checkpoint, if there is one. Also
+    remove what a killed run left half-written. Call it on rank 0 only."""
+    directories.lock_directory(out)
     for leftover in out.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    newest = (checkpoints(out) or [None])[-1]
+    newest = (directories.checkpoints(out) or [None])[-1]
     if resume and not newest:
         print(f"warning: nothing to resume in {out}: starting at step 1", file=sys.stderr)
     return newest
@@ -130,37 +105,32 @@ class Saver(contextlib.AbstractContextManager):
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
         self._check()
-        if checkpoints(out):
-            note_checkpoint(checkpoints(out)[-1].name)
+        if directories.checkpoints(out):
+            note_checkpoint(directories.checkpoints(out)[-1].name)
 
     def __exit__(self, *_) -> None:
         self.wait()
 
     def _check(self) -> None:
-        """Note which ranks hold each tensor. Raise UserError if the optimizer has state that cannot
-        be saved, if a rank does not find OUT, or if OUT has too little space for a checkpoint."""
-        kind, is_new = type(self.optimizer).__name__, not self.optimizer.state
+        """Raise UserError if the optimizer has state that cannot be saved, if a rank does not find
+        OUT, or if OUT has too little space for a checkpoint."""
+        is_new = not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
         if not state:
+            kind = type(self.optimizer).__name__
             print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
         tensors = named_for_checkpoint(self.model, weights, state)
-        mine = [{name: t.nbytes for name, t in named.items()} for named in tensors]
-        of_ranks = self._on_every_rank(lambda: (" ".join(state), *mine))
-        names = {(" ".join(weights), state) for state, weights, _ in of_ranks}
-        if len({weights for weights, _ in names}) < len(names):
-            raise UserError(
-                f"{kind} cannot be saved: ranks hold the state of different parameters; keep it as "
-                f"DTensors, of which each rank holds a shard"
-            )
-        sizes, self.holders = {}, defaultdict(list)  # name -> bytes, name -> ranks that hold it
-        for rank, (_, weights, state) in enumerate(of_ranks):
-            sizes |= weights | state
-            for name in weights | state:
-                self.holders[name].append(rank)
-        self.size = sum(sizes.values())
+        sizes = [{name: t.nbytes for name, t in named.items()} for named in tensors]
+        all_sizes = {}  # in bytes, of the tensors of all ranks
+        first_ranks = {}  # names of a stage's weights -> the first rank that holds them
+        for rank, (weights, state) in enumerate(self._on_every_rank(lambda: sizes)):
+            all_sizes |= weights | state
+            first_ranks.setdefault(tuple(weights), rank)
+        self.size = sum(all_sizes.values())
+        self.first_ranks = [*first_ranks.values()]
         self._check_disk(self.size)
 
     def _check_disk(self, size: int) -> None:
@@ -189,14 +159,14 @@ class Saver(contextlib.AbstractContextManager):
         for module in self.model.modules():  # an evaluation may leave FSDP's weights unsharded
             if isinstance(module, FSDPModule):
                 module.reshard()
-        named = _weights(self.model), optimizer_state(self.optimizer)
-        weights, state = named_for_checkpoint(self.model, *named)
-        tensors, factors = {"optimizer": self._written_by_this_rank(state)}, {}
+        weights, state = named_for_checkpoint(
+            self.model, _weights(self.model), optimizer_state(self.optimizer)
+        )
+        tensors, factors = {"optimizer": state}, {}
         if self.lora:
-            first = {ranks[0] for ranks in self.holders.values()}
-            factors = gather_adapters(self.model, sorted(first), self.group)
+            factors = gather_adapters(self.model, self.first_ranks, self.group)
         else:
-            tensors["weights"] = self._written_by_this_rank(weights)
+            tensors["weights"] = weights
         if self.thread:
             for named in tensors.values():
                 named.update({name: t.to("cpu", copy=True) for name, t in named.items()})
@@ -204,16 +174,6 @@ class Saver(contextlib.AbstractContextManager):
         else:
             self._write(final, step, tensors, factors, best)
         return final
-
-    def _written_by_this_rank(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes: all DTensors, of which it writes its shards,
-        and a share of the other tensors, which are equal on all ranks that hold them."""
-        written = {}
-        for i, (name, tensor) in enumerate(tensors.items()):
-            holders = self.holders[name]
-            if isinstance(tensor, DTensor) or holders[i % len(holders)] == dist.get_rank():
-                written[name] = tensor
-        return written
 
     def wait(self) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed."""
@@ -232,22 +192,23 @@ class Saver(contextlib.AbstractContextManager):
                 dcp.save(named, checkpoint_id=temporary / name, process_group=self.group)
             own_files = temporary.glob(f"*/__{rank}_*")
             digests = {}
-            for of_rank in self._on_every_rank(lambda: checksums(temporary, own_files)):
+            for of_rank in self._on_every_rank(lambda: directories.checksums(temporary, own_files)):
                 digests |= of_rank
             self._on_every_rank(lambda: rank == 0 and self._finish(final, step, factors, digests))
         except (OSError, CheckpointException) as error:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # frees the space
             free = shutil.disk_usage(self.out).free / 1e9
-            last = (checkpoints(self.out) or ["none"])[-1]
+            reason = directories.failure_reason(error)
+            last = (directories.checkpoints(self.out) or ["none"])[-1]
             raise UserError(
-                f"cannot save {final}: {failure_reason(error)}; {free:,.1f} GB are free there. "
+                f"cannot save {final}: {reason}; {free:,.1f} GB are free there. "
                 f"The last checkpoint is {last}: make room, and --resume goes on from it"
             )
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
         if rank == 0:
-            remove_old(final, self.keep, best)
+            directories.remove_old(final, self.keep, best)
 
     def _on_every_rank(self, work: Callable) -> list:
         """Return work()'s results on all ranks, when all are done; raise on all what one raises."""
@@ -265,19 +226,14 @@ class Saver(contextlib.AbstractContextManager):
     def _finish(self, final: Path, step: int, factors: dict, digests: dict[str, str]) -> None:
         """Write the adapter and the small files, and rename the directory; on rank 0."""
         temporary = final.with_name(f".{final.name}")
-        if missing := [name for name in digests if not (temporary / name).exists()]:
-            raise UserError(
-                f"{temporary} lacks {', '.join(missing)}: OUT must be on a disk that all nodes "
-                f"share"
-            )
         config = self.model.config
         if self.lora:
             base = Path(self.flags["init"]).resolve()
             save_adapter(temporary, self.lora, config, factors, str(base))
         metadata = {"model": asdict(config), "step": step, "flags": self.flags}
-        complete(temporary, metadata, self.tokenizer, digests)
+        directories.complete(temporary, metadata, self.tokenizer, digests)
         os.rename(temporary, final)
-        sync(self.out)
+        directories.sync(self.out)
         note_checkpoint(final.name)
 
 
@@ -298,14 +254,15 @@ def resume(
     """Load a run's checkpoint into a model and its optimizer; return its step.
 
     All ranks call it together. Loads the adapter if the model has one, the weights otherwise.
-    Raises UserError if the checkpoint belongs to another model, adapter or tokenizer. It is read
-    as it is: newest_undamaged has compared the checksums."""
+    Raises UserError if the checkpoint belongs to another model, adapter or tokenizer. Does not
+    compare the checksums, which newest_undamaged has done."""
 
     def check_same(what: str, theirs: LlamaConfig | LoRA, ours: LlamaConfig | LoRA) -> None:
         if theirs != ours:
+            differences = directories.describe_differences(theirs, ours)
             raise UserError(
-                f"{directory} holds another {what} ({describe_differences(theirs, ours)}): give "
-                f"the flags it was trained with, or another --out"
+                f"{directory} holds another {what} ({differences}): give the flags it was trained "
+                f"with, or another --out"
             )
 
     metadata, lora = read_config(directory), adapter_settings(model)
@@ -322,12 +279,11 @@ def resume(
         with torch.no_grad():
             for name, factor in adapters(model).items():
                 assign_shard(factor, stored[name].read())
-    saved = replicas_in(read_index(directory / "optimizer").state_dict_metadata)
-    named = _weights(model), optimizer_state(optimizer)
-    weights, state = named_for_checkpoint(model, *named, saved)
+    saved = replicas_in(directories.read_index(directory / "optimizer").state_dict_metadata)
+    weights, state = named_for_checkpoint(model, _weights(model), optimizer_state(optimizer), saved)
     if not lora:
-        load_tensors(weights, directory / "weights")
-    load_tensors(state, directory / "optimizer", spare=left_out(model, saved))
+        directories.load_tensors(weights, directory / "weights")
+    directories.load_tensors(state, directory / "optimizer", spare=left_out(model, saved))
     return metadata["step"]
 
 
@@ -339,10 +295,10 @@ def load_weights(directory: Path, model: Llama) -> None:
     overlaps with its shards. From other files, or into 4 bits, it reads one full matrix at a time,
     which takes memory only if rows must be reordered or joined. Adapters do not change."""
     in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
-    if has_weights(directory) and not in_4_bits:
-        verify(directory, "weights")
+    if directories.has_weights(directory) and not in_4_bits:
+        directories.verify(directory, "weights")
         meet()
-        load_tensors(_weights(model), directory / "weights")
+        directories.load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
@@ -396,22 +352,19 @@ def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) 
 def write_checkpoint(
     target: Path, config: LlamaConfig, stored: Weights, tokenizer: Tokenizer | None, **flags
 ) -> None:
-    """Write a checkpoint of step 0 without an optimizer, from one process.
-
-    The process holds one matrix at a time in memory."""
+    """Write a checkpoint of step 0 without an optimizer from one process, matrix by matrix."""
     stored = with_progress_of(stored, f"writing {target}")
-    with new_directory(target) as temporary:
-        save_stored_tensors(stored, temporary / "weights")
-        digests = checksums(temporary, (temporary / "weights").glob("__*"))
+    with directories.new_directory(target) as temporary:
+        directories.save_stored_tensors(stored, temporary / "weights")
+        digests = directories.checksums(temporary, (temporary / "weights").glob("__*"))
         metadata = {"model": asdict(config), "step": 0, "flags": flags}
-        complete(temporary, metadata, tokenizer, digests)
+        directories.complete(temporary, metadata, tokenizer, digests)
 
 
 def export_weights(source: Path, target: Path, format: str, dtype: DType | None) -> None:
     """Write a directory in the format of Hugging Face (`hf`), Meta (`meta`) or llama.cpp (`gguf`).
-
-    The weights keep their dtype if `dtype` is None. Raises UserError if other programs would load
-    another model from it than model.py's."""
+    Weights keep their dtype if `dtype` is None. Raises UserError for a model that other programs
+    would load as another one."""
     source = find_checkpoint(source)
     config, stored = open_weights(source)
     formats.check_is_published(config, stored)
@@ -423,36 +376,33 @@ def export_weights(source: Path, target: Path, format: str, dtype: DType | None)
     tokenizer = _tokenizer_of(read_config(source))
     if format == "gguf" and not tokenizer:
         raise UserError(f"{source} has no tokenizer: import it with --tokenizer FILE, then export")
-    with new_directory(target) as temporary:
+    with directories.new_directory(target) as temporary:
         if format == "gguf":
-            hand_on(source, temporary, tokenizer)  # also the chat template
+            directories.hand_on(source, temporary, tokenizer)  # also the chat template
             template = chat_template(temporary) or tokenizer.template
             save_gguf(temporary / "model.gguf", config, stored, tokenizer, template, dtype)
             fields = (*formats.HF_FIELDS, "rope_scaling", "head_dim", "qk_norm")
             read_back = LlamaConfig(**{name: getattr(config, name) for name in fields})
+        elif format == "meta":  # its files have no max_seq_len
+            formats.save_meta(temporary, config, stored)
+            read_back = replace(open_weights(temporary)[0], max_seq_len=config.max_seq_len)
         else:
-            if format == "meta":
-                formats.save_meta(temporary, config, stored)
-            else:
-                formats.save_hf(temporary, config, stored, tokenizer)
-                hand_on(source, temporary, tokenizer)
-            if tokenizer:
-                tokenizer.save(temporary)
+            formats.save_hf(temporary, config, stored, tokenizer)
+            directories.hand_on(source, temporary, tokenizer)
             read_back, _ = open_weights(temporary)  # also compares names and shapes with model.py's
-        if format == "meta":  # its files have no max_seq_len
-            read_back = replace(read_back, max_seq_len=config.max_seq_len)
+        if tokenizer and format != "gguf":
+            tokenizer.save(temporary)
         if read_back != config:
             raise UserError(
                 f"--format {format} cannot hold the model in {source}: it would be read back with "
-                f"{describe_differences(read_back, config)}"
+                f"{directories.describe_differences(read_back, config)}"
             )
-        sync(*temporary.iterdir(), temporary)
+        directories.sync(*temporary.iterdir(), temporary)
 
 
 def _tokenizer_of(metadata: dict) -> Tokenizer | None:
-    """Return the tokenizer that read_config has found, if there is one.
-
-    If it has another format, as Llama 2's has, prints a warning and returns None."""
+    """Return the tokenizer that read_config has found, or None. Prints a warning if it cannot be
+    read, such as Llama 2's without the package for it."""
     try:
         return metadata["tokenizer"] and load_tokenizer(metadata["tokenizer"])
     except UserError as error:
@@ -480,7 +430,8 @@ def main() -> None:
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":
         source = find_checkpoint(args.source)
-        merge(source, find_adapter(args.adapter), args.target, _tokenizer_of(read_config(source)))
+        adapter = directories.find_adapter(args.adapter)
+        merge(source, adapter, args.target, _tokenizer_of(read_config(source)))
     else:
         dtype = args.dtype and getattr(torch, args.dtype, args.dtype)
         export_weights(args.source, args.target, args.format, dtype)

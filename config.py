@@ -10,7 +10,7 @@ refuse a Work, costs/ predicts one, and bench.py measures one.
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -176,6 +176,13 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
     if given.get("schedule") == "interleaved":
         given.setdefault("stages_per_rank", 2)
     return ParallelConfig(**given)
+
+
+def in_float64(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the same layout computed exactly: in float64, nothing compiled or kept on a CPU."""
+    plain = {name: f.default for name, f in FLAGS.items() if f.metadata["kind"] == ARITHMETIC}
+    plain |= dict(dtype=torch.float64, compile=False, offload=False, offload_activations=False)
+    return replace(parallel, **plain)
 
 
 def flags_of(parallel: ParallelConfig) -> str:

@@ -48,8 +48,9 @@ from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, 
 HEADER_BYTES = 256 * 4
 TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
-WEIGHTED, ROUND = r"(.+)=(\d*\.?\d+)", 1000  # SOURCE=WEIGHT; sequences to which weights apply
-LEFT_OUT = "left-out.txt"  # in a directory of token files: the documents that could not be read
+WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
+ROUND_LENGTH = 1000  # sequences in which every source has its share
+LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
 def open_token_file(path: Path) -> np.ndarray:
@@ -76,10 +77,10 @@ def check_ids(tokens: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 class TokenFileWriter:
-    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of tokens_per_file each."""
+    """Writes tokens to DIR/SPLIT_000000.bin, DIR/SPLIT_000001.bin, ... of TOKENS_PER_FILE each."""
 
-    def __init__(self, directory: Path, split: str, vocab_size: int, tokens_per_file: int):
-        self.directory, self.split, self.tokens_per_file = directory, split, tokens_per_file
+    def __init__(self, directory: Path, split: str, vocab_size: int):
+        self.directory, self.split = directory, split
         two_bytes, four_bytes = TOKEN_DTYPES.items()
         (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
         self.file: BinaryIO | None = None  # the unfinished file
@@ -88,12 +89,12 @@ class TokenFileWriter:
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, beginning a new file whenever one is full."""
         while len(tokens):
-            number, in_file = divmod(self.n_tokens, self.tokens_per_file)
+            number, in_file = divmod(self.n_tokens, TOKENS_PER_FILE)
             if in_file == 0:
                 self.close()
                 self.file = open(self.directory / f"{self.split}_{number:06d}.bin", "wb")
                 self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
-            part, tokens = np.split(tokens, [self.tokens_per_file - in_file])
+            part, tokens = np.split(tokens, [TOKENS_PER_FILE - in_file])
             self.file.write(part.astype(self.dtype).tobytes())
             self.n_tokens += len(part)
 
@@ -108,28 +109,23 @@ class TokenFileWriter:
 
 
 def tokenize(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    reading: Reading | None = None,
-    tokens_per_file: int = TOKENS_PER_FILE,
+    files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading | None = None
 ) -> None:
     """Write a corpus as a directory of token files, with a data.json that names the tokenizer, and
-    a list of what was left out.
-
-    The directory `out` appears only when it is complete."""
+    a list of what was left out. The directory `out` appears only when it is complete."""
+    reading = reading or Reading()
     out.parent.mkdir(parents=True, exist_ok=True)
-    place, hidden = out.parent, f".{out.name}-"
-    with ctrl_c_raises(), tempfile.TemporaryDirectory(dir=place, prefix=hidden) as temporary:
+    hidden = dict(dir=out.parent, prefix=f".{out.name}-")
+    with ctrl_c_raises(), tempfile.TemporaryDirectory(**hidden) as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         writers = {
-            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size, tokens_per_file)
+            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size)
             for split in ("train", "val")
         }
-        size, reading = sum(path.stat().st_size for path in files), reading or Reading()
+        size = sum(path.stat().st_size for path in files)
         _write_documents(read_pieces(files, reading), size, tokenizer, writers)
-        reading.list_left_out(unfinished / LEFT_OUT, out / LEFT_OUT)
+        reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
         metadata = tokenizer.save(unfinished)
         metadata |= {f"{split}_tokens": writer.n_tokens for split, writer in writers.items()}
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
@@ -188,13 +184,13 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
 
     `a=0.7 b=0.3` are two sources; without weights, everything is one. Raise UserError if some have
     a weight and others not."""
-    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED, entry) for entry in data]
+    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
     if not any(found):
         return [(data, 1)]
     if not all(found) or not all(float(match[2]) for match in found):
         raise UserError(f"--data {' '.join(data)}: give a weight to each source, as in a=0.7 b=0.3")
     total = sum(float(match[2]) for match in found)
-    return [([m[1]], max(1, round(ROUND * float(m[2]) / total))) for m in found]
+    return [([m[1]], max(1, round(ROUND_LENGTH * float(m[2]) / total))) for m in found]
 
 
 def paths_of(data: list[str]) -> list[str]:
@@ -275,7 +271,7 @@ class Windows:
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
-        # For None, the tokens of window 0, whose targets are then masked.
+        # None is padding: any tokens, with all targets masked.
         rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
         check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
@@ -400,7 +396,6 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
         if place < own:
             return first + window_of(nth_round * own + place, rows, seed)
         place, first = place - own, first + rows
-    raise ValueError(f"no place {sequence} in {sources}")
 
 
 def read_ahead(
@@ -442,8 +437,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     commands = parser.add_subparsers(dest="command", required=True,
                                      metavar="train-tokenizer|tokenize")
-    train = commands.add_parser("train-tokenizer",
-                                help="train a byte-pair encoding, written as a tokenizer.model")
+    train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
                        help="number of tokens, special ones included (default: %(default)s)")
@@ -453,8 +447,7 @@ def parse_args() -> argparse.Namespace:
                         help="fraction of the text held out for validation (default: %(default)s)")
     for command, out in ((train, "file"), (tokens, "directory")):
         command.add_argument("sources", nargs="+",
-                             help="text files, directories, or python, the source of Python's "
-                                  "standard library")
+                             help="text files, directories, or python: Python's own library")
         command.add_argument("--out", type=Path, required=True, help=f"{out} to write")
         add_reading_flags(command)
     # fmt: on
@@ -466,7 +459,7 @@ def main() -> None:
     reading = Reading(args.text_field, args.skip_bad)
     if args.command == "train-tokenizer":
         train_tokenizer(args.sources, args.vocab_size, args.out, reading)
-        reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT}"))
+        reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT_FILE}"))
     else:
         files = find_files(args.sources)
         tokenizer = load_tokenizer(args.tokenizer)

@@ -18,6 +18,7 @@ and acc_norm:
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import json
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from checkpoint import load_weights
 from config import add_parallel_flags
-from data import LEFT_OUT, Windows, add_reading_flags, open_text
+from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
+from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, adapters, add_adapters
 from model import IGNORE, Llama
@@ -125,26 +127,28 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    details, right, said, losses = [], {}, [], iter(())
+    losses = iter(())
     if rows := [*range(len(exam.choices))]:
         losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     stop = exam.tokenizer.stop
+    answers = []
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
-        said += generate(model, batch, exam.room, temperature=0, stop=stop)
-    texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in said)
+        answers += generate(model, batch, exam.room, temperature=0, stop=stop)
+    written = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
+    details, right = [], defaultdict(list)
     for question in exam.questions:
+        answer = question["answer"]
         if choices := question.get("choices"):
-            found = {"log_likelihoods": (scores := [-next(losses) for _ in choices])}
+            scores = [-next(losses) for _ in choices]
             normalized = [score / max(1, len(choice)) for score, choice in zip(scores, choices)]
-            marks = {"accuracy": scores, "normalized": normalized}
-            marks = {name: s.index(max(s)) == question["answer"] for name, s in marks.items()}
+            right["exam_accuracy"].append(scores.index(max(scores)) == answer)
+            right["exam_normalized"].append(normalized.index(max(normalized)) == answer)
+            details.append(question | {"log_likelihoods": scores})
         else:
-            found = {"written": next(texts).partition("\n")[0].strip()}
-            marks = {"exact": found["written"] == question["answer"].strip()}
-        details.append(question | found)
-        for name, mark in marks.items():
-            right.setdefault(f"exam_{name}", []).append(mark)
+            line = next(written).partition("\n")[0].strip()
+            right["exam_exact"].append(line == answer.strip())
+            details.append(question | {"written": line})
     return {name: sum(marks) / len(marks) for name, marks in right.items()}, details
 
 
@@ -162,7 +166,7 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     config, adapter = metadata["model"], args.adapter
     lora, stored = open_adapter(adapter, config) if adapter else (LoRA(targets=()), {})
     bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
-    techniques = (nf4.TECHNIQUE,) * (bits == 4)
+    techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)
     model.requires_grad_(False)
@@ -193,20 +197,22 @@ def main() -> None:
     args = parse_args()
     process = init_distributed()
     process.check_same_flags(vars(args))
-    metadata, tokenizer = find_model(args, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    args.adapter = args.adapter and find_adapter(args.adapter)
     longest = metadata["model"].max_seq_len
     flags = metadata.get("flags", {})  # of the run, which evaluated alike
     args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))
     exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
     dataset = None
     if args.data:
-        make = partial(open_text, document_mask=flags.get("document_mask", False))
         reading = Reading(args.text_field, args.skip_bad)
-        options = args.data, tokenizer, args.seq_len, reading
-        make = partial(open_chats if args.chat else make, *options)
-        dataset = process.local_rank_zero_first(make)
+        as_documents = partial(open_text, document_mask=flags.get("document_mask", False))
+        open_data = open_chats if args.chat else as_documents
+        dataset = process.local_rank_zero_first(
+            partial(open_data, args.data, tokenizer, args.seq_len, reading)
+        )
         if process.rank == 0:
-            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT}")
+            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT_FILE}")
     model, world = load_split(args, metadata, process)
     if dataset:
         totals = evaluate(model, dataset, len(dataset), args.microbatch, world)

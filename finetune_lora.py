@@ -32,23 +32,24 @@ import torch
 import checkpoint
 import lora
 from costs.search import sent_by_strategy
-from data import LEFT_OUT
+from data import LEFT_OUT_FILE
 from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
-from generate import generate
+from files.directories import find_adapter
+from generate import find_model, generate
 from lora import TARGETS, LoRA, add_adapters, init_adapters
 from model import Llama
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, meet, print_rank_zero, run
+from plumbing.processes import Process, UserError, print_rank_zero, run
 from plumbing.shards import assign_shard
 from runs.flags import add_finetuning_flags
-from runs.rules import check_training_flags, choose_steps, choose_tokenizer, requested_work
+from runs.rules import check_training_flags, choose_steps, requested_work
 from runs.setup import Job, build, setup
 from techniques import nf4
-from text.chat import ANSWER_ROOM, SHOWN, encode, open_samples
+from text.chat import ANSWER_ROOM, SHOWN, open_samples
 from text.corpora import Reading
 from text.exams import Exam
-from text.tokenizer import CACHE, Tokenizer, load_tokenizer
+from text.tokenizer import CACHE, Tokenizer
 from train import accumulate, train
 
 
@@ -79,22 +80,17 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     """Check the flags, open the data, and describe the base model with adapters.
 
     Returns also some held-out prompts, as (tokens, true answer)."""
-    # args.init becomes the directory that was found, and the run's record names it.
-    args.init = process.broadcast_from_rank_zero(partial(checkpoint.find_checkpoint, args.init))
-    base = checkpoint.read_config(args.init)
-    techniques = (lora.TECHNIQUE,) + (nf4.TECHNIQUE,) * (args.base_bits == 4)
+    base, tokenizer = find_model(args.init, args.tokenizer, process)
+    args.init = base["directory"]  # which may be a run's newest checkpoint: the record names it
+    techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     check_training_flags(args, base["model"], process, *techniques)
     if args.rank > base["model"].dim:
         raise UserError(f"--rank {args.rank} exceeds the model width: at most {base['model'].dim}")
-    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, choose_tokenizer(args, base)))
-    checkpoint.check_tokenizer(base, tokenizer)
-    if process.rank == 0:
-        note_unseen_end(args.init, tokenizer)
-    meet()
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
-    options = args.seq_len, args.long, args.train_on_prompt, args.val_data, reading
-    train_set, val_set, examples, summary = open_samples(args.data, tokenizer, *options)
+    train_set, val_set, examples, summary = open_samples(
+        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, args.val_data, reading
+    )
     choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
         of = checkpoint.read_config(merged)["flags"].get("adapter") if args.resume else None
@@ -104,14 +100,14 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     if process.rank == 0:
-        reading.list_left_out(CACHE / f"conversations-{args.data_checksum}-{LEFT_OUT}")
+        reading.list_left_out(CACHE / f"conversations-{args.data_checksum}-{LEFT_OUT_FILE}")
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])
-        settings = args.rank, args.alpha, args.dropout, args.rslora, args.dora
         layers = {name.split(".")[-1] for name, _ in model.named_modules()}
-        targets = tuple(t for t in args.targets if t in layers)  # a change lacks some
-        add_adapters(model, LoRA(*settings, targets), args.base_bits)
+        targets = tuple(t for t in args.targets if t in layers)  # a changed model may lack some
+        settings = LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
+        add_adapters(model, settings, args.base_bits)
     check_names(model)
 
     def initialize(model: Llama) -> None:
@@ -123,26 +119,6 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     return job, examples
 
 
-def note_unseen_end(directory: Path, tokenizer: Tokenizer) -> None:
-    """Print a note if the base was never trained on the token that ends an answer.
-
-    Its row of the output matrix is then as near to the rows of reserved tokens, and of ids without
-    a token, as these are to each other: training only pushes them all away. That matrix is frozen,
-    so adapters cannot tell such tokens apart."""
-    _, stored = checkpoint.open_weights(directory)
-    rows = stored.get("output.weight", stored["tok_embeddings.weight"]).read()  # [V, D]
-    reserved = [i for name, i in tokenizer.special.items() if "reserved" in name]
-    unseen = rows[[*reserved, *range(tokenizer.vocab_size, len(rows))]].float()  # [n, D]
-    end = encode([{"role": "assistant", "content": ""}], tokenizer)[0][-1]
-    distances = (torch.cat([unseen, rows[[end]].float()]) - unseen.mean(0)).norm(dim=1)
-    if len(unseen) > 2 and distances[-1] <= 2 * distances[:-1].max():
-        advice = "begin with a model that was trained to chat"
-        if end == tokenizer.eos:
-            advice += f", or first run train.py --init {directory} on documents, which end with it"
-        name = tokenizer.decode([end])
-        print(f"note: the base never saw {name}, so answers will hardly end: {advice}")
-
-
 def sample_answers(
     model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
 ) -> str:
@@ -152,22 +128,23 @@ def sample_answers(
     them: a small model that always takes the likeliest one soon repeats itself."""
     if not examples:
         return "no held-out prompt is short enough to show"
-    prompts, true_answers = zip(*examples)
-    options = dict(temperature=0.8, top_p=0.95, stop=tokenizer.stop)  # the defaults of generate.py
-    answers = generate(model, prompts, ANSWER_ROOM, **options)
-    said = [[token for token in answer if token not in tokenizer.stop] for answer in answers]
-    true = [tokenizer.encode(text) for text in true_answers]
-    who, lines = f"after {step} steps" if step else "base model", []
-    for prompt, answer, truth in list(zip(prompts, answers, true_answers))[:SHOWN]:
-        shown = "" if step else tokenizer.decode(prompt)
-        lines += [f"{shown}--- {who}: {tokenizer.decode(answer)}", f"--- true answer: {truth}"]
-    common = [(Counter(a) & Counter(b)).total() for a, b in zip(said, true)]
-    pairs = zip(common, said, true)
-    overlap = statistics.mean(2 * n / max(1, len(a) + len(b)) for n, a, b in pairs)
-    ended = statistics.mean(len(a) < len(answer) for a, answer in zip(said, answers))
-    length, true_length = (statistics.mean(map(len, part)) for part in (said, true))
+    prompts = [prompt for prompt, _ in examples]
+    stop = tokenizer.stop
+    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
+    who = f"after {step} steps" if step else "base model"
+    lines, scores = [], []
+    for (prompt, truth), answer in zip(examples, answers):
+        if len(scores) < SHOWN:
+            shown = "" if step else tokenizer.decode(prompt)
+            lines += [f"{shown}--- {who}: {tokenizer.decode(answer)}", f"--- true answer: {truth}"]
+        said = [token for token in answer if token not in stop]
+        true = tokenizer.encode(truth)
+        common = (Counter(said) & Counter(true)).total()
+        overlap = 2 * common / max(1, len(said) + len(true))
+        scores.append((len(said) < len(answer), len(said), len(true), overlap))
+    ended, length, true_length, overlap = map(statistics.mean, zip(*scores))
     score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
-    return "\n".join([*lines, f"--- {who}: of {len(said)} answers {score} in common", "---"])
+    return "\n".join([*lines, f"--- {who}: of {len(scores)} answers {score} in common", "---"])
 
 
 def main() -> None:
@@ -187,7 +164,7 @@ def main() -> None:
         merged = args.out / "merged"
         if not merged.exists():  # it does if the run had finished before
             source = args.out / "best" if args.merge == "best" else args.out
-            adapter = checkpoint.find_adapter(source.resolve())
+            adapter = find_adapter(source.resolve())
             checkpoint.merge(args.init, adapter, merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))

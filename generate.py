@@ -27,8 +27,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import check_tokenizer, find_adapter, find_checkpoint, load_pretrained, read_config
+from checkpoint import load_pretrained
 from files.adapters import load_adapter, open_adapter
+from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
 from lora import LoRA, LoRALinear, add_adapters
 from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
@@ -40,18 +41,15 @@ from text.tokenizer import Tokenizer, load_tokenizer
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that find_model reads, and --base-bits."""
+    """Add the flags that say which model, for find_model and load_model."""
     # fmt: off
     parser.add_argument("checkpoint", type=Path,
-                        help="a run, one of its checkpoints, or a model directory of Meta or "
-                             "Hugging Face")
+                        help="a run, one of its checkpoints, or Meta's or Hugging Face's directory")
     parser.add_argument("--adapter", type=Path, metavar="DIR",
                         help="a run of finetune_lora.py, or an adapter in PEFT's format")
     parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
-                        help="4: keep the blocks' matrices in 4 bits, which takes a quarter of the "
-                             "memory and is slower (default: the dtype of computation)")
-    parser.add_argument("--tokenizer",
-                        help="tokenizer name or file (default: the checkpoint's own)")
+                        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
+    parser.add_argument("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
     # fmt: on
 
 
@@ -62,8 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue; given several times, the prompts form a batch")
     parser.add_argument("--chat", action="store_true",
-                        help="treat each prompt as a user's message to a chat model; without a "
-                             "prompt, have a conversation")
+                        help="prompts are messages to a chat model; without one, a conversation")
     parser.add_argument("--system", metavar="TEXT",
                         help="system prompt, the message with which a chat begins")
     parser.add_argument("--max-new-tokens", type=positive_int, default=200,
@@ -105,7 +102,7 @@ def sample(
     return order.gather(1, choice).squeeze(1)
 
 
-AT_A_TIME = 2048  # tokens of a prompt: a mask of as many rows than a long one would have
+AT_A_TIME = 2048  # tokens of a prompt: the mask of a longer piece would not fit
 
 
 @torch.no_grad()
@@ -162,17 +159,16 @@ def check_length(length: int, max_new_tokens: int, max_seq_len: int) -> None:
         )
 
 
-def find_model(args: argparse.Namespace, process: Process) -> tuple[dict, Tokenizer]:
-    """Return what read_config says of the model that flags name, and its tokenizer. args.adapter
-    becomes the directory that was found."""
-    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, args.checkpoint))
+def find_model(directory: Path, tokenizer: str | None, process: Process) -> tuple[dict, Tokenizer]:
+    """Return what read_config says of the model that is found in a directory, and the tokenizer of
+    this name, by default the model's own."""
+    directory = process.broadcast_from_rank_zero(partial(find_checkpoint, directory))
     metadata = read_config(directory)
-    if not (name := args.tokenizer or metadata["tokenizer"]):
+    if not (name := tokenizer or metadata["tokenizer"]):
         raise UserError(f"{directory} has no tokenizer.model: give its --tokenizer")
-    tokenizer = process.local_rank_zero_first(partial(load_tokenizer, name))
-    check_tokenizer(metadata, tokenizer)
-    args.adapter = args.adapter and find_adapter(args.adapter)
-    return metadata, tokenizer
+    loaded = process.local_rank_zero_first(partial(load_tokenizer, name))
+    check_tokenizer(metadata, loaded)
+    return metadata, loaded
 
 
 def load_model(
@@ -262,7 +258,8 @@ def main() -> None:
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
-    metadata, tokenizer = find_model(args, process)
+    metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
+    args.adapter = args.adapter and find_adapter(args.adapter)
     texts = args.prompt or [""]  # an empty message stands for the first one of a conversation
     system = [{"role": "system", "content": args.system}] if args.system else []
     if args.chat:
@@ -271,11 +268,11 @@ def main() -> None:
     else:
         prompts = [tokenizer.encode(text, bos=True) for text in texts]
     check_length(max(map(len, prompts)), args.max_new_tokens, metadata["model"].max_seq_len)
-    found = metadata["directory"], metadata["model"], args.adapter
-    model = load_model(*found, args.base_bits, process.device)
+    directory, config = metadata["directory"], metadata["model"]
+    model = load_model(directory, config, args.adapter, args.base_bits, process.device)
 
-    options = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    options |= dict(max_new_tokens=args.max_new_tokens, stop=tokenizer.stop, seed=args.seed)
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    options = {name: getattr(args, name) for name in names} | {"stop": tokenizer.stop}
     if has_conversation:
         converse(model, tokenizer, system, **options)
         return

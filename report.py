@@ -7,7 +7,6 @@ OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
-import argparse
 import json
 import math
 from pathlib import Path
@@ -20,14 +19,6 @@ TEMPLATE = Path(__file__).resolve().parent / "perf/report.html"
 CURVES = "loss bits_per_byte grad_norm lr tokens_per_second memory_bytes".split()
 EVALUATED = ("val_loss", "val_bits_per_byte")
 POINTS = 2000  # of a curve; each is the mean of as many steps as needed
-
-
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Draw the curves of runs beside each other, in one page.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
-    parser.add_argument("--out", type=Path, default=Path("report.html"),
-                        help="the page (default: %(default)s)")  # fmt: skip
-    return parser.parse_args()
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -43,15 +34,11 @@ def read_lines(path: Path) -> list[dict]:
     return rows
 
 
-def finite(value) -> float | None:
-    """Return a number that JSON can hold, or None."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return float(f"{value:.6g}") if is_number else None
-
-
-def mean(values: list) -> float | None:
-    known = [value for value in map(finite, values) if value is not None]
-    return finite(sum(known) / len(known)) if known else None
+def finite_mean(values: list) -> float | None:
+    """Return the mean of those values that are finite numbers, which JSON can hold; else None."""
+    known = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    mean = sum(value / len(known) for value in known)  # a sum of large ones would be infinite
+    return float(f"{mean:.6g}") if known else None
 
 
 def read_run(directory: Path) -> dict:
@@ -66,7 +53,12 @@ def read_run(directory: Path) -> dict:
         config = {}
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-    evaluations = [row for row in rows if any(name in row for name in EVALUATED)]
+    evaluations = [
+        {name: finite_mean([row.get(name)]) for name in ("step", "tokens", *EVALUATED)}
+        | {"sample": str(row.get("sample", ""))}
+        for row in rows
+        if any(name in row for name in EVALUATED)
+    ]
     return {
         "name": str(directory),
         "flags": {name: str(value) for name, value in config.get("flags", {}).items()},
@@ -74,12 +66,11 @@ def read_run(directory: Path) -> dict:
         "steps_a_point": size,
         "step": [group[-1]["step"] for group in groups],
         "tokens": [group[-1]["tokens"] for group in groups],
-        "curves": {name: [mean([row.get(name) for row in g]) for g in groups] for name in CURVES},
-        "evaluations": [
-            {name: finite(row.get(name)) for name in ("step", "tokens", *EVALUATED)}
-            | {"sample": str(row.get("sample", ""))}
-            for row in evaluations
-        ],
+        "curves": {
+            name: [finite_mean([row.get(name) for row in group]) for group in groups]
+            for name in CURVES
+        },
+        "evaluations": evaluations,
     }
 
 
@@ -90,7 +81,11 @@ def page_of(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    args = parse_args()
+    parser = Parser(description="Draw the curves of runs beside each other, in one page.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
+    parser.add_argument("--out", type=Path, default=Path("report.html"),
+                        help="the page (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args()
     write_atomically(args.out, page_of([read_run(path) for path in args.runs]))
     print(f"{args.out}: {len(args.runs)} run(s)")
 

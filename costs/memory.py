@@ -96,8 +96,6 @@ def _memory_of_rank(work: Work, pp_rank: int) -> dict[str, int]:
     # What a block has offloaded is freed all at once, and more of backward adds to it.
     freed_at_once = parallel.offload_activations and parallel.checkpointing == "none"
     in_feed_forward = gate + max(gate, matrix_in_4_bits) + freed_at_once * gate
-    if not parallel.compile:  # the gradient of silu(gate)
-        in_feed_forward += gate
     if lora and lora.dora and not parallel.compile:  # products in float32, of output or gradient
         in_feed_forward += ((w < 4) + freed_at_once) * tokens * F * 4 / tp
     # The norm of q casts two tensors and makes two, after feed-forward and attention freed theirs.
@@ -373,13 +371,15 @@ def largest_in_4_bits(block: nn.Module, tp: int) -> int:
 
 def loss_bytes(work: Work, trainable: bool) -> int:
     """Return the most that the loss holds. Of a chunk: the log softmax, its gradient, and that of
-    the logits. If the output matrix is trainable, also its gradient and the sum over chunks."""
+    the logits; one more where ranks share the vocabulary. If the output matrix is trainable, also
+    its gradient and the sum over chunks."""
     config, w, size = work.model.config, work.parallel.weight_bytes, tokens_at_a_time(work.on_gpu)
     vocab = math.ceil(config.vocab_size / work.parallel.tp)
     n, matrix, wide = min(size, work.tokens) * vocab, vocab * config.dim, max(4, w)
+    in_chunk = n * wide * (3 if work.parallel.tp == 1 else 4)
     if not trainable:
-        return n * 3 * wide
-    return matrix * wide + max(n * 3 * wide, n * w + matrix * w)
+        return in_chunk
+    return matrix * wide + max(in_chunk, n * w + matrix * w)
 
 
 def deferred_elements(config: LlamaConfig, tp: int) -> tuple[float, float]:
@@ -403,7 +403,8 @@ def prediction_caveat(model: Llama) -> str:
     shapes = [[p.shape for p in block.parameters()] for block in model.layers.values()]
     if any(other != shapes[0] for other in shapes):
         return "note: predictions assume equal blocks, and here they differ: bench.py step counts"
-    config = _narrow(model.config)
+    sizes = dict(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=160, vocab_size=256)
+    config = replace(model.config, **sizes)  # which a CPU computes at once
     known, _ = saved_elements(config, ParallelConfig())
     for T in (1024, 8):  # with some changes, such as a bias for each pair, it depends on T
         counted = _counted_saved_elements(config, T)
@@ -415,20 +416,6 @@ def prediction_caveat(model: Llama) -> str:
                 f"counts"
             )
     return ""
-
-
-def _narrow(config: LlamaConfig) -> LlamaConfig:
-    """Return a model of the same kind, some 256 wide, that a CPU computes at once."""
-    if config.dim <= 256:
-        return config
-    kv = config.n_kv_heads
-    heads = dict(n_heads=config.n_heads // kv, n_kv_heads=1)
-    # Heads, too, become narrower, by a power of two that leaves their width even.
-    most = 2 ** int(math.log2(max(1, config.dim // kv // 256)))
-    n = math.gcd(config.head_dim // 2, most)
-    heads |= dict(head_dim=config.head_dim // n)
-    sizes = dict(dim=config.dim // (kv * n), ffn_dim=config.ffn_dim // (kv * n))
-    return replace(config, vocab_size=256, **sizes, **heads)
 
 
 def _counted_saved_elements(config: LlamaConfig, T: int) -> float:

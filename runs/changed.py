@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from config import ParallelConfig
 from files.published import with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
-from parallel import World, set_dtype
+from parallel import CHANGES_OF_LAYERS, World, set_dtype
 from plumbing.processes import UserError
 from runs.equal import (
     MODEL_ERRORS,
@@ -42,7 +43,7 @@ def check_documents(config: LlamaConfig, world: World) -> None:
 
 
 @torch.no_grad()
-def notes(whole: Llama, float8: str) -> str:
+def notes(whole: Llama, parallel: ParallelConfig) -> str:
     """Return a line for each way in which a small model differs from what it seems: generation from
     training; or layers that adapters or 8 bits replace, but that model.py never calls."""
     model = with_fixed_weights(Llama(small := small_config(whole.config, 4)).double())
@@ -69,8 +70,9 @@ def notes(whole: Llama, float8: str) -> str:
             f"note: generation {problem}: only attention has a cache, and another layer that mixes "
             f"tokens needs one of its own"
         )
-    replaces = float8 != "none" or any(not p.requires_grad for p in whole.parameters())
-    for name in sorted(layers.keys() - called) if replaces else ():
+    is_replaced = any(technique.is_used(parallel) for technique in CHANGES_OF_LAYERS)
+    is_replaced |= any(not p.requires_grad for p in whole.parameters())  # by adapters
+    for name in sorted(layers.keys() - called) if is_replaced else ():
         lines.append(
             f"note: adapters and 8 bits have no effect in {name}, which model.py does not call: "
             f"write {name.rpartition('.')[2]}(x) there, not F.linear(x, its weight)"

@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from config import ParallelConfig
+from config import ParallelConfig, in_float64
 from files.published import with_fixed_weights
 from model import IGNORE, Llama, LlamaConfig
 from parallel import World, parallelize
@@ -170,8 +170,7 @@ def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None
     if world.device.type == "mps":  # which has no float64
         world = replace(world, device=torch.device("cpu"))
     check_gradients(small_config(config, 2), world.device)
-    off = dict(compile=False, float8="none", offload=False, offload_activations=False)
-    parallel, n_layers, rows = replace(world.parallel, dtype=torch.float64, **off), 4, 1
+    parallel, n_layers, rows = in_float64(world.parallel), 4, 1
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
     if pp > 1:
         n_layers = config.n_layers  # so that stages begin where those of the run do

@@ -200,8 +200,7 @@ def describe_run(
     return (
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "
         f"tokens a step; {describe_epochs(args, sources)}; {world.size} process(es) on "
-        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}"
-        f"{notes}"
+        f"{world.device.type}, {args.dtype}, microbatches of {args.microbatch}{notes}"
     )
 
 

@@ -183,7 +183,7 @@ def build(
             sent = describe_traffic(outer, parallel)
             print_rank_zero(f"every {parallel.every} steps, also {sent}")
         print_rank_zero(prediction_caveat(job.whole))
-    print_rank_zero(notes(job.whole, parallel.float8))
+    print_rank_zero(notes(job.whole, parallel))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner, work

@@ -33,7 +33,8 @@ def documents(directory, split) -> str:
     return "".join(names.get(i) or chr(i) for i in tokens.tolist())
 
 
-def test_tokenize_files_and_lines(tmp_path):
+def test_tokenize_files_and_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "TOKENS_PER_FILE", 500)
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.txt").write_text("first\nfile\n")
@@ -42,7 +43,7 @@ def test_tokenize_files_and_lines(tmp_path):
     lines = [f"line {i}" for i in range(200)]
     (source / "c.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in lines))
     out = tmp_path / "out"
-    data.tokenize(find_files([str(source)]), BYTES, out, Reading(val_fraction=0.2), 500)
+    data.tokenize(find_files([str(source)]), BYTES, out, Reading(val_fraction=0.2))
     texts = [documents(out, split) for split in ("train", "val")]
     assert all(text.startswith("<|begin_of_text|>") for text in texts)
     train, val = (f"<|eot_id|>{text}".split("<|eot_id|><|begin_of_text|>")[1:] for text in texts)
@@ -100,7 +101,7 @@ def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, t
 
 
 def write_tokens(directory, name: str, vocab_size: int, tokens: np.ndarray) -> None:
-    writer = TokenFileWriter(directory, name, vocab_size, tokens_per_file=10**6)
+    writer = TokenFileWriter(directory, name, vocab_size)
     writer.write(tokens.astype(np.uint32))
     writer.close()
 

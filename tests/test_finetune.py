@@ -1,6 +1,5 @@
 """finetune_lora.py as its users run it, against a loop written out in plain PyTorch."""
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from conftest import Forks, launch, metrics, refused, slow, succeed, wait_for_lines
 from exact import effective_weights
 from test_formats import our_model, stored
-from test_train import SIZES, same_losses, same_metrics, same_weights
+from test_train import same_losses, same_metrics, same_weights
 
 from checkpoint import load_pretrained, write_checkpoint
 from data import window_of
@@ -209,28 +208,6 @@ def test_it_learns_and_other_scripts_use_the_result(base, sums, tmp_path):
     (tokens,) = generate(ours, [prompt], 12, temperature=0, stop=BYTES.stop)
     expected = BYTES.decode(t for t in tokens if t < 256)
     assert by_adapter == by_merged == f"{expected}\n" != succeed("generate.py", base, *question).out
-
-
-@pytest.mark.parametrize("documents", [1, 300])
-def test_a_base_that_never_saw_the_end_of_answers_is_told(documents, sums, tmp_path):
-    """A document ends with the token where another one follows."""
-    lines = [f"{i} and {i + 1} make {2 * i + 1}\n" for i in range(900)]
-    n = len(lines) // documents
-    texts = ["".join(lines[i : i + n]) for i in range(0, len(lines), n)]
-    data, out = tmp_path / "text.jsonl", tmp_path / "base"
-    data.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    if documents == 1:
-        (data := tmp_path / "text.txt").write_text(texts[0])
-    succeed("train.py", "--data", data, "--tokenizer", "bytes", "--out", out, *SIZES, "--steps", 30,
-            "--batch", 8, "--seq-len", 64, "--lr", 0.01, "--eval-every", 0)  # fmt: skip
-    given = flags(out, sums, tmp_path / "lora", steps=1, dtype="float32")
-    told = re.findall("note: the base never saw .*", succeed("finetune_lora.py", *given).out)
-    assert len(told) == (documents == 1)
-    if told:
-        (step,) = out.glob("step-*")
-        first_run = f"or first run train.py --init {step} on documents, which end with it"
-        assert told[0].endswith(first_run)
-        assert "<|eot_id|>, so answers will hardly end: begin with a model that" in told[0]
 
 
 @pytest.mark.slow

@@ -26,7 +26,10 @@ RATCHET = {
     "moments": (16, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
     "async TP": (15, r"async_tp|async-tp|in_chunks|saves_chunks"),
     "offloaded activations": (14, r"offload_activations|offload-activations"),
-    "DiLoCo": (15, r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks"),
+    "DiLoCo": (
+        15,
+        r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks|replicas_apart",
+    ),
     "chunked loss": (8, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
     "ZeRO-1": (14, r"zero1|ZeRO1|optimizer_slice|grads_in_buckets"),
     "recomputation": (20, r"checkpointing\b|saved_products|recompute_and"),

@@ -156,7 +156,7 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
 1 | bench.py compare ddp --seq-len 9999 | at most --seq-len 2048
-1 | bench.py compare ddp quick | expected one, ddp ... got 'quick'
+1 | bench.py compare ddp quick | no contestant quick: choose from one, ddp
 1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
@@ -217,7 +217,7 @@ def places(text, corpus, sums, tmp_path_factory) -> dict[str, object]:
     write_checkpoint(base, config, stored, load_tokenizer("bytes"))
     bare, foreign = (tmp_path_factory.mktemp(name) for name in ("bare", "foreign"))
     save_hf(bare, config, stored)
-    writer = TokenFileWriter(foreign, "train", 1000, tokens_per_file=1000)
+    writer = TokenFileWriter(foreign, "train", 1000)
     writer.write(np.where(np.arange(1000) == 500, 999, 65))  # one rank reads it within 5 steps
     writer.close()
     places = dict(text=text, corpus=corpus, sums=sums, base=base, bare=bare, foreign=foreign)
