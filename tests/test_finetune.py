@@ -296,13 +296,6 @@ def test_the_best_checkpoint_is_merged(base, sums, tmp_path):
 # ------------------------------------------------------------------------------------ wrong input
 
 
-def test_malformed_data_is_reported_once_by_two_ranks(base, sums, tmp_path):
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text(sums.read_text() + '\n{"prompt": "no answer"}\n')
-    arguments = flags(base, wrong, tmp_path / "run")
-    refused(launch("finetune_lora.py", *arguments, nproc=2), f"{wrong}, line 61")
-
-
 def test_runs_that_cannot_continue(base, sums, one_run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(one_run[0], out)

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from conftest import launch, refused, slow, succeed
+from conftest import slow, succeed
 
 from costs.memory import predict_memory
 from costs.traffic import predict_traffic, sent_bytes
@@ -313,21 +313,6 @@ def test_a_class_gives_each_student_questions_that_a_teacher_can_repeat(record):
     assert "guess 2" in guess("bubble", 1, 1, **ada, attempt=1)
 
 
-@pytest.mark.parametrize(
-    "form, given, says",
-    [
-        ("size", {}, "no form 'size': choose from bytes, memory, counts"),
-        ("bytes", dict(student="ada"), "--student is for --class KEY"),
-        ("bytes", dict(attempt=2), "--attempt is for --class KEY"),
-        ("bytes", dict(key="x"), "--class KEY needs --student NAME"),
-        ("bytes", dict(key="x", student="ada", seed=3), "and no --seed"),
-    ],
-)
-def test_wrong_flags(form, given, says):
-    with pytest.raises(UserError, match=says):
-        guess(form, **given)
-
-
 def test_the_command(copy):
     command = copy / "labs/run.py", "predict"
     answers = "--answer", "1/7", "--answer", "2"
@@ -335,5 +320,3 @@ def test_the_command(copy):
     assert out.index("recorded as") < out.index("score 100%")
     assert "bubble  " in (listed := succeed(*command).out) and "1 first, 100%" in listed
     assert len((copy / "labs/work/.predictions").read_text().splitlines()) == 2
-    refused(launch(*command, "bubbles"), "no form 'bubbles'")
-    refused(launch(*command, "bubble", "--seed", "-1"), "expected an integer of at least 0")
