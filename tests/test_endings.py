@@ -332,8 +332,12 @@ def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
 # -------------------------------------------------------------------- failures that a rank meets
 
 
-def test_an_exception_is_printed_once_and_ends_all():
-    result = launch("tests/workers/failing.py", nproc=2)
+def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
+    """While the other rank waits for it in a collective."""
+    place = "    parameters = with_gradients(optimizer)\n"
+    fault = '    if world.rank == 1:\n        raise ValueError("a reason\\nin two lines")\n'
+    script = with_fault(tmp_path / "copy", "train", place, fault + place)
+    result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)
     assert error_lines(result) == ["error: rank 1 failed: ValueError: a reason"]
     assert result.err.count("Traceback") == 1 and "in two lines" in result.err
     assert result.codes == [1, 1]
