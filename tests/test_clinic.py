@@ -163,9 +163,3 @@ def test_a_malformed_answer_is_asked_for_again_at_a_terminal(monkeypatch, capsys
     assert capsys.readouterr().out.count("is not understood") == 2
     with pytest.raises(UserError, match="is not understood"):
         clinic.ask("which factor", "ten", clinic.gain_of)
-
-
-def test_what_is_read_from_reports():
-    report = (Path(__file__).parent / "workers/step_report.txt").read_text()
-    assert clinic.sent(report) == 10.24 and clinic.attentions(report) == 2
-    assert clinic.crossing(report) == 5.12 and clinic.waiting(report) == 0.6

@@ -104,23 +104,6 @@ def test_compare_adapters(tmp_path):
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-@pytest.mark.slow
-def test_compare_in_bfloat16(tmp_path):
-    low = ["--dtype=bfloat16", "--moments=bfloat16"]
-    out, results = compare_two_ranks(tmp_path, "ddp", "fsdp", "--batch=2", *low)
-    assert results["dtype"] == results["moments"] == "bfloat16"
-    whole, plain = compare_two_ranks(tmp_path, "ddp", "fsdp", "--batch=2")
-    assert "losses of the first step agree" in out and "losses of the first step agree" in whole
-    for name, result in results["strategies"].items():
-        other = plain["strategies"][name]
-        assert result["peak_bytes"] < other["peak_bytes"] and result["loss"] != other["loss"]
-        assert result["loss"] == pytest.approx(other["loss"], rel=1e-2)
-    fsdp, in_float32 = (r["strategies"]["fsdp"]["payload"] for r in (results, plain))
-    scalars = 2 * 40  # bytes of all_gather_scalars, in float64
-    halved = fsdp["shard all-gather"][1] - scalars
-    assert 2 * halved == in_float32["shard all-gather"][1] - scalars
-
-
 def task_of(batch: int = 8, lora: LoRA | None = None) -> Task:
     model = build_on_meta(PRESETS["tiny"], lora)
     return Task(model, ParallelConfig(), batch, 1, 16, name="tiny", optimizer_of=None)
