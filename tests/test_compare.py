@@ -1,4 +1,4 @@
-"""bench.py compare: which contestants it takes, and what it counts. Speed is not tested."""
+"""bench.py compare and limit: what they measure, and what is counted. Speed is not tested."""
 
 import json
 import re
@@ -167,3 +167,18 @@ def test_losses_that_do_not_agree_are_named():
     assert compare.compare_losses(costs) == "losses of the first step agree to 2e-07"
     costs["float8"] = compare.Cost(ParallelConfig(float8="tensorwise"), 7.01)
     assert compare.compare_losses(costs) == "losses of the first step agree to 1e-03"
+
+
+@pytest.mark.parametrize(
+    "flags, rows",
+    [
+        ("", ["transformers", "flatllama"]),
+        slow("--lora --compile", ["peft", "flatllama", "flatllama, all weights"]),
+    ],
+)
+def test_limit(flags, rows):
+    out = succeed("bench.py", "limit", "--model", "tiny", "--batch=1", "--seq-len=64",
+                  "--repeats=2", *flags.split()).out  # fmt: skip
+    found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
+    rows += ["flatllama, compiled blocks"] * ("--compile" in flags)
+    assert found[2:] == ["bare matrix products and attention", *rows]

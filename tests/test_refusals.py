@@ -41,6 +41,7 @@ REFUSALS = """
 1 | train --keep -1 | --keep ... at least 0
 1 | train --clip nan | --clip ... at least 0
 1 | train --n-heads 3 | dim 32 over n_heads 3
+1 | train --dim 60 | heads of width 15
 1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --steps 0 | --steps ... at least 1

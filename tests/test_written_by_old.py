@@ -7,6 +7,7 @@ a kernel may be written anew: by 1e-5 of their size at most, and by 1e-12 in the
 """
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import metrics, succeed
 from torch import Tensor
 from workers import written_by
-from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, logits_of, read
+from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, read
 
-from checkpoint import load_pretrained
 from data import open_windows
 from text.tokenizer import load_tokenizer
 
@@ -29,12 +29,11 @@ LAST_STEP = f"step-{STEPS:08d}"
 @pytest.fixture(scope="module")
 def old(tmp_path_factory) -> Path:
     """The corpus and the smallest run."""
-    if not written_by.is_there(written_by.COMMIT):
-        pytest.skip(
-            f"needs commit {written_by.COMMIT}, which this clone lacks: git fetch --unshallow"
-        )
     directory = tmp_path_factory.mktemp("old")
-    written_by.write(directory, quick=True)
+    try:
+        written_by.write(directory, quick=True)
+    except subprocess.CalledProcessError:  # of git archive
+        pytest.skip(f"needs commit {written_by.COMMIT}: git fetch --unshallow")
     return directory
 
 
@@ -135,20 +134,12 @@ def test_weights_load_and_compute_the_same(everything, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_text_is_generated_and_weights_are_exported(everything, tmp_path, name):
-    """An adapter is merged with its base before the export."""
-    saved, hf = everything / name / STEP, tmp_path / "hf"
+def test_text_is_generated(everything, name):
+    model = [everything / name / STEP]
     if RUNS[name].script == "finetune_lora.py":
-        model, whole = [everything / "run", "--adapter", saved], tmp_path / "merged"
-        succeed("checkpoint.py", "merge", everything / "run", saved, whole)
-    else:
-        model, whole = [saved], saved
+        model = [everything / "run", "--adapter", *model]
     text = succeed("generate.py", *model, "--prompt", "7 and", "--max-new-tokens", 5).out
     assert text.startswith("7 and") and len(text) > len("7 and\n")
-    succeed("checkpoint.py", "export", whole, hf, "--format", "hf")
-    logits = logits_of(load_pretrained(hf, torch.float64))
-    expected = torch.load(everything / f"{name}.pt")["logits"]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)  # merged in float32
 
 
 def test_a_corpus_opens(old, tmp_path):

@@ -45,12 +45,6 @@ RUNS = {
 }
 
 
-def is_there(commit: str) -> bool:
-    """Return whether git has this commit here; a shallow clone has the newest alone."""
-    command = ["git", "-C", ROOT, "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
-
-
 def write(directory: Path, quick: bool = False) -> None:
     """Write what DIRECTORY lacks; if it is to be quick, only the corpus and `run`."""
     house = House(directory)
