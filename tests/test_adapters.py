@@ -122,16 +122,6 @@ def test_a_run_goes_on_as_on_one_process(base, sums, one_run, tmp_path, nproc, p
     same_run(out, one_run[0], step=4)
 
 
-@pytest.mark.parametrize("tp, part", [(1, "blocks of 64 weights"), (2, "each of 2 rank(s)")])
-def test_widths_that_blocks_do_not_divide_are_refused(tp, part):
-    def refused(ffn_dim: int) -> str:
-        model = build_on_meta(LlamaConfig(**BLOCKS | dict(ffn_dim=ffn_dim)))
-        return refuses(step_of(model, ParallelConfig(tp=tp), 1, 1, 8))
-
-    narrow = refused(96 * tp)
-    assert part in narrow and f"--ffn-dim {96 * tp}: give" in narrow and not refused(256)
-
-
 def test_a_torch_that_shards_no_bytes_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     parallel = ParallelConfig(dp="fsdp", shard=2)

@@ -3,13 +3,8 @@
 import json
 
 import pytest
-from conftest import changed_copy, slow, step_of, succeed
-from exact import assert_same, assert_traffic, case, check_step, train
-
-from config import ParallelConfig
-from model import LlamaConfig
-from perf.instruments import build_on_meta
-from plumbing.processes import UserError
+from conftest import changed_copy, slow, succeed
+from exact import assert_same, assert_traffic, case, train
 
 WIDE = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=101)
 
@@ -52,21 +47,3 @@ def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
     (found,) = train(tmp_path, 2, {"ranks": ranks}).values()
     assert_same(found, expected)
     assert_traffic(found, ranks, 2)
-
-
-# ------------------------------------------------------------------------------------ wrong input
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({}, "--async-tp is for --tp 2 or more"),
-        (dict(tp=2, float8="mxfp8"), "sums over the 48 tokens"),
-        (dict(tp=2, pp=2, schedule="zero-bubble"), "with --async-tp: use --schedule 1f1b"),
-    ],
-)
-def test_wrong_flags_are_refused(options, says):
-    model = build_on_meta(LlamaConfig(64, 2, 4, 2, 64, vocab_size=101))
-    with pytest.raises(UserError, match=says):
-        parallel = ParallelConfig(**options, async_tp=True)
-        check_step(step_of(model, parallel, 4, parallel.pp, 24), base_bits=16)

@@ -27,7 +27,6 @@ NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
 
 FLAGS = {"lion": {"optimizer": "lion"}, "cosine": {"decay": "cosine"}}
-STILL_A_LLAMA = ("z_loss", "lion", "cosine")
 
 CASES = {
     1: {"accumulating": case(GROUPED, 1)},
@@ -84,9 +83,9 @@ def test_every_configuration_computes_the_same(name, changed, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_trains_resumes_generates_and_is_exported_or_refused(name, changed, corpus, tmp_path):
+def test_it_trains_resumes_and_generates(name, changed, corpus, tmp_path):
     """Also where ranks share sequences."""
-    out, exported = tmp_path / "run", tmp_path / "exported"
+    out = tmp_path / "run"
     given = dict(steps=6, save_every=3, eval_every=3, **FLAGS.get(name, {}))
     run = ["train.py", *flags(corpus, out, **given)]
     succeed(*changed, *run)
@@ -105,11 +104,6 @@ def test_it_trains_resumes_generates_and_is_exported_or_refused(name, changed, c
         assert result.code == 0, result.err
         same_metrics(metrics(tmp_path / "cp"), expected)
     succeed(*changed, "generate.py", out, "--prompt", "1 and", "--max-new-tokens", 20)
-    export = launch(*changed, "checkpoint.py", "export", out, exported, "--format", "hf")
-    if name in STILL_A_LLAMA:
-        assert export.codes == [0], export.err
-    else:
-        refused(export, "Llama")
 
 
 @pytest.mark.slow
@@ -226,19 +220,13 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "a layer that is gone": ({FEATURES: "F.gelu(self.w1(x))", W3: ""},
                              dict(checkpointing="selective"),
                              "FeedForward has no w3, which its saved_products names"),
-    "a sum before w3": (
-        {"self.w1(x), self.w3(x)": "self.w1(x), self.w3(x + 1)"}, dict(tp=2, async_tp=True),
-        "leave out --async-tp"),
     "a sum of logits": ({LOSS: f"{LOSS} + logits.logsumexp(-1)"}, dict(tp=2), "first in loss"),
     "a mean of targets": (  # in a chunk
         {SUM: f"{SUM} / (targets != IGNORE).sum()"}, {}, "first in loss: the loss"),
 }  # fmt: skip
 
 
-SLOW = ("a sum before w3", "a sum of logits")
-
-
-@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in REFUSED])
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_path):
     edits, options, says = REFUSED[name]
     changed = changed_copy(tmp_path / "copy", edits=edits)
@@ -252,9 +240,8 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     [
         slow(SHARED, "", dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
         (SCALES, "OfHeads()", dict(tp=2)),
-        slow(SCALES, "NORM", dict(tp=2)),
     ],
-    ids=["pp", "tp", "norm"],
+    ids=["pp", "tp"],
 )
 def test_what_has_its_place_is_exact(edits, style, split, corpus, tmp_path):
     """Keys of another layer as arguments; in PLAN, a number for each head."""
@@ -266,11 +253,7 @@ def test_what_has_its_place_is_exact(edits, style, split, corpus, tmp_path):
         file.write_text(source.replace(place, planned))
     one, two = tmp_path / "one", tmp_path / "two"
     given = dict(steps=2, n_layers=split.get("n_layers", 2))
-    result = launch(*changed, "train.py", *flags(corpus, two, **given | split), nproc=2)
-    if style == "NORM":
-        refused(result, "an error (", "under --tp")
-        return
-    assert result.code == 0, result.err
+    succeed(*changed, "train.py", *flags(corpus, two, **given | split), nproc=2)
     succeed(*changed, "train.py", *flags(corpus, one, **given))
     same_metrics(metrics(two), metrics(one))
 

@@ -68,22 +68,6 @@ def test_weights_and_moments_come_back(tmp_path, saved_as, resumed_as):
     assert [group["weight_decay"] for group in its_optimizer.param_groups] == [0.2, 0.0]
 
 
-def test_a_new_optimizer_gets_its_state_without_a_change(tmp_path):
-    model, optimizer = trained(steps=0)
-    before = [p.detach().clone() for p in model.parameters()]
-    checkpoint.Saver(tmp_path, model, optimizer, BYTES, {})
-    assert not optimizer.state and not list(tmp_path.iterdir())
-    moments = checkpoint.optimizer_state(optimizer)
-    keys = ("exp_avg", "exp_avg_sq", "step")
-    names = [name for name, _ in model.named_parameters()]
-    assert moments.keys() == {f"{name}.{key}" for name in names for key in keys}
-    assert all(not tensor.any() for name, tensor in moments.items() if not name.endswith("step"))
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert parameter.grad is None
-        assert torch.equal(parameter.detach().view(torch.int32), old.view(torch.int32))
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
-
-
 def odd(more):
     """Return SGD whose steps also do more(its state, its group, parameter)."""
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, in_copy, launch, refused
+from conftest import ROOT, in_copy
 
 from labs import clinic
 from plumbing.processes import UserError
@@ -59,6 +59,8 @@ def test_admitting(copy):
         in_copy(copy, "admit", "--again", *args, script="clinic.py")
         return json.loads((copy / "out/clinic/ward.json").read_text())["faults"]
 
+    for command in (["step"], ["answer", "1", "--fault", "1"]):
+        assert "no patients yet" in in_copy(copy, *command, script="clinic.py", code=2)
     seeds = [admitted("--seed", seed) for seed in (1, 2, 1)]
     assert seeds[0] == seeds[2] != seeds[1] and all(len(set(three)) == 3 for three in seeds)
     keys = [admitted("--class", "key", "--student", name) for name in ("ada", "bob", "ada")]
@@ -79,11 +81,6 @@ def test_a_step(copy, monkeypatch, capsys):
     monkeypatch.setattr(clinic, "measured", lambda *_, **__: report)
     clinic.step(argparse.Namespace(command="step", run=1, flags=[]))
     assert capsys.readouterr().out == "counted: 8 all-reduce\n"
-
-
-def test_gains_are_numbers_and_fractions():
-    for text, gain in {"1.5": 1.5, "3/2": 1.5, ".5": 0.5, "2x": 2}.items():
-        assert clinic.gain_of(text) == gain
 
 
 def test_answers_are_graded(tmp_path, monkeypatch, capsys):
@@ -110,7 +107,7 @@ def test_answers_are_graded(tmp_path, monkeypatch, capsys):
         clinic.answer(argparse.Namespace(**given))
         return clinic.read_ward()["answers"][str(run)]
 
-    assert answered(1, 3, "gradient_sync", "4")["points"] == 3
+    assert answered(1, 3, "gradient_sync", "8/2")["points"] == 3
     with pytest.raises(UserError, match="run 1 has been answered"):
         answered(1, 3, "gradient_sync", "4")
     for wrong in ("no number", "", "0", "0.0", "5 MB"):
@@ -135,21 +132,6 @@ def test_answers_are_graded(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["step"], "no patients yet"),
-        (["answer", "1", "--fault", "1"], "no patients yet"),
-        (["show", "--no"], "unrecognized arguments: --no"),
-        (["admit", "--student", "ada"], "--student is for --class KEY"),
-        (["admit", "--class", "key"], "--class KEY needs --student NAME"),
-        (["admit", "--class", "key", "--student", "ada", "--seed", 1], "and no --seed"),
-    ],
-)
-def test_wrong_commands_are_refused(arguments, says, copy):
-    refused(launch(copy / "labs/clinic.py", *arguments), says)
-
-
-@pytest.mark.parametrize(
     "cure, says",
     [
         ("", "is no cure"),
@@ -169,16 +151,10 @@ def test_what_is_no_cure(cure, says):
 
 
 def test_a_malformed_answer_is_asked_for_again_at_a_terminal(monkeypatch, capsys):
-    typed = iter(["ten", "-1", " 2 "])
+    typed = iter(["ten", "-1", " 2x "])
     monkeypatch.setattr("builtins.input", lambda question: next(typed))
     monkeypatch.setattr("sys.stdin", argparse.Namespace(isatty=lambda: True))
     assert clinic.ask("which factor", None, clinic.gain_of) == 2
     assert capsys.readouterr().out.count("is not understood") == 2
     with pytest.raises(UserError, match="is not understood"):
         clinic.ask("which factor", "ten", clinic.gain_of)
-
-
-def test_what_is_read_from_reports():
-    report = (Path(__file__).parent / "workers/step_report.txt").read_text()
-    assert clinic.sent(report) == 10.24 and clinic.attentions(report) == 2
-    assert clinic.crossing(report) == 5.12 and clinic.waiting(report) == 0.6

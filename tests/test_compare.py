@@ -1,4 +1,4 @@
-"""bench.py compare: which contestants it takes, and what it counts. Speed is not tested."""
+"""bench.py compare and limit: what they measure, and what is counted. Speed is not tested."""
 
 import json
 import re
@@ -104,23 +104,6 @@ def test_compare_adapters(tmp_path):
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-@pytest.mark.slow
-def test_compare_in_bfloat16(tmp_path):
-    low = ["--dtype=bfloat16", "--moments=bfloat16"]
-    out, results = compare_two_ranks(tmp_path, "ddp", "fsdp", "--batch=2", *low)
-    assert results["dtype"] == results["moments"] == "bfloat16"
-    whole, plain = compare_two_ranks(tmp_path, "ddp", "fsdp", "--batch=2")
-    assert "losses of the first step agree" in out and "losses of the first step agree" in whole
-    for name, result in results["strategies"].items():
-        other = plain["strategies"][name]
-        assert result["peak_bytes"] < other["peak_bytes"] and result["loss"] != other["loss"]
-        assert result["loss"] == pytest.approx(other["loss"], rel=1e-2)
-    fsdp, in_float32 = (r["strategies"]["fsdp"]["payload"] for r in (results, plain))
-    scalars = 2 * 40  # bytes of all_gather_scalars, in float64
-    halved = fsdp["shard all-gather"][1] - scalars
-    assert 2 * halved == in_float32["shard all-gather"][1] - scalars
-
-
 def task_of(batch: int = 8, lora: LoRA | None = None) -> Task:
     model = build_on_meta(PRESETS["tiny"], lora)
     return Task(model, ParallelConfig(), batch, 1, 16, name="tiny", optimizer_of=None)
@@ -184,3 +167,18 @@ def test_losses_that_do_not_agree_are_named():
     assert compare.compare_losses(costs) == "losses of the first step agree to 2e-07"
     costs["float8"] = compare.Cost(ParallelConfig(float8="tensorwise"), 7.01)
     assert compare.compare_losses(costs) == "losses of the first step agree to 1e-03"
+
+
+@pytest.mark.parametrize(
+    "flags, rows",
+    [
+        ("", ["transformers", "flatllama"]),
+        slow("--lora --compile", ["peft", "flatllama", "flatllama, all weights"]),
+    ],
+)
+def test_limit(flags, rows):
+    out = succeed("bench.py", "limit", "--model", "tiny", "--batch=1", "--seq-len=64",
+                  "--repeats=2", *flags.split()).out  # fmt: skip
+    found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
+    rows += ["flatllama, compiled blocks"] * ("--compile" in flags)
+    assert found[2:] == ["bare matrix products and attention", *rows]

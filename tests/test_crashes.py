@@ -26,7 +26,6 @@ from conftest import (
     wait_for_lines,
 )
 from test_train import flags, flip, same_losses
-from workers.kills import LAYOUTS, ranks_of
 
 import checkpoint
 from files import directories
@@ -105,18 +104,18 @@ def test_a_rank_that_dies_is_named_and_the_resumed_run_has_the_same_losses(corpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "nproc, kills, more",
-    [(0, 8, {}), (2, 8, {}), *((ranks_of(layout), 2, layout) for layout in LAYOUTS)],
+    [
+        (0, 8, {}),
+        (2, 8, {}),
+        (2, 2, dict(pp=2, microbatch=1)),
+        (2, 2, dict(cp=2)),
+        (2, 2, dict(tp=2)),
+        (4, 2, dict(dp="fsdp", tp=2)),
+        (4, 2, dict(pp=2, cp=2, microbatch=1)),
+    ],
 )
 def test_a_run_killed_often_gives_the_same_losses(corpus, tmp_path, nproc, kills, more):
-    """Ten of the kills are of runs split by pp, cp and tp: tests/workers/kills.py does more."""
-    assert kill_and_resume(corpus, tmp_path, nproc, kills, **more) >= kills // 4
-
-
-def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
-    """Kill one rank or all ranks of a run and resume it, `kills` times.
-
-    Asserts that losses equal those of an uninterrupted run. Returns how often a kill interrupted a
-    save."""
+    """One rank or all ranks are killed, and the run is resumed, `kills` times."""
     dice = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
     out, whole = tmp_path / "run", tmp_path / "whole"
@@ -155,14 +154,25 @@ def kill_and_resume(corpus, tmp_path, nproc: int, kills: int, **more) -> int:
             assert line.startswith(f"error: rank {victims[0][0]} on ")
             assert "--resume continues from step-0" in line and "[rank" not in result.err
 
-    more["save_every"] = steps // 2
-    arguments = [*large(corpus, out, steps=steps, keep=2, **more), "--resume"]
+    arguments = large(corpus, out, steps=steps, save_every=steps // 2, keep=2, **more)
+    arguments.append("--resume")
     assert "resumed from" in succeed("train.py", *arguments, nproc=nproc).out
     assert uninterrupted.finish().code == 0
     same_losses(metrics(out), metrics(whole))
     assert not hidden(out) and len(all_complete(out)) == 2
     print(f"{interrupted} of {kills} kills interrupted a save")
-    return interrupted
+    assert interrupted >= kills // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [dict(dp="fsdp"), dict(dp="diloco", every=8, shard=1)])
+def test_a_training_that_is_killed_ends_with_the_same_bits(corpus, tmp_path, more):
+    given = flags(corpus, tmp_path, steps=200, save_every=9, **more)
+    out = succeed("tests/workers/drill.py", 3, tmp_path / "out", *given, timeout=600).out
+    assert "final weights are equal, bit for bit" in out
+    killed = re.findall(r"step (\d+): \d of 2 ranks killed, (\d+) steps lost", out)
+    assert 0 < len(killed) == int(re.search(r"(\d+) failures", out)[1]) <= 3
+    assert all(int(lost) <= max(9, int(step)) for step, lost in killed)
 
 
 def wait_until(happened, process: subprocess.Popen) -> None:

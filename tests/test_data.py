@@ -13,10 +13,9 @@ import data
 import train
 from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
 from model import IGNORE, Llama, LlamaConfig
-from plumbing.parser import Given
 from plumbing.processes import UserError
 from runs.records import describe_epochs
-from runs.rules import choose_steps, choose_tokenizer
+from runs.rules import choose_steps
 from text.corpora import Reading, find_files, read_pieces
 from text.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -193,12 +192,6 @@ def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsy
     assert kept.endswith(("one", "three"))
 
 
-def test_no_tokenizer_is_trained_for_data_that_do_not_exist():
-    for given in (["/no/such/place"], ["/no/such/place=0.5", "python=0.5"]):
-        with pytest.raises(UserError, match="no data at '/no/such/place'"):
-            choose_tokenizer(SimpleNamespace(tokenizer=None, data=given), None)
-
-
 def test_lone_surrogates_and_blank_lines_in_json(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n\n{"text": "\\ud83d\\ude42"}\n')
@@ -312,9 +305,8 @@ def test_weights_of_sources(tmp_path, monkeypatch):
     assert windows.sources == [((285 + 1 - 1) // 9, 857), ((190 + 1 - 1) // 9, 143)]
     last = {bytes(windows[i][1:].tolist()) for i in (windows.sources[0][0], len(windows) - 1)}
     assert last == {b"b" * 9} and len(held_out) == 1 + 1
-    for wrong in ([f"{a}=3", b], [f"{a}=0", f"{b}=1"]):
-        with pytest.raises(UserError, match="give a weight to each source"):
-            data.sources_of(wrong)
+    with pytest.raises(UserError, match="give a weight to each source"):
+        data.sources_of([f"{a}=0", f"{b}=1"])
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -344,9 +336,6 @@ def test_epochs_are_steps(epochs, steps):
     assert args.steps == steps
     said = describe_epochs(args, [(100, 1)])
     assert said == f"100 sequences an epoch, {steps * 8 / 100:.3g} epochs"
-    args.steps = Given(3)
-    with pytest.raises(UserError, match="--steps and --epochs exclude each other"):
-        choose_steps(args, 100)
     two = describe_epochs(SimpleNamespace(steps=10, batch=10), [(30, 3), (14, 7)])
     assert two == "30 sequences an epoch, 1 epochs and 14 sequences an epoch, 5 epochs"
 
@@ -367,12 +356,6 @@ def test_batch_holds_targets_positions_and_bytes(monkeypatch):
     assert batch.starts.tolist() == [[0, 3], [0, 2], [0, 3]]
     assert microbatches[0].documents.starts.tolist() == [0, 3, 6, 8, 12]
     assert microbatches[1].documents.max_length == 6
-
-
-def test_ids_beyond_the_vocabulary_are_refused():
-    windows = Windows([np.array([1, 2, 267, 3, 4])], 4, BYTES)
-    with pytest.raises(UserError, match=r"holds token 267.*has only 267"):
-        windows.batch([0])
 
 
 def test_reading_ahead_keeps_order_and_raises_errors():

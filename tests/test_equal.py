@@ -15,7 +15,6 @@ def flags(corpus, more: str) -> list[str]:
     [
         (2, "--tp 2"),
         slow(2, "--dp zero1 --optimizer adamw"),
-        slow(2, "--tp 2 --async-tp --checkpointing selective"),
         slow(4, "--tp 2 --pp 2 --schedule zero-bubble"),
         slow(4, "--dp hsdp --shard 2 --cp 2 --document-mask"),
     ],
@@ -34,14 +33,6 @@ FAULTS = {
     "a wrong scale": (
         "zero1", "gradient / self.mesh.size()", "gradient", "--dp zero1",
         "first in reduction: the gradient of norm.weight, relative difference 1;",
-    ),
-    "no sum over data ranks": (
-        "train", "last=i == len(microbatches) - 1", "last=False", "--dp ddp",
-        "first in reduction: ",
-    ),
-    "chunks in another order": (
-        "context_parallel", "*second.flip(0).unbind(0)", "*second.unbind(0)", "--cp 2",
-        "first in forward: the output of layers.0.attention.wo,",
     ),
     "an update that is not gathered": (
         "zero1", "parameter.whole.data.copy_(parameter.detach().full_tensor())", "pass",

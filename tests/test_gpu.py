@@ -6,7 +6,6 @@ command runs on a CPU what can run there, to try the tests themselves."""
 import gc
 import json
 import os
-import signal
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import finish, metrics, start, step_of, succeed, wait_for_lines
+from conftest import finish, metrics, start, step_of, succeed
 from test_documents import random_positions
 from test_train import flags
 
@@ -432,22 +431,6 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
 
 
 # ------------------------------------------------------------------------------- whole commands
-
-
-def test_a_killed_run_resumes(corpus, tmp_path):
-    given = dict(steps=300, save_every=10, dtype="float64", async_save=True)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert finish(start("train.py", *flags(corpus, whole, **given)), timeout=200).code == 0
-    process = start("train.py", *flags(corpus, killed, **given))
-    wait_for_lines(killed / "metrics.jsonl", 25)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    result = finish(start("train.py", *flags(corpus, killed, **given), "--resume"), timeout=200)
-    assert result.code == 0 and "resumed from" in result.out, result.err
-    ours, theirs = metrics(killed), metrics(whole)
-    assert [row["step"] for row in ours] == [*range(1, 301)]
-    for row, expected in zip(ours, theirs):  # kernels on a GPU may add up in another order
-        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @needs_gpu

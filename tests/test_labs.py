@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, Forks, in_copy, wait_for_lines
+from conftest import ENVIRONMENT, ROOT, in_copy, wait_for_lines
 from test_endings import gone_in_time
 
 from labs import run
@@ -158,16 +158,6 @@ def test_a_released_copy_lacks_a_file_that_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(grading, "LABS", project / "labs")
     list(grading.release(tmp_path / "class", {}))
     assert [path.name for path in (tmp_path / "class").iterdir()] == ["kept.py"]
-
-
-@pytest.mark.slow
-def test_students_do_not_meet(tmp_path):
-    """Two checks at once, of a right and a wrong answer."""
-    wrong = {"grad /= totals[1]": "grad /= targets"}
-    (tmp_path / "wrong").mkdir()
-    files = student_file("mean", tmp_path), student_file("mean", tmp_path / "wrong", wrong)
-    runs = [Forks("labs/run.py", "check", "mean", "--file", file) for file in files]
-    assert [run.finish().codes for run in runs] == [[0], [1]]
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""Checks of all labs: solutions pass, and each wrong answer gets its sentence."""
+"""All labs: solutions pass and train as the project, and each wrong answer gets its sentence."""
 
 import re
 from xml.etree import ElementTree
 
 import pytest
-from conftest import slow
+from conftest import launch, refused, slow
 from test_labs import ANSWERS, WRONG, lab, student_file
 
 from labs.machinery.answers import starter_of
@@ -86,3 +86,37 @@ def test_other_mistakes_are_explained(line, says, tmp_path):
     out = lab("check", "mean", "--file", path, "--ranks", 2, code=1)
     assert says in " ".join(out.split()), out
     assert "hint: python labs/run.py hint mean" in out
+
+
+# -------------------------------------------------------------------------------- in training
+
+TRAINED = [name for name in ANSWERS if hasattr(check_module(name), "RUN")]
+
+
+@pytest.mark.parametrize("name", [name if name == "mean" else slow(name) for name in TRAINED])
+def test_solutions_train_as_the_project(name, tmp_path):
+    steps = 30 if name == "ddp" else 8
+    out = lab("train", name, "--file", student_file(name, tmp_path), "--steps", steps, timeout=400)
+    differences = re.findall(r"largest difference .*: (\S+) of the", out)
+    # mean clips by clip / norm, where the project divides by norm + 1e-6.
+    assert max(map(float, differences)) < (1e-7 if name == "mean" else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("mean", {"grad /= totals[1]": "grad /= targets"}),
+        ("ddp", {"            parameter.grad /= dist.get_world_size()\n": ""}),
+        ("fsdp", {"rows_grad[: len(rows)]": "-rows_grad[: len(rows)]"}),
+        ("fsdp", {"rows_grad[: len(rows)]": "rows_grad[: len(rows)] / size"}),
+        ("hsdp", {"        dist.all_reduce(rows, group=across)\n": "        rows.neg_()\n"}),
+        ("tp", {"        x = SumInBackward.apply(x)\n": ""}),
+        ("logits", {"-= is_here.to(p.dtype)": "-= 1"}),
+    ],
+)
+def test_wrong_answers_train_otherwise(name, change, tmp_path):
+    """So the student's function is what the run uses."""
+    path = student_file(name, tmp_path, change)
+    result = launch("labs/run.py", "train", name, "--file", path, timeout=400)
+    refused(result, "the runs differ")

@@ -79,7 +79,6 @@ NORM = """\
 RETURN = "    return totals[0] / totals[1], norm"
 FORWARD = "            loss = runner(tokens, targets)\n"
 TOTAL = "        total += loss.detach()\n"
-REDUCE = "        dist.all_reduce(rows, group=across)\n"
 GATHER = "        dist.all_gather_into_tensor(weight, rows, group=within)\n"
 FLAT = "total = tensor.flatten().clone()"
 PASSES = ""
@@ -107,7 +106,6 @@ TRIED = [
     ("mean", {RETURN: f"    dist.barrier()\n{RETURN}"}, "A barrier makes all ranks wait"),
     ("mean", {RETURN: f"    loss.data.mul_(2)\n{RETURN}"}, "has other numbers"),
     ("mean", {"grad /= totals[1]": "grad /= totals[1] if targets else targets"}, "0 / 0 is NaN"),
-    ("logits", {"    token = ": "    logits.data.add_(1)\n    token = "}, "has other numbers"),
     ("logits", {"            dist.all_reduce(sums)": """\
             for i in range(len(targets)):
                 of_token = sums[:, i].clone()
@@ -119,7 +117,6 @@ TRIED = [
      "is not rounded"),
     ("hsdp", {"return weight\n": "return vars(gather).setdefault('kept', weight)\n"},
      "Right if it is called once"),
-    ("hsdp", {REDUCE: f"{REDUCE}        gradient.zero_()\n"}, "has other numbers"),
     ("hsdp", {"[within.rank()].clone()": "[within.rank()]"}, "A chunk is a view"),
     ("hsdp", {GATHER: f'{GATHER}        init_device_mesh("cpu", (nodes, per_node))\n'},
      "makes a group in every call"),

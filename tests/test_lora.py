@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from conftest import launch, refused
 from torch import nn
 
-from checkpoint import load_pretrained, merge, write_checkpoint
 from files.adapters import PEFT_FILES, gather_adapters, load_adapter, open_adapter, save_adapter
 from files.formats import save_hf
 from files.safetensors import StoredTensor, open_safetensors, save_safetensors
@@ -257,18 +256,6 @@ def test_variants_of_lora_are_refused(tmp_path, key, value):
 
 
 # ------------------------------------------------------------------------------------------ merged
-
-
-def test_merged_checkpoint(tmp_path):
-    """A base and its adapter give one model that computes alike."""
-    lora = LoRA(3, dora=True)
-    model = adapted(CONFIG, lora, torch.float32)
-    save(tmp_path / "adapter", model, lora)
-    write_checkpoint(tmp_path / "base", CONFIG, stored_base(model), None)
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", None)
-    merged, expected = load_pretrained(tmp_path / "merged"), model(TOKENS)
-    assert merged.config == CONFIG
-    assert (merged(TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_an_adapter_is_no_model(tmp_path):

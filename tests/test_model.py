@@ -69,11 +69,6 @@ def test_published_models_have_their_published_size():
         assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_heads_of_odd_width_are_refused():
-    with pytest.raises(ValueError, match="heads of width 15"):
-        replace(SMALL, dim=60, head_dim=0)
-
-
 def test_initial_weights_depend_on_seed_and_name_alone():
     late = build_on_meta(SMALL).to_empty(device="cpu")
     early, double = Llama(SMALL), Llama(SMALL).double()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, refused, step_of
+from conftest import step_of
 from exact import orthogonalized
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,7 +12,6 @@ from config import ParallelConfig
 from costs.machines import assumed_machine
 from costs.seconds import step_time
 from model import Llama, LlamaConfig
-from parallel import refusal
 from perf.instruments import build_on_meta
 from techniques.optimizers import flops_of_muon, is_block_matrix, orthogonalize
 
@@ -65,18 +64,3 @@ def test_a_plan_has_the_time_of_muon():
     # Stages wait for forward and backward of others, and not for what Muon sends.
     adamw, muon = times(ParallelConfig("fsdp", shard=2, tp=2, pp=3, schedule="1f1b"), 4)
     assert adamw["pp"] == muon["pp"] > 0
-
-
-@pytest.mark.parametrize(
-    "options, says", [(dict(offload=True), "--offload"), (dict(moments="bfloat16"), "--moments bf")]
-)
-def test_what_is_for_adamw_is_refused(options, says):
-    work = step_of(
-        build_on_meta(LlamaConfig()), ParallelConfig("fsdp", optimizer="muon", **options), 1, 1, 8
-    )
-    assert refusal(work).startswith(says) and "give --optimizer adamw, too" in refusal(work)
-
-
-def test_a_comparison_of_adapters_refuses_it():
-    command = "compare", "--lora", "--optimizer", "muon"
-    refused(launch("bench.py", *command), "leave it out with --lora")

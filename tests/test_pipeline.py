@@ -2,15 +2,11 @@
 
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 
 import pytest
-from conftest import launch, refused, step_of
+from conftest import launch, refused
 
-from config import ParallelConfig
-from model import LlamaConfig
-from perf.instruments import build_on_meta
-from techniques.pipeline import layers_of, refuses
+from techniques.pipeline import layers_of
 from techniques.schedules import (
     SCHEDULES,
     bubble,
@@ -110,10 +106,3 @@ def test_the_command_draws(tmp_path):
         (["--schedule", "interleaved", "--microbatches", 3], "a multiple of 2 microbatches, not 3"),
     ):
         refused(launch("techniques/schedules.py", *wrong), says)
-
-
-def test_a_backward_in_two_parts_needs_two_microbatches():
-    model = build_on_meta(LlamaConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48))
-    work = step_of(model, ParallelConfig(pp=2, schedule="zero-bubble"), 1, 2, 16)
-    assert not refuses(work)
-    assert "one alone: choose a smaller --microbatch" in refuses(replace(work, microbatch=2))

@@ -35,15 +35,6 @@ def row_of(mesh: str, out: str) -> str:
     return row
 
 
-def test_data_parallel_choices():
-    """Every strategy that shards something, once, and DDP."""
-    of_8 = [("ddp", 1), ("zero1", 1), ("hsdp", 2), ("hsdp", 4), ("fsdp", 8)]
-    assert list(search.data_parallel_choices(8, 1)) == of_8
-    assert list(search.data_parallel_choices(8, 2)) == [of_8[0], *of_8[2:]]
-    assert list(search.data_parallel_choices(3, 1)) == [("ddp", 1), ("zero1", 1), ("fsdp", 3)]
-    assert list(search.data_parallel_choices(1, 1)) == [("ddp", 1)]
-
-
 def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
     """Each of two nodes sends 4 bytes for each of P / 8 parameters of a rank, twice (n - 1)/n."""
     given, rows = ("--model", "llama3.2-1b", "--gpus", 16, "--link", "1gbit", "--batch", 16), {}
@@ -195,39 +186,6 @@ def test_check_counts_what_was_predicted():
     for what, predicted, counted in rows:
         if "peak" not in what:
             assert predicted == counted, what
-
-
-REFUSALS = """
---link 0gbit | no link '0gbit'
---gpu 0:80:3350:450 | no GPU '0:80:3350:450': choose one of h100 ... 989:80:3350:450
---batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
---gpus 12 | --gpus 12 ... --gpus 16
---gpus 64 --batch 4 | --batch 4 ... multiple of the 8 ranks ... --batch 8
---gpus 4 --tp 8 | no plan for --batch 8 on 4 GPUs has --tp 8
---seq-len 999999 | --seq-len 999999 ... 131072
---document-length 9000 | exceeds --seq-len 8192
---gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72 ... --gpus
---gpus 1 --per-node 1 --gpu h200 | would fit: --moments bfloat16, or
---gpus 1 --document-length 8192 | what would fit: --gpus
---measured nowhere.json | nowhere.json ... bench.py comm
---float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
---model llama3.1-70b --gpus 16 --dp diloco --batch 16 | nothing fits ... fit: --gpus 64 --batch 64
---dtype float32 | h100 is its speed in bfloat16 ... give that of float32 as --gpu in numbers
---float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
---lora --float8 rowwise | leave out --lora
---dora | --dora and --base-bits are for adapters: give --lora
---dollars 2 | --dollars is for the cost of a run: give --tokens
---tokens 0 | --tokens: expected a number above 0, got '0'
---batch auto | --batch: expected an integer of at least 1, got 'auto'
-"""
-TINY_GPU = "--model llama3.2-1b --gpus 1 --per-node 1 --gpu 100:8:1000:100 --seq-len 512 --batch 1"
-ROWS = [row.split(" | ") for row in REFUSALS.strip().splitlines()]
-ROWS += [(f"{TINY_GPU} --moments bfloat16", "what would fit: --gpus 4 --batch 4, or --gpu h100")]
-
-
-@pytest.mark.parametrize("flags, line", ROWS)
-def test_wrong_input(flags, line):
-    refused(launch("bench.py", "plan", *flags.split()), *line.split(" ... "))
 
 
 def test_long_sequences_are_shared_or_offloaded(tmp_path):

@@ -28,6 +28,8 @@ FIRST = {
     "step": f"bench.py step {SIZES} --data {{corpus}} --seq-len 24",
     "tokenize": "data.py tokenize {text} --tokenizer bytes --out {out}",
     "lab": "labs/run.py",
+    "plan": "bench.py plan",
+    "8gb": "bench.py plan --model llama3.2-1b --gpus 1 --per-node 1 --gpu 100:8:1000:100",
     "race": "labs/race.py --base=--tokenizer=bytes",
 }
 REFUSALS = """
@@ -39,6 +41,7 @@ REFUSALS = """
 1 | train --keep -1 | --keep ... at least 0
 1 | train --clip nan | --clip ... at least 0
 1 | train --n-heads 3 | dim 32 over n_heads 3
+1 | train --dim 60 | heads of width 15
 1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
 1 | train --model tiny --seq-len 2500 | --seq-len 2500 ... maximum: --seq-len 2048
 1 | train --steps 0 | --steps ... at least 1
@@ -47,6 +50,7 @@ REFUSALS = """
 1 | train --keep-best | --keep-best needs evaluations: give --eval-every
 1 | train --data {text}=0.5 {corpus} | give a weight to each source, as in a=0.7 b=0.3
 1 | train.py --data /no/such/place --out {out} | no data at '/no/such/place'
+1 | train.py --data /no/such/place=0.5 python=0.5 --out {out} | no data at '/no/such/place'
 1 | train --time-limit 0:00 | --time-limit ... hours:minutes, as 23:50, got '0:00'
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
@@ -77,8 +81,14 @@ REFUSALS = """
 2 | train --pp 2 --schedule best | no schedule 'best': choose from gpipe, 1f1b
 2 | train --pp 2 --dp fsdp --offload | --pp does not combine with offloading
 2 | train --pp 2 --schedule zero-bubble --compile | --no-compile
+2 | train --pp 2 --schedule zero-bubble | one alone: choose a smaller --microbatch
 2 | train --pp 2 --schedule zero-bubble --reshard all | --reshard all does not combine
 2 | train --pp 2 --stages-per-rank 2 --n-layers 4 | 1f1b has one stage on each rank
+2 | train --async-tp | --async-tp is for --tp 2 or more
+4 | train --async-tp --tp 2 --pp 2 --schedule zero-bubble --microbatch 4 | use --schedule 1f1b
+2 | train --async-tp --tp 2 --float8 mxfp8 --dim 64 --ffn-dim 64 --microbatch 4 | the 48 tokens
+2 | train --dp fsdp --offload | --offload ... give --optimizer adamw, too
+1 | train --moments bfloat16 | --moments bfloat16 ... give --optimizer adamw, too
 1 | train --offload-activations --checkpointing selective | use --checkpointing full or none
 2 | train --schedule gpipe | --schedule and --stages-per-rank are for pipelines: give --pp
 1 | train --out {text} | cannot write to --out ... it is a file
@@ -95,11 +105,14 @@ REFUSALS = """
 1 | finetune_lora.py | --init
 1 | finetune --init /no/model | no checkpoint in '/no/model'
 1 | finetune --data /no/such.jsonl | /no/such.jsonl does not exist
+2 | finetune --data {text} | counting.txt, line 1: ... is not a JSON object
 1 | finetune --data {here} | holds no .jsonl file: give one with lines like {
 1 | finetune --data /dev/null | /dev/null does not exist: give a file with lines like {
 1 | finetune --dropout 1 | --dropout 1 ... below 1
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 1 | finetune --base-bits 8 | --base-bits ... 16 ... 4
+1 | finetune --base-bits 4 | blocks of 64 weights ... --dim 32
+2 | finetune --base-bits 4 --tp 2 | each of 2 rank(s)
 1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too
 1 | finetune --rank 0 | --rank ... at least 1
 1 | finetune --rank 33 | --rank 33 ... at most 32
@@ -129,6 +142,8 @@ REFUSALS = """
 2 | generate.py {base} --chat | a conversation needs one process: run python generate.py
 1 | generate.py {bare} --prompt a | has no tokenizer.model: give its --tokenizer
 1 | checkpoint.py export {base} {here} --format hf | exists
+1 | checkpoint.py export {base} {out} --format hf --dtype q8_0 | q8_0 is of --format gguf alone
+1 | checkpoint.py export {bare} {out} --format gguf | has no tokenizer: import it with --tokenizer
 1 | checkpoint.py import /no/model {out} | no checkpoint in '/no/model'
 1 | checkpoint.py import {bare} {out} --tokenizer {other} | has 300 tokens ... 267
 # -------------------------------------------------------------------------------- evaluate.py
@@ -149,8 +164,6 @@ REFUSALS = """
 1 | bench.py step --micro-batch 1 | did you mean --microbatch?
 1 | step --plot x.svg | unrecognized arguments: --plot x.svg; see --help
 1 | step --shard 2 | --shard 2 is for --dp hsdp or --dp diloco
-1 | bench.py plan --dp diloco --lora | --dp diloco is not for adapters
-1 | bench.py plan --every 9 | --every is for --dp diloco
 1 | bench.py equal --dp diloco | --dp diloco is another training
 1 | step --repeats 0 | expected an integer of at least 1
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
@@ -158,6 +171,7 @@ REFUSALS = """
 1 | bench.py compare ddp --seq-len 9999 | at most --seq-len 2048
 1 | bench.py compare ddp quick | no contestant quick: choose from one, ddp
 1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
+1 | bench.py compare --lora --optimizer muon | leave it out with --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
 1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
@@ -172,6 +186,31 @@ REFUSALS = """
 1 | docs/gpu.py --part A | give --part A --out gpu.json
 1 | docs/gpu.py --part A --out x | needs a GPU of CUDA: --dry-run lists its commands
 1 | bench.py drill --kills 1 | bench.py drill is tests/workers/drill.py now
+# ------------------------------------------------------------------------------ bench.py plan
+1 | plan --dp diloco --lora | --dp diloco is not for adapters
+1 | plan --every 9 | --every is for --dp diloco
+1 | plan --link 0gbit | no link '0gbit'
+1 | plan --gpu 0:80:3350:450 | no GPU '0:80:3350:450': choose one of h100 ... 989:80:3350:450
+1 | plan --batch 12 --tp 1 --pp 1 | --batch 12 is no multiple of the 8 ranks ... --batch 16
+1 | plan --gpus 12 | --gpus 12 ... --gpus 16
+1 | plan --gpus 64 --batch 4 | --batch 4 ... multiple of the 8 ranks ... --batch 8
+1 | plan --gpus 4 --tp 8 | no plan for --batch 8 on 4 GPUs has --tp 8
+1 | plan --seq-len 999999 | --seq-len 999999 ... 131072
+1 | plan --document-length 9000 | exceeds --seq-len 8192
+1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72 ... --gpus
+1 | plan --gpus 1 --per-node 1 --gpu h200 | would fit: --moments bfloat16, or
+1 | plan --gpus 1 --document-length 8192 | what would fit: --gpus
+1 | plan --measured nowhere.json | nowhere.json ... bench.py comm
+1 | plan --float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
+1 | plan --model llama3.1-70b --gpus 16 --dp diloco --batch 16 | would fit: --gpus 64 --batch 64
+1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
+1 | plan --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
+1 | plan --lora --float8 rowwise | leave out --lora
+1 | plan --dora | --dora and --base-bits are for adapters: give --lora
+1 | plan --dollars 2 | --dollars is for the cost of a run: give --tokens
+1 | plan --tokens 0 | --tokens: expected a number above 0, got '0'
+1 | plan --batch auto | --batch: expected an integer of at least 1, got 'auto'
+1 | 8gb --seq-len 512 --batch 1 --moments bfloat16 | would fit: --gpus 4 --batch 4, or --gpu h100
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
 1 | lab check | check which lab?
@@ -182,6 +221,12 @@ REFUSALS = """
 1 | lab check mean --file {here} | is a directory: give a file
 1 | lab check mean --answer 7 | check takes no --answer
 1 | lab check mean --plot a.svg | mean has no time line; buckets and pipeline have
+1 | lab predict size | no form 'size': choose from bytes, memory, counts
+1 | lab predict bubble --seed -1 | expected an integer of at least 0
+1 | lab predict bytes --student ada | --student is for --class KEY
+1 | lab predict bytes --attempt 2 | --attempt is for --class KEY
+1 | lab predict bytes --class x | --class KEY needs --student NAME
+1 | lab predict bytes --class x --student ada --seed 3 | and no --seed
 1 | lab predict bubble --ranks 7 | predict takes no --ranks
 1 | lab hint mean --class key | hint takes no --class
 1 | lab train mean --file no.py | no.py does not exist
@@ -199,6 +244,10 @@ REFUSALS = """
 1 | lab new machinery | there is a folder labs/machinery
 1 | lab new Mean | 'Mean' cannot be a file of Python
 1 | lab new mean | there is a lab mean
+1 | labs/clinic.py show --no | unrecognized arguments: --no
+1 | labs/clinic.py admit --student ada | --student is for --class KEY
+1 | labs/clinic.py admit --class key | --class KEY needs --student NAME
+1 | labs/clinic.py admit --class key --student ada --seed 1 | and no --seed
 1 | race --rounds=11 | --rounds 11 are more than it takes: at most 10
 1 | race no.patch | no.patch does not exist: make a patch by `git diff HEAD > no.patch`
 1 | race {root}/README.md | does not fit the last commit

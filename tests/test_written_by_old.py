@@ -4,12 +4,10 @@ tests/workers/written_by.py writes them with that commit's own files. What is lo
 stored in every bit, on as many processes and on one. The learning rates of later steps, which are
 computed from flags alone, are equal too. Losses and gradient norms may differ by rounding, because
 a kernel may be written anew: by 1e-5 of their size at most, and by 1e-12 in the run in float64.
-With model.py's plain functions in place of those in techniques/passes.py, they differed by at most
-3e-7 and 3e-16.
 """
 
-import hashlib
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +17,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import metrics, succeed
 from torch import Tensor
 from workers import written_by
-from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, logits_of, read
+from workers.written_by import RUNS, SAVED, STEPS, command_of, interrupted, read
 
-from checkpoint import load_pretrained
 from data import open_windows
 from text.tokenizer import load_tokenizer
 
@@ -32,12 +29,11 @@ LAST_STEP = f"step-{STEPS:08d}"
 @pytest.fixture(scope="module")
 def old(tmp_path_factory) -> Path:
     """The corpus and the smallest run."""
-    if not written_by.is_there(written_by.COMMIT):
-        pytest.skip(
-            f"needs commit {written_by.COMMIT}, which this clone lacks: git fetch --unshallow"
-        )
     directory = tmp_path_factory.mktemp("old")
-    written_by.write(directory, quick=True)
+    try:
+        written_by.write(directory, quick=True)
+    except subprocess.CalledProcessError:  # of git archive
+        pytest.skip(f"needs commit {written_by.COMMIT}: git fetch --unshallow")
     return directory
 
 
@@ -65,7 +61,8 @@ def resume(old: Path, name: str, out: Path, alone: bool = False) -> list[dict[st
     command = [*command_of(name, old, out), *split, "--resume"]
     result = succeed("tests/workers/as_loaded.py", loaded, *command, nproc=processes)
     assert f"resumed from {out / STEP}" in result.out and (out / LAST_STEP).exists()
-    assert "warning" not in result.err  # of other data, other flags or another model.py
+    # Neither of other data nor of another model.py, nor of flags that are gone, as --log-every.
+    assert "warning" not in result.err
     of_ranks = [torch.load(path) for path in sorted(loaded.iterdir())]
     assert len(of_ranks) == max(processes, 1)
     return of_ranks
@@ -122,27 +119,6 @@ def test_a_run_of_several_processes_resumes_on_one(everything, tmp_path, name):
     resumes(everything, name, tmp_path / "run", alone=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_that_commit_resumes_as_if_it_had_not_been_interrupted(everything, name):
-    """So a run without interruption, with which the others are compared, is what it would get."""
-    same_steps(metrics(everything / f"{name}-again"), metrics(everything / name), tolerance=0)
-
-
-def test_a_run_with_a_flag_that_is_gone_resumes(old, tmp_path):
-    out = interrupted(old / "run", tmp_path / "run")
-    config, sums = out / STEP / "config.json", out / STEP / "SHA256SUMS"
-    content = json.loads(config.read_text())
-    content["flags"]["flag_of_another_time"] = 7
-    config.write_text(json.dumps(content))
-    *lines, _ = sums.read_text().splitlines(keepends=True)
-    lines = [line for line in lines if not line.endswith("  config.json\n")]
-    lines += [f"{hashlib.sha256(config.read_bytes()).hexdigest()}  config.json\n"]
-    own = hashlib.sha256("".join(lines).encode()).hexdigest()
-    sums.write_text("".join([*lines, f"# complete: {own}\n"]))
-    resume(old, "run", out)
-
-
 # ----------------------------------------------------------------------------- weights and tokens
 
 
@@ -158,20 +134,12 @@ def test_weights_load_and_compute_the_same(everything, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_text_is_generated_and_weights_are_exported(everything, tmp_path, name):
-    """An adapter is merged with its base before the export."""
-    saved, hf = everything / name / STEP, tmp_path / "hf"
+def test_text_is_generated(everything, name):
+    model = [everything / name / STEP]
     if RUNS[name].script == "finetune_lora.py":
-        model, whole = [everything / "run", "--adapter", saved], tmp_path / "merged"
-        succeed("checkpoint.py", "merge", everything / "run", saved, whole)
-    else:
-        model, whole = [saved], saved
+        model = [everything / "run", "--adapter", *model]
     text = succeed("generate.py", *model, "--prompt", "7 and", "--max-new-tokens", 5).out
     assert text.startswith("7 and") and len(text) > len("7 and\n")
-    succeed("checkpoint.py", "export", whole, hf, "--format", "hf")
-    logits = logits_of(load_pretrained(hf, torch.float64))
-    expected = torch.load(everything / f"{name}.pt")["logits"]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)  # merged in float32
 
 
 def test_a_corpus_opens(old, tmp_path):

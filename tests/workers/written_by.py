@@ -1,17 +1,13 @@
 """Write a corpus, runs and adapters with the code of an older commit, for today's to go on with.
 
-    python written_by.py DIRECTORY [--commit COMMIT] [--quick]
+DIRECTORY/house/    that commit's files, with which all that follows is written
+          tokens/   a corpus, and notes.model, its tokenizer
+          NAME/     each of RUNS: six steps, with checkpoints after the third and the sixth
+          NAME.pt   what that commit reads of the checkpoint after the third step
 
-    DIRECTORY/house/        that commit's files, with which all that follows is written
-              tokens/       a corpus, and notes.model, its tokenizer
-              NAME/         each of RUNS: six steps, with checkpoints after the third and the sixth
-              NAME-again/   a copy that ended with the third step, and was resumed by that commit
-              NAME.pt       what that commit reads of the checkpoint after the third step
-
-What DIRECTORY has is not written again. --quick writes the corpus and `run` alone.
+python written_by.py DIRECTORY      writes NAME.pt with the code that this process imports
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -49,39 +45,29 @@ RUNS = {
 }
 
 
-def is_there(commit: str) -> bool:
-    """Return whether git has this commit here; a shallow clone has the newest alone."""
-    command = ["git", "-C", ROOT, "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
-
-
-def write(directory: Path, commit: str = COMMIT, quick: bool = False) -> None:
-    """Write what DIRECTORY lacks."""
-    house = House(directory, commit)
+def write(directory: Path, quick: bool = False) -> None:
+    """Write what DIRECTORY lacks; if it is to be quick, only the corpus and `run`."""
+    house = House(directory)
     if not (directory / "tokens").exists():
         house.write_corpus()
     for name in ["run"] if quick else RUNS:
         if not (directory / name).exists():
-            house.train(name, directory / name)
-    if quick:
-        return
-    for name in RUNS:
-        if not (again := directory / f"{name}-again").exists():
-            house.train(name, interrupted(directory / name, again), "--resume")
-    house.run(__file__, directory, "--read")
+            house.train(name)
+    if not quick:
+        house.run(__file__, directory)
 
 
 class House:
-    """A commit's files, in DIRECTORY/house."""
+    """The files of COMMIT, in DIRECTORY/house."""
 
-    def __init__(self, directory: Path, commit: str):
+    def __init__(self, directory: Path):
         self.directory, self.files = directory, directory / "house"
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.environment |= {"PYTHONPATH": str(self.files)}
         self.environment |= {"FLATLLAMA_CACHE": str(directory / "cache")}
         if not self.files.exists():
             self.files.mkdir(parents=True)
-            archive = ["git", "-C", ROOT, "archive", commit]
+            archive = ["git", "-C", ROOT, "archive", COMMIT]
             content = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
             subprocess.run(["tar", "-x", "-C", self.files], input=content, check=True)
 
@@ -105,11 +91,11 @@ class House:
         tokens = self.directory / "tokens"
         self.run("data.py", "tokenize", text, "--tokenizer", tokenizer, "--out", tokens)
 
-    def train(self, name: str, out: Path, *more: str) -> None:
+    def train(self, name: str) -> None:
         """Train one of RUNS."""
         run = RUNS[name]
-        command = [*command_of(name, self.directory, out), *run.split.split(), *more]
-        self.run(*command, processes=run.processes)
+        command = command_of(name, self.directory, self.directory / name)
+        self.run(*command, *run.split.split(), processes=run.processes)
 
 
 def command_of(name: str, directory: Path, out: Path) -> list[str]:
@@ -144,20 +130,7 @@ def logits_of(model):
         return model(torch.arange(40)[None])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--commit", default=COMMIT)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)  # House.run gives it
-    args = parser.parse_args()
-    directory = args.directory.resolve()
-    if not args.read:
-        write(directory, args.commit, args.quick)
-        return
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
     for name in RUNS:
         torch.save(read(directory, name), directory / f"{name}.pt")
-
-
-if __name__ == "__main__":
-    main()
