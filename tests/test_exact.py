@@ -33,10 +33,9 @@ from exact import (
 from pairs import LONG, SHORT, case_name, pairwise, random_walk, with_slow
 from workers.train_cases import BATCH, SEQ
 
-from config import STRATEGIES, Work
+from config import STRATEGIES, ParallelConfig, Work
 from model import LlamaConfig
 from plumbing.processes import UserError
-from techniques.float8 import RECIPES
 from techniques.schedules import SCHEDULES
 
 ADAPTERS = {
@@ -201,7 +200,8 @@ def assert_result(ranks: int, given: dict, result: dict, references: dict) -> No
 def test_every_strategy_schedule_and_recipe_is_drawn():
     same_step = {name for name, strategy in STRATEGIES.items() if not strategy.own_steps}
     assert set(OPTIONS["dp"]) == same_step and set(OPTIONS["schedule"]) == SCHEDULES.keys()
-    assert set(OPTIONS["float8"]) == {"none", *RECIPES}
+    recipes = ParallelConfig.__dataclass_fields__["float8"].metadata["choices"]
+    assert set(OPTIONS["float8"]) == {*recipes}
 
 
 def pytest_generate_tests(metafunc) -> None:
