@@ -33,8 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import local_map
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from config import Work
 from model import Llama, generator_for
@@ -42,7 +41,7 @@ from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
 from techniques.nf4 import dequantized, packed_shape, quantized, some_rows
-from techniques.parallel_layers import writes_to_stream
+from techniques.parallel_layers import product_of_shards, writes_to_stream
 from techniques.technique import Technique
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
@@ -249,18 +248,11 @@ class LoRALinear(nn.Linear):
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
-        """Let forward compute with this rank's shards of parameters that have become DTensors.
-
-        The product of a rank's shards is its shard of the output, or its partial sum, just as for
-        the weight alone, and needs no communication of its own. The gradient of a replicated factor
-        is all-reduced, like that of a norm (parallel.py)."""
+        """Let forward compute with this rank's shards of parameters that have become DTensors. The
+        gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
         placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
-        rows = self.weight.placements[0].is_shard(1)
-        x, y = ([Shard(2)], [Partial()]) if rows else ([Replicate()], [Shard(2)])  # [B, T, width]
-        inputs = (x, *placed, placed[-1], None)  # the norms are placed as the magnitudes are
-        # Of a replicated tensor each rank computes a part of the gradient, to be summed.
-        gradients = [[Partial()] if p and p[0].is_replicate() else p for p in inputs]
-        self.product = local_map(self.product, y, inputs, tuple(gradients), mesh)
+        placed += placed[-1], None  # norms are placed as magnitudes are; dropout is no tensor
+        self.product = product_of_shards(self.product, placed, mesh)
 
 
 def merged_weight(

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from plumbing.devices import float8_recipes
 from plumbing.processes import UserError
-from techniques.float8 import recipes_of
 
 # What training reaches of the figures of data sheets: of the peak by matrix products and by
 # attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by
@@ -138,7 +138,7 @@ def assumed_machine(
         flash_fraction=flash * powered,
         link=link_speed(link),
         per_node=per_node,
-        recipes=recipes_of(row.capability),
+        recipes=float8_recipes(row.capability),
     )
 
 

@@ -31,10 +31,11 @@ from config import ParallelConfig  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
+from plumbing.devices import has_float8  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
 from runs.flags import add_optimizer_flags  # noqa: E402
-from techniques.float8 import float8_product, has_kernel  # noqa: E402
+from techniques.float8 import float8_product  # noqa: E402
 from train import make_optimizer  # noqa: E402
 
 PART_SECONDS = 530
@@ -97,7 +98,7 @@ def measure_rates() -> dict[str, str]:
     a, b = random(n, n), random(n, n)
     add("FLOP of a matrix product", lambda: a @ b, 2 * n**3, "785")
     for recipe, expected in (("tensorwise", "495"), ("rowwise", "481")):
-        if has_kernel(DEVICE, DTYPE, recipe):
+        if has_float8(DEVICE, DTYPE, recipe):
             product = partial(float8_product, a, b, recipe)
             add(f"FLOP of a product with rounding, {recipe}", product, 2 * n**3, expected)
     q, k, v, grad = (random(1, n, heads, head_dim).requires_grad_() for heads in widths)

@@ -39,10 +39,10 @@ from perf.instruments import (
     write_json,
 )
 from perf.limit import bare_step, transformers_step
+from plumbing.devices import has_float8
 from plumbing.processes import UserError, print_rank_zero
 from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
-from techniques.float8 import has_kernel
 
 # Relative; sums in a different order differ by less, and those of products in 8 bits by less than
 # is allowed in bfloat16.
@@ -104,7 +104,7 @@ def runs_by_default(name: str, lora: bool, base: World) -> bool:
         "full": True,
         "offloaded": on_gpu,
         "compiled": on_gpu,
-        "float8": has_kernel(base.device, base.parallel.dtype, CONTESTANTS["float8"].float8),
+        "float8": has_float8(base.device, base.parallel.dtype, CONTESTANTS["float8"].float8),
     }
     return exceptions.get(name, base.size > 1 and is_another)
 

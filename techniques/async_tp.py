@@ -41,7 +41,6 @@ from config import Work
 from model import Llama
 from plumbing.shards import shard_parameters
 from techniques.parallel_layers import COLUMNS, ROWS
-from techniques.schedules import has_w
 from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -219,8 +218,6 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
 def refuses(work: Work) -> str:
     if work.parallel.tp == 1:
         return "--async-tp is for --tp 2 or more: give --tp, or leave it out"
-    if work.parallel.pp > 1 and has_w(work.parallel.schedule):
-        return "a backward in two parts does not combine with --async-tp: use --schedule 1f1b"
     return ""
 
 

@@ -4,11 +4,13 @@ parallel.py chooses a style for every layer (PLAN). The styles here shard a laye
 parameter, since an adapter adds some."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -53,6 +55,18 @@ def shard_linear(style: ParallelStyle, name: str, layer: nn.Linear, mesh: Device
     shard_parameters(layer, mesh, style.weight_dim)
     if hasattr(layer, "shard_product"):
         layer.shard_product(mesh)
+
+
+def product_of_shards(product: Callable, placements: list, mesh: DeviceMesh) -> Callable:
+    """Return the function that calls product(x, weight, ...) with this rank's shards: `placements`
+    are those of the weight and of what follows, None for what is no DTensor. The product of shards
+    is a shard of the output [B, T, out], or a partial sum, and needs no communication."""
+    of_in = placements[0][0].is_shard(1)
+    x, y = ([Shard(2)], [Partial()]) if of_in else ([Replicate()], [Shard(2)])
+    # Of a replicated tensor each rank computes a part of the gradient, to be summed.
+    inputs = x, *placements
+    gradients = tuple([Partial()] if p and p[0].is_replicate() else p for p in inputs)
+    return local_map(product, y, inputs, gradients, mesh)
 
 
 class ColumnParallel(ColwiseParallel):

@@ -57,6 +57,10 @@ def refuses(work: Work) -> str:
             f"must be at most {layers // parallel.stages_per_rank}"
         )
     if has_w(parallel.schedule):
+        others = {"--async-tp": parallel.async_tp, "--float8": parallel.float8 != "none"}
+        for flag, is_given in others.items():
+            if is_given:
+                return f"a backward in two parts does not combine with {flag}: use --schedule 1f1b"
         if parallel.compile:
             return "compiled blocks cannot split backward: give --no-compile"
         if parallel.reshard == "all":

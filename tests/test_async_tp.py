@@ -36,8 +36,8 @@ BY_CHUNKS = """
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *map(slow, ("rowwise", "mxfp8"))])
 def test_8_bits_are_those_of_each_chunk_and_part(tmp_path, recipe):
-    layer = "layer = Float8Linear(model.get_submodule(name), recipe)"
-    by_rows = f"{layer}; layer.by_rows = attribute in ('wo', 'w2')"
+    layer = "model.set_submodule(name, Float8Linear(layer, world.parallel.float8))"
+    by_rows = f"{layer}; model.get_submodule(name).by_rows = name.endswith(('wo', 'w2'))"
     edits = {"        return self.product(x, self.weight)\n": BY_CHUNKS, layer: by_rows}
     within = changed_copy(tmp_path / "copy", edits=edits, file="float8")
     seq = {"seq": 64 if recipe == "mxfp8" else 16, "steps": 2}

@@ -1,6 +1,7 @@
 """float8: rounding to 8 bits, and a linear layer whose products are of rounded numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,23 +10,22 @@ from exact import GROUPED
 from test_train import flags
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import ParallelConfig
 from model import Llama, LlamaConfig
-from plumbing.processes import UserError
+from plumbing.devices import float8_recipes, has_float8
 from techniques.float8 import (
     BLOCK,
     E4M3,
     E5M2,
-    RECIPES,
     Float8Linear,
     float8_product,
-    has_kernel,
     in_tiles,
     product,
-    recipes_of,
     rounded,
     use_float8,
 )
 
+RECIPES = ("tensorwise", "rowwise", "mxfp8")
 FORMATS = {E4M3: (448, 2**-9, 8), E5M2: (57344, 2**-16, 4)}  # largest, smallest, numbers in [1, 2)
 
 
@@ -44,19 +44,18 @@ def test_a_scale_brings_the_largest_to_the_formats_largest(recipe, format):
     largest, smallest, in_octave = FORMATS[format]
     x = torch.randn(48, 64) * torch.logspace(-6, 6, 48)[:, None]
     x[3] = 0
-    eight = rounded(x, format, recipe)
-    scale = eight.scale.double()
+    codes, factor = rounded(x, format, recipe)
+    scale = 1 / factor.double()
     blocks = {"tensorwise": x.flatten(), "rowwise": x, "mxfp8": x.unflatten(1, (-1, BLOCK))}[recipe]
     amax = blocks.abs().amax(-1)
     if recipe == "mxfp8":  # the smallest power of two with which the largest number fits
         exact = torch.log2((amax / largest).double()).ceil().clamp(-127, 127)
-        assert torch.equal(scale, torch.exp2(exact))
-        scale = scale.repeat_interleave(BLOCK, 1)
+        assert torch.equal(scale, torch.exp2(exact).repeat_interleave(BLOCK, 1))
     else:
-        factor = (largest / amax.double().clamp(min=2.0**-100)).float()
-        assert torch.equal(eight.scale.flatten(), factor.reciprocal().flatten())
+        exact = (largest / amax.double().clamp(min=2.0**-100)).float()
+        assert torch.equal(factor.flatten(), exact.flatten())
     half_a_unit = x.double().abs() / (2 * in_octave)  # in the last place
-    error = (eight.numbers(torch.float64) - x.double()).abs()
+    error = (codes.double() * scale - x.double()).abs()
     assert (error <= torch.maximum(half_a_unit * (1 + 1e-6), scale * smallest)).all()
 
 
@@ -84,7 +83,8 @@ def test_products_are_those_of_rounded_numbers(recipe, dtype, tolerance):
     of_gradients = E4M3 if recipe == "mxfp8" else E5M2
 
     def numbers(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
-        return rounded(x.detach(), format, recipe).numbers(torch.float64)
+        codes, factor = rounded(x.detach(), format, recipe)
+        return codes.double() * factor.reciprocal().double()
 
     expected = (
         numbers(x, E4M3) @ numbers(weight, E4M3).T,
@@ -99,8 +99,9 @@ def test_emulated_products_are_those_of_torchs_scaled_mm():
     """Bit for bit in bfloat16, in which the CPU has them for one scale a tensor."""
     torch.manual_seed(0)
     a, b = (rounded(torch.randn(48, 64), E4M3, "tensorwise") for _ in "ab")
-    theirs = torch._scaled_mm(a.codes, b.codes.T, a.scale, b.scale, out_dtype=torch.bfloat16)
-    assert torch.equal(product(a, b, torch.bfloat16), theirs)
+    operands = a[0], b[0].T, 1 / a[1], 1 / b[1]
+    theirs = torch._scaled_mm(*operands, out_dtype=torch.bfloat16)
+    assert torch.equal(product(a, b, "tensorwise", torch.bfloat16), theirs)
 
 
 def test_scales_of_blocks_in_the_order_of_a_gpu():
@@ -116,10 +117,10 @@ def test_scales_of_blocks_in_the_order_of_a_gpu():
 
 
 def test_which_gpus_multiply_in_8_bits():
-    assert recipes_of((8, 0)) == ()
-    assert recipes_of((8, 9)) == recipes_of((9, 0)) == recipes_of((12, 0)) == RECIPES[:2]
-    assert recipes_of((10, 0)) == recipes_of((10, 3)) == RECIPES
-    assert not has_kernel(torch.device("cpu"), torch.bfloat16, "rowwise")
+    without_blocks = (float8_recipes(capability) for capability in ((8, 9), (9, 0), (12, 0)))
+    assert float8_recipes((8, 0)) == () and set(without_blocks) == {RECIPES[:2]}
+    assert float8_recipes((10, 0)) == float8_recipes((10, 3)) == RECIPES
+    assert not has_float8(torch.device("cpu"), torch.bfloat16, "rowwise")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_which_gpus_multiply_in_8_bits():
 def test_matrices_of_blocks_are_replaced_where_their_widths_allow(recipe, tp, matrices):
     model = Llama(LlamaConfig(**GROUPED | dict(dim=64, ffn_dim=48)))
     names = {name for name, _ in model.named_parameters()}
-    use_float8(model, recipe, tp)
+    use_float8(model, SimpleNamespace(parallel=ParallelConfig(float8=recipe, tp=tp)))
     replaced = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     assert sorted(name.split(".")[-1] for name in replaced) == sorted(2 * matrices.split())
     assert all(name.startswith("layers.") for name in replaced)
@@ -149,12 +150,6 @@ def test_only_what_is_asked_for_is_computed():
             float8_product(x, weight, "rowwise").sum().backward()
         assert counted.get_total_flops() == 2 * 2 * 32 * 64 * 32
         assert (x.grad is not None, weight.grad is not None) == (needs_x, needs_weight)
-
-
-def test_an_odd_number_of_tokens_is_refused_in_blocks():
-    x, weight = torch.randn(33, 64), torch.randn(32, 64, requires_grad=True)
-    with pytest.raises(UserError, match="33 numbers"):
-        float8_product(x, weight, "mxfp8").sum().backward()
 
 
 def test_a_run_says_which_layers_and_its_weights_load_anywhere(corpus, tmp_path):

@@ -11,8 +11,9 @@ from test_gpu import pytestmark as pytestmark
 
 from lora import LoRA, LoRALinear
 from model import attend, document_mask
+from plumbing.devices import has_float8
 from techniques.context_parallel import own_tokens
-from techniques.float8 import float8_product, has_kernel
+from techniques.float8 import float8_product
 from techniques.nf4 import dequantized, quantized
 from techniques.optimizers import orthogonalize
 from text.batch import Batch, Documents
@@ -87,7 +88,7 @@ def test_shared_sequences_by_lengths_are_those_by_mask(packed):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_products_in_8_bits_are_those_of_the_cpu(recipe, compiled):
     """The GPU's products beside those that a CPU emulates: output and both gradients."""
-    if not has_kernel(torch.device("cuda"), torch.bfloat16, recipe):
+    if not has_float8(torch.device("cuda"), torch.bfloat16, recipe):
         pytest.skip(f"this GPU has no {recipe} products")
     torch.manual_seed(0)
     shapes = (1, 256, 512), (384, 512), (1, 256, 384)

@@ -101,7 +101,7 @@ def test_a_step_holds_and_sends_what_is_predicted(work, drawn, monkeypatch):
     """State and traffic are equal to the byte, the peak within 5 %; within 15 % with adapters or a
     backward in two parts, and 20 % in float8, where many temporary matrices make the peak."""
     is_fake = not needs_real_tensors(work.parallel)
-    monkeypatch.setattr(float8, "has_kernel", lambda *_: is_fake)  # count as on a GPU
+    monkeypatch.setattr(float8, "has_float8", lambda *_: is_fake)  # count as on a GPU
     monkeypatch.setattr(offload, "MIN_BYTES", 0)  # the tensors here are small
     monkeypatch.setattr(optimizers, "ELEMENTS_AT_A_TIME", 1 << 14)
     if lora := ADAPTERS[drawn["adapters"]]:

@@ -128,7 +128,7 @@ def test_other_sentences():
 def test_8_bits_are_named_where_the_device_has_them(monkeypatch):
     compiled = replace(DDP, compile=True)
     assert "--float8" not in str(verdict(facts(compiled, shares={}, on_gpu=True)))
-    monkeypatch.setattr("techniques.float8.has_kernel", lambda *_: True)
+    monkeypatch.setattr("techniques.float8.has_float8", lambda *_: True)
     assert "--float8 tensorwise" in verdict(facts(compiled, shares={}, on_gpu=True))[0]
     for parallel in (DDP, replace(compiled, float8="rowwise")):
         assert "--float8" not in verdict(facts(parallel, shares={}, on_gpu=True))[0]

@@ -22,7 +22,6 @@ LEADS_TO = "techniques/float8.py", "Float8Product"
 SIZES = 1, 2, 3
 BARRED = (
     "techniques.float8.rounded",
-    "techniques.float8.factor_of",
     "techniques.float8.float8_product",
     "techniques.float8.Float8Product",
 )
