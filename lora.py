@@ -356,4 +356,4 @@ def holds(work: Work) -> float:
     return elements - sum(width for needed, width in inputs.values() if not needed)
 
 
-TECHNIQUE = Technique("", apply=lambda *_: None, holds=holds)  # add_adapters applies it
+TECHNIQUE = Technique("", holds=holds)  # add_adapters changes the model

@@ -31,11 +31,10 @@ from config import ParallelConfig  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
-from plumbing.devices import has_float8  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
 from runs.flags import add_optimizer_flags  # noqa: E402
-from techniques.float8 import float8_product  # noqa: E402
+from techniques.float8 import float8_product, has_float8  # noqa: E402
 from train import make_optimizer  # noqa: E402
 
 PART_SECONDS = 530

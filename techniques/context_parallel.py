@@ -164,13 +164,9 @@ def share_sequences(batch: Batch, world) -> Batch:
         raise ValueError(f"sequences of {T} tokens cannot be cut into {2 * n} equal chunks")
     if positions is None:
         positions = torch.arange(T, device=batch.tokens.device).repeat(len(batch.tokens), 1)
-    tokens, targets, own_positions = (
-        own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)
-    )
+    own = [own_tokens(t, rank, n) for t in (batch.tokens, batch.targets, positions)]
     return SharedBatch(
-        tokens,
-        targets,
-        own_positions,
+        *own,
         text_bytes=batch.text_bytes if rank == 0 else 0,  # counted once
         starts=document_starts(positions),
         all_positions=positions,

@@ -22,9 +22,9 @@ parallelism ranks all-reduce the largest numbers over tp, two all-reduces a laye
 process does (mxfp8 needs none). Chunks of --async-tp, microbatches and data ranks have their own
 factors. Without a GPU for it, the rounded numbers are multiplied in float32 or float64.
 
-Elsewhere one would use torchao. Its FSDP all-gathers weights in 8 bits, if asked; ours in bfloat16,
-twice the bytes. It scales all weights in one pass after the optimizer's step; we read each again in
-every forward. And one of its recipes keeps dW in bfloat16, for models that do not bear 8 bits.
+torchao is the library to use instead. Left out here: FSDP's all-gathers in 8 bits (ours send
+bfloat16, twice the bytes), the factors of all weights in one pass after the optimizer's step (each
+forward reads its weights once more), and dW in bfloat16, for models that do not bear 8 bits there.
 Use for large matrices, compiled, which repay a pass over memory. Avoid where training diverges.
 """
 

@@ -49,7 +49,7 @@ ON_A_GPU = 1 << 26  # likewise, with few enough kernels
 def packed_shape(out: int, width: int) -> tuple[int, int, int]:
     """Return the shape of `weight` for a matrix [out, width]."""
     if width % BLOCK:
-        raise UserError(f"4 bits need rows of a multiple of {BLOCK} weights: {width} is none")
+        raise UserError(f"4 bits need rows of a multiple of {BLOCK} weights, not of {width}")
     return out, width // BLOCK, 1 + BLOCK // 2
 
 
@@ -124,7 +124,7 @@ def count(parameter: Tensor) -> int:
 
 
 def check_blocks(config: LlamaConfig, tp: int = 1) -> str:
-    """Return why rows of a matrix, of which tp ranks have parts, are no whole number of blocks."""
+    """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
         if width % (BLOCK * tp):
             smaller_tp = "a smaller --tp, or " if tp > 1 else ""
@@ -137,15 +137,13 @@ def check_blocks(config: LlamaConfig, tp: int = 1) -> str:
 
 def refuses(work: Work) -> str:
     parallel = work.parallel
-    if reason := check_blocks(work.model.config, parallel.tp):
-        return reason
     shards_bytes = parallel.shard > 1 and parallel.reshard != "adapters"
     if shards_bytes and torch.__version__ < "2.13":
         return (
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"
         )
-    return ""
+    return check_blocks(work.model.config, parallel.tp)
 
 
-TECHNIQUE = Technique("", apply=lambda *_: None, refuses=refuses)  # lora.add_adapters applies it
+TECHNIQUE = Technique("", refuses=refuses)  # lora.add_adapters changes the model

@@ -123,12 +123,12 @@ class SavedByBlock:
             torch.cuda.current_stream().wait_event(self.copied)
 
 
-def offload_activations(model: Llama, device: torch.device) -> None:
+def offload_activations(model: Llama, world) -> None:
     """Let each block offload what it saves for backward.
 
     Hooks of a module run around its forward, not around what checkpointing runs again."""
-    to = "meta" if device.type == "meta" else "cpu"
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    to = "meta" if world.device.type == "meta" else "cpu"
+    stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
     latest: SavedByBlock | None = None  # of the block that has computed last
     recording = contextlib.ExitStack()
 
@@ -142,12 +142,9 @@ def offload_activations(model: Llama, device: torch.device) -> None:
                 recording.callback(latest.free)  # comes first when `recording` is closed
             latest = current
 
-    def after(*_) -> None:
-        recording.close()
-
     for block in model.layers.values():
         block.register_forward_pre_hook(before)
-        block.register_forward_hook(after, always_call=True)
+        block.register_forward_hook(lambda *_: recording.close(), always_call=True)
 
 
 @contextlib.contextmanager
@@ -196,13 +193,9 @@ def refuses(work: Work) -> str:
     if work.parallel.checkpointing != "selective":
         return ""
     return (
-        "--offload-activations finds nothing of what --checkpointing selective saves: use "
+        "--offload-activations does not see what --checkpointing selective saves: use "
         "--checkpointing full or none"
     )
 
 
-TECHNIQUE = Technique(
-    "offload_activations",
-    apply=lambda model, world: offload_activations(model, world.device),
-    refuses=refuses,
-)
+TECHNIQUE = Technique("offload_activations", offload_activations, refuses)

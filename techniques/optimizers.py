@@ -134,7 +134,7 @@ class Peers:
         without_matrix = [nothing] * (len(self.places) - len(parts))  # ranks after the last matrix
         has_matrix = self.rank < len(parts)
         mine, whole = (matrices[self.rank], parts[self.rank]) if has_matrix else (None, nothing)
-        if any(self.is_sharded(matrix) for matrix in matrices):
+        if any(self.sizes[dim] > 1 for matrix in matrices for dim in sharded_over(matrix)):
             sent = [part if self.gives(matrix, self.rank, owner) else nothing
                     for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
             whole = nothing.new_empty(mine.shape) if has_matrix else nothing
@@ -150,9 +150,6 @@ class Peers:
     def shards_of(self, whole: Tensor, matrix: Tensor | None) -> list[Tensor]:
         """Return each rank's shard of a whole matrix; without one, nothing for each."""
         return [whole if matrix is None else shard_of(whole, matrix, at) for at in self.places]
-
-    def is_sharded(self, matrix: Tensor) -> bool:
-        return any(self.sizes[dim] > 1 for dim in sharded_over(matrix))
 
     def gives(self, matrix: Tensor, rank: int, owner: int) -> bool:
         """Return whether the owner of a matrix takes this rank's part. Of those that have the same
@@ -278,8 +275,8 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, in
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
-    """Of each batch of matrices rank 0 takes the first, and sends its parts of the others to ranks
-    of its replica; then all parts of its own, but one, to their ranks."""
+    """Rank 0 takes the first matrix of each batch. It sends its parts of the others to the ranks of
+    its replica that take them, and later the parts of its own to all ranks that hold one."""
     parallel = work.parallel
     sizes = {dim: getattr(parallel, dim) for dim in ("replicate", "shard", "tp")}
     split = [dim for dim, size in sizes.items() if size > 1]
@@ -325,9 +322,8 @@ def about(model: Llama, world) -> str:
 def suggests(facts) -> str:
     if facts.parallel.optimizer == "adamw" or facts.shares.get("optimizer", 0) < 0.15:
         return ""
-    return "Muon multiplies and sends matrices: --optimizer adamw does not, but takes other steps"
+    return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains otherwise"
 
 
-TECHNIQUE = Technique(
-    "optimizer", apply=lambda *_: None, refuses=refuses, sends=sends, about=about, suggests=suggests
-)
+# train.py makes the optimizer.
+TECHNIQUE = Technique("optimizer", refuses=refuses, sends=sends, about=about, suggests=suggests)

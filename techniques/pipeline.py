@@ -37,8 +37,7 @@ from plumbing.shards import chunk_of, to_local
 from techniques.schedules import Action, check_schedule, has_w, make_schedule
 
 # ------------------------------------------------------------------------------------------- stages
-# Stage s of p v stages lies on rank s % p. With tied embeddings the last rank keeps the embedding
-# too, as its output.
+# With tied embeddings the last rank keeps the embedding too, as its output.
 
 # FSDP warns of views because changing them in place would be an error, and nothing here does.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -145,12 +144,6 @@ def stages_of(model: Llama, rank: int, p: int, v: int) -> list[Llama]:
     return made
 
 
-def empty_stream(tokens: Tensor, tp: DeviceMesh, width: int, dtype: torch.dtype) -> Tensor:
-    """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
-    own = chunk_of(tokens, tp, 0, dim=1)
-    return own.new_empty(*own.shape, width, dtype=dtype)
-
-
 def as_stream(x: Tensor, tokens: Tensor, tp: DeviceMesh) -> Tensor:
     """Return x, a shard of the residual stream or the tokens themselves, as a stage takes it: under
     tensor parallelism, the stream is a DTensor sharded by tokens."""
@@ -174,13 +167,7 @@ class Pipeline(nn.Module):
     loses gradients without an error, and 1F1B refuses fewer microbatches than stages.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        stages: list[Llama],
-        world,
-        gradient_sync: Callable[[Llama, bool], contextlib.AbstractContextManager],
-    ):
+    def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
         World of parallel.py. gradient_sync(stage, last) is a context for a backward, which
         communicates gradients if it is the last of a step."""
@@ -191,8 +178,6 @@ class Pipeline(nn.Module):
             make_deferrable(model)
         self.group, self.tp = world.mesh.get_group("pp"), world.mesh["tp"]
         self.message = partial(dist.P2POp, group=self.group)
-        width, dtype = model.config.dim, world.parallel.dtype
-        self.empty_stream = partial(empty_stream, tp=self.tp, width=width, dtype=dtype)
         self.rank, self.p = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.stages = dict(zip(range(self.rank, self.p * len(stages), self.p), stages))
         self.last = self.p * len(stages) - 1  # the last stage of all
@@ -224,13 +209,12 @@ class Pipeline(nn.Module):
         """Run forward and backward of all microbatches (text/batch.py); gradients add up. All
         ranks of a pipeline have the same microbatches. Returns the sum of the losses on the rank
         with the last stage, 0 on the others."""
-        ticks = self.ticks(len(microbatches))
         self.microbatches, self.kept = microbatches, {}
         self.inbox = {}  # action -> what it needs of another rank, and the works to wait for
         self.loss = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens.device)
         self.unfinished = dict.fromkeys(self.stages, len(microbatches))
         posted = []
-        for tick in ticks:
+        for tick in self.ticks(len(microbatches)):
             action = tick.get(self.rank)
             received, works = self.inbox.pop(action, (None, []))
             wait(works)
@@ -297,6 +281,11 @@ class Pipeline(nn.Module):
         works = dist.batch_isend_irecv(operations) if operations else []
         self.inbox |= {action: (buffer, works) for action, buffer in expected.items()}
         return works
+
+    def empty_stream(self, tokens: Tensor) -> Tensor:
+        """Return memory for this rank's shard of the residual stream of tokens [B, T]."""
+        own = chunk_of(tokens, self.tp, 0, dim=1)
+        return own.new_empty(*own.shape, self.model.config.dim, dtype=self.parallel.dtype)
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:

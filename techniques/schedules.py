@@ -187,9 +187,7 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     return simulate(schedule, lambda action: ticks[action.kind])
 
 
-def simulate(
-    schedule: Schedule, seconds: Callable[[Action], float], message: float = 0.0
-) -> Timeline:
+def simulate(schedule: Schedule, seconds: Callable, message: float = 0.0) -> Timeline:
     """Return when each rank computes what, if an action takes seconds(action), and a message to
     another rank `message` seconds. Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
@@ -286,10 +284,7 @@ FILLS = {"F": "#4c8dd6", "B": "#dd8435", "W": "#46a568"}
 
 
 def draw_svg(
-    timeline: Timeline,
-    title: str,
-    lanes: list[str] | None = None,
-    ticks: dict[float, str] | None = None,
+    timeline: Timeline, title: str, lanes: list[str] | None = None, ticks: dict | None = None
 ) -> str:
     """Return a picture: forwards blue, backwards orange, W green, and nothing where ranks wait.
 

@@ -10,17 +10,18 @@ from typing import NamedTuple
 
 
 class Technique(NamedTuple):
-    """The answers of one technique. What it leaves out is nothing, or no change."""
+    """The answers of one technique. An answer that it leaves out is the default: nothing."""
 
     flag: str  # the field of ParallelConfig that asks for it; "": it is always used
-    apply: Callable  # (Llama on meta, World): change the model, before FSDP shards it
-    refuses: Callable = lambda work: ""  # (Work): why a step cannot be computed so, in a line
-    holds: Callable = lambda work: 0.0  # (Work): elements a token that a block saves in addition
-    sends: Callable = lambda model, work: ()  # (a rank's Llama, Work): as `Sent` of costs/traffic
+    apply: Callable = lambda model, world: None  # (Llama on meta, World): changes it before FSDP
+    refuses: Callable = lambda work: ""  # (Work): the line that says why a step cannot use it
+    holds: Callable = lambda work: 0.0  # (Work): elements that a block saves more, for each token
+    # (a rank's Llama, Work): tuples (mesh dimension, collective, calls in a step, bytes of a call)
+    sends: Callable = lambda model, work: ()
     gain: float = 1.0  # how many times as fast the blocks' products are
     about: Callable = lambda model, world: ""  # (whole Llama, World): what a run says at its start
-    suggests: Callable = lambda facts: ""  # (Facts of perf/verdict.py): when one should try it
+    suggests: Callable = lambda facts: ""  # (Facts of perf/verdict.py): advice to try it, or ""
 
     def is_used(self, parallel) -> bool:
-        """Return whether a ParallelConfig asks for it: its field has not the default."""
+        """Return whether a ParallelConfig asks for it: its field is not the default."""
         return not self.flag or getattr(parallel, self.flag) != getattr(type(parallel), self.flag)

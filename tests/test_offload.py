@@ -1,5 +1,7 @@
 """techniques/offload.py: activations in CPU memory change no bit, and leave the GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import slow
@@ -15,6 +17,7 @@ CASES = {
     "autocast": case(ODD, dp="ddp", replicate=2) | {"dtype": "bfloat16"},
     "tp": case(GROUPED, 2, dp="fsdp", tp=2) | {"dtype": "bfloat16"},
 }
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))  # a World
 
 
 @pytest.mark.parametrize("compiled", [False, slow(True)])
@@ -62,7 +65,7 @@ def test_blocks_take_turns_on_the_gpu(monkeypatch):
 
     monkeypatch.setattr(offload, "SavedByBlock", Watched)
     model, used = small_model(), []
-    offload_activations(model, torch.device("cpu"))
+    offload_activations(model, ON_CPU)
     tokens = torch.arange(24).view(2, 12)
     loss = model(tokens, targets=tokens)
     assert [all(t.on_gpu is None for t in b.everything) for b in blocks] == [True, True, False]
@@ -80,7 +83,7 @@ def test_blocks_take_turns_on_the_gpu(monkeypatch):
 def test_evaluation_offloads_nothing(monkeypatch):
     monkeypatch.setattr(offload, "recorded", None)
     model = small_model()
-    offload_activations(model, torch.device("cpu"))
+    offload_activations(model, ON_CPU)
     with torch.no_grad():
         model(torch.arange(12).view(1, 12))
 
@@ -97,6 +100,6 @@ def test_a_change_in_place_is_refused_as_without(monkeypatch):
     tokens = torch.arange(12).view(1, 12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         small_model()(tokens, targets=tokens).backward()
-    offload_activations(model := small_model(), torch.device("cpu"))
+    offload_activations(model := small_model(), ON_CPU)
     with pytest.raises(RuntimeError, match="changed in place a tensor"):
         model(tokens, targets=tokens).backward()
