@@ -155,8 +155,6 @@ def add_parallel_flags(parser: argparse._ActionsContainer, names: Iterable[str] 
     for name in names:
         about, default = FLAGS[name].metadata, FLAGS[name].default
         options = dict(help=about["help"], default=about["unset"])
-        if "(default: " not in about["help"] and default is not False:
-            options["help"] += " (default: %(default)s)"
         if about["choices"]:
             options["choices"] = about["choices"]
         elif isinstance(default, bool):

@@ -387,8 +387,8 @@ def terms_of_peak(run: Work) -> dict[str, list[Term]]:
     in_loss = [Term(tokens * D * 16, norm), Term(tokens * V * n * 4, logits)]
     in_loss.append(Term(V * D * of_matrix * 4, matrix))
     again, sum_again = saved_in_block(config, [a - b for a, b in zip(SAVED["none"], times)])
-    text = f"gradients of stream, silu, gate, up: {tokens} tokens x ({D} + 3 x {F}) x 4 bytes"
-    in_block = [Term(tokens * (D + 3 * F) * 4, text)]
+    text = f"gradients of stream, gate and up: {tokens} tokens x ({D} + 2 x {F}) x 4 bytes"
+    in_block = [Term(tokens * (D + 2 * F) * 4, text)]
     if again:
         text = f"the last block, computed again: {tokens} tokens x {sum_again} x 4 bytes"
         in_block.append(Term(tokens * again * 4, text))

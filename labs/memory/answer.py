@@ -44,7 +44,7 @@ def memory(
 
     Elements a token, with D, F and V as in model.py and K = n_kv_heads head_dim:
         a block saves             8 D + 2 K + 4 F; under full checkpointing its input alone, D
-        backward of a block needs D + 3 F, and what it has to compute again
+        backward of a block needs D + 2 F, and what it has to compute again
         the loss needs            4 D + 3 V, for the last norm, logits and their gradient;
                                   and once 2 V D, for the gradient of the output matrix
 
@@ -65,7 +65,7 @@ def memory(
     if checkpointing == "full":
         saved = D
     loss = tokens * (4 * D + 3 * V) + 2 * V * D
-    backward = tokens * (everything - saved + D + 3 * F)
+    backward = tokens * (everything - saved + D + 2 * F)
     return {
         "parameters": 4 * P // shards,
         "gradients": 4 * P // shards,

@@ -205,7 +205,7 @@ def known_mistakes(step: Step) -> tuple[dict[str, float], dict[str, dict[str, fl
     recomputed = L * tokens * 4 * everything - saved
     matrix, logits = 4 * 2 * V * D, 4 * tokens * 3 * V
     loss = matrix + logits + 4 * tokens * 4 * D
-    backward = recomputed / L + 4 * tokens * (D + 3 * F)
+    backward = recomputed / L + 4 * tokens * (D + 2 * F)
     right = {
         "sums": whole if in_buckets or adds_up else whole // n * (m > 1),
         "gathered": 0 if step.dp == "ddp" else root + 2 * block,
