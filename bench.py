@@ -59,8 +59,8 @@ from runs.setup import build, choose_work, prepare_pretraining, setup
 def add_integers(parser: argparse.ArgumentParser, **flags: tuple[int, str]) -> None:
     """Add flags for integers of at least 1: name -> default, meaning."""
     for name, (default, meaning) in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_int, default=default,
-                            help=f"{meaning} (default: %(default)s)")
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=positive_int, default=default, help=meaning)
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +71,7 @@ def add_size_flags(
     parser: argparse.ArgumentParser, model: str, batch: int, seq_len: int, repeats: int
 ) -> None:
     """Add the flags for the size of a step and for the number of its repetitions."""
-    parser.add_argument("--model", choices=PRESETS, default=model,
-                        help="preset (default: %(default)s)")
+    parser.add_argument("--model", choices=PRESETS, default=model, help="preset")
     add_integers(parser, batch=(batch, "sequences per step, over all processes"),
                  seq_len=(seq_len, "tokens per sequence"),
                  repeats=(repeats, "rounds of all contestants"))
@@ -83,33 +82,29 @@ def add_size_flags(
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
-    parser.add_argument("--compile", action="store_true",
-                        help="one more contestant, with compiled blocks")
     add_adapter_flags(parser)
+    parser.add_argument("--compile", action="store_true", help="also measure compiled blocks")
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lora", action="store_true",
-                        help="train adapters, as finetune_lora.py does, in place of weights")
-    add_integers(parser, rank=(8, "with --lora: rank of the adapters"))
-    parser.add_argument("--dora", action="store_true",
-                        help="with --lora: train the lengths of rows too")
-    parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
-                        help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
+    add = parser.add_argument
+    add("--lora", action="store_true", help="train adapters, as finetune_lora.py does")
+    add("--rank", type=positive_int, default=8, help="with --lora: rank of the adapters")
+    add("--dora", action="store_true", help="with --lora: train the lengths of rows too")
+    add("--base-bits", type=int, choices=[16, 4], default=16,
+        help="with --lora: 4 keeps the frozen matrices of the blocks in 4 bits")
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("contestants", nargs="*", metavar="NAME",
-                        help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; "
-                             "bare: its matrix products alone; transformers: transformers' model "
-                             "and peft's adapters; fsdp-X: fsdp with --reshard X; wrong: hsdp that "
-                             "shards across nodes; tp: tensor parallelism over all processes; "
-                             "async-tp: the same, sending while it multiplies; cp: fsdp whose "
-                             "ranks in a node share sequences; pp: a stage on each node, or "
-                             "process; selective, full, offloaded, compiled, float8: ddp with that "
-                             "checkpointing, with full and offloaded activations, with compiled "
-                             "blocks, or with those and products in 8 bits (default: those that "
-                             "differ on these processes and fit in memory together)")
+        help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; bare: its matrix "
+             "products alone; transformers: transformers' model and peft's adapters; fsdp-X: fsdp "
+             "with --reshard X; wrong: hsdp that shards across nodes; tp: tensor parallelism over "
+             "all processes; async-tp: the same, sending while it multiplies; cp: fsdp whose ranks "
+             "in a node share sequences; pp: a stage on each node, or process; selective, full, "
+             "offloaded, compiled, float8: ddp with that checkpointing, with full and offloaded "
+             "activations, with compiled blocks, or with those and products in 8 bits (default: "
+             "those that differ on these processes and fit in memory together)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     add_adapter_flags(parser)
@@ -139,39 +134,36 @@ def add_step_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
-    add_integers(parser, gpus=(8, "GPUs of the whole cluster"), per_node=(8, "GPUs of a node"),
-                 top=(12, "rows of the table"))
-    parser.add_argument("--gpu", default="h100",
-                        help=f"{', '.join(GPUS)}; or its peak, memory, memory bandwidth and link "
-                             "within a node as TFLOP/s:GB:GB/s:GB/s (default: %(default)s)")
-    parser.add_argument("--link", default="400gbit",
-                        help=f"link from each GPU to other nodes: {', '.join(LINKS)}, or a speed "
-                             "(default: %(default)s)")
-    parser.add_argument("--measured", type=Path, metavar="FILE",
-                        help="result of bench.py comm --model: plan for that cluster, in place of "
-                             "--gpus, --per-node, --gpu, --link, and for that model by default")
-    parser.add_argument("--batch", type=positive_int,
-                        help="sequences per step, over all GPUs (default: 2 per GPU)")
-    parser.add_argument("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
-    parser.add_argument("--document-length", type=nonnegative_int, default=0,
-                        help="tokens per document, where a sequence holds several and attention "
-                             "stays within them; 0 for whole sequences (default: %(default)s)")
-    parser.add_argument("--tokens", type=positive_float,
-                        help="days and GPU-hours to train on so many tokens, such as 15e12")
-    parser.add_argument("--dollars", type=positive_float,
-                        help="with --tokens: the cost, at so many dollars for a GPU and hour")
+    add = parser.add_argument
+    add("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
+    add("--gpus", type=positive_int, default=8, help="GPUs of the whole cluster")
+    add("--per-node", type=positive_int, default=8, help="GPUs of a node")
+    add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or its peak, memory, memory bandwidth "
+        "and link within a node as TFLOP/s:GB:GB/s:GB/s")
+    add("--link", default="400gbit",
+        help=f"link from each GPU to other nodes: {', '.join(LINKS)}, or a speed")
+    add("--measured", type=Path, metavar="FILE",
+        help="result of bench.py comm --model: plan for that cluster, in place of --gpus, "
+             "--per-node, --gpu, --link, and for that model by default")
+    add("--batch", type=positive_int, help="sequences per step (default: 2 per GPU)")
+    add("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
+    add("--document-length", type=nonnegative_int, default=0,
+        help="tokens per document, where a sequence holds several and attention stays within "
+             "them; 0 for whole sequences")
+    add("--tokens", type=positive_float,
+        help="days and GPU-hours to train on so many tokens, such as 15e12")
+    add("--dollars", type=positive_float,
+        help="with --tokens: the cost, at so many dollars for a GPU and hour")
     add_adapter_flags(parser)
-    parser.add_argument("--microbatch", type=positive_int,
-                        help="only plans with microbatches of so many sequences")
-    add_parallel_flags(parser.add_argument_group(
-        "parallelism", "Only plans with the given values; by default in bfloat16, compiled."
-    ))
+    add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
+    about = "Only plans with the given values; by default in bfloat16, compiled."
+    add_parallel_flags(parser.add_argument_group("parallelism", about))
     parser.set_defaults(**dict.fromkeys(FILTERS))
+    add("--top", type=positive_int, default=12, help="rows of the table")
     add_json_flag(parser)
-    parser.add_argument("--check", action="store_true",
-                        help="emulate a step of rank 0 of the best plan in this process, and "
-                             "compare its counted memory and traffic with the prediction")
+    add("--check", action="store_true",
+        help="emulate a step of rank 0 of the best plan in this process, and compare its counted "
+             "memory and traffic with the prediction")
 
 
 # fmt: on

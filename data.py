@@ -426,7 +426,7 @@ def read_ahead(
 def add_reading_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("--text-field", default="text", metavar="NAME",
-                        help="field of records that holds the text (default: %(default)s)")
+                        help="field of records that holds the text")
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out what cannot be read, and list it in a file")
     # fmt: on
@@ -440,11 +440,10 @@ def parse_args() -> argparse.Namespace:
     train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
-                       help="number of tokens, special ones included (default: %(default)s)")
-    tokens.add_argument("--tokenizer", default=DEFAULT_TOKENIZER,
-                        help="name or tokenizer.model file (default: %(default)s)")
+                       help="number of tokens, special ones included")
+    tokens.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="name or tokenizer.model")
     tokens.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
-                        help="fraction of the text held out for validation (default: %(default)s)")
+                        help="fraction of the text held out for validation")
     for command, out in ((train, "file"), (tokens, "directory")):
         command.add_argument("sources", nargs="+",
                              help="text files, directories, or python: Python's own library")

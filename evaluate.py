@@ -54,19 +54,17 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description="Score a model: the loss of texts, and exams.")
     # fmt: off
     add_model_flags(parser)
-    parser.add_argument("--data", nargs="+", help="text files, directories or token files")
     add_reading_flags(parser)
-    parser.add_argument("--exam", type=Path, metavar="FILE", help="questions, as JSON lines")
-    parser.add_argument("--chat", action="store_true",
-                        help="the data are conversations, and a question is a user's message")
-    parser.add_argument("--seq-len", type=positive_int,
-                        help="tokens per sequence (default: the run's, or 2048)")
-    parser.add_argument("--microbatch", type=positive_int, default=8,
-                        help="sequences that a process computes at a time (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=ROOM,
-                        help="tokens that a written answer may take (default: %(default)s)")
-    parser.add_argument("--details", type=Path, metavar="FILE",
-                        help="write what the model makes of each question, as JSON lines")
+    add = parser.add_argument
+    add("--data", nargs="+", help="text files, directories or token files")
+    add("--exam", type=Path, metavar="FILE", help="questions, as JSON lines")
+    add("--chat", action="store_true",
+        help="the data are conversations, and a question is a user's message")
+    add("--seq-len", type=positive_int, help="tokens per sequence (default: the run's, or 2048)")
+    add("--microbatch", type=positive_int, default=8, help="sequences computed at a time")
+    add("--max-new-tokens", type=positive_int, default=ROOM, help="tokens of a written answer")
+    add("--details", type=Path, metavar="FILE",
+        help="write what the model makes of each question, as JSON lines")
     add_parallel_flags(parser.add_argument_group("how the model is split over ranks"))
     # fmt: on
     args = parser.parse_args()

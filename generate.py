@@ -57,21 +57,20 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description="Generate text from a checkpoint.")
     # fmt: off
     add_model_flags(parser)
-    parser.add_argument("--prompt", action="append", default=[],
-                        help="text to continue; given several times, the prompts form a batch")
-    parser.add_argument("--chat", action="store_true",
-                        help="prompts are messages to a chat model; without one, a conversation")
-    parser.add_argument("--system", metavar="TEXT",
-                        help="system prompt, the message with which a chat begins")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=200,
-                        help="number of tokens after which generation stops")
-    parser.add_argument("--temperature", type=nonnegative_float, default=0.8,
-                        help="sampling temperature; 0 takes the most likely token")
-    parser.add_argument("--top-k", type=nonnegative_int, default=0,
-                        help="number of most likely tokens to sample from; 0 for all")
-    parser.add_argument("--top-p", type=nonnegative_float, default=0.95,
-                        help="total probability of the most likely tokens to sample from")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    add = parser.add_argument
+    add("--prompt", action="append", default=[],
+        help="text to continue; given several times, the prompts form a batch")
+    add("--chat", action="store_true",
+        help="prompts are messages to a chat model; without one, a conversation")
+    add("--system", metavar="TEXT", help="system prompt, the message with which a chat begins")
+    add("--max-new-tokens", type=positive_int, default=200, help="tokens of an answer at most")
+    add("--temperature", type=nonnegative_float, default=0.8,
+        help="sampling temperature; 0 takes the most likely token")
+    add("--top-k", type=nonnegative_int, default=0,
+        help="number of most likely tokens to sample from; 0 for all")
+    add("--top-p", type=nonnegative_float, default=0.95,
+        help="total probability of the most likely tokens to sample from")
+    add("--seed", type=int, default=0, help="seed of the sampling")
     # fmt: on
     args = parser.parse_args()
     if args.system is not None and not args.chat:

@@ -83,8 +83,7 @@ def page_of(runs: list[dict]) -> str:
 def main() -> None:
     parser = Parser(description="Draw the curves of runs beside each other, in one page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="OUT", help="directories of runs")
-    parser.add_argument("--out", type=Path, default=Path("report.html"),
-                        help="the page (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     args = parser.parse_args()
     write_atomically(args.out, page_of([read_run(path) for path in args.runs]))
     print(f"{args.out}: {len(args.runs)} run(s)")
