@@ -38,10 +38,6 @@ class Strategy:
     def uses_fsdp(self) -> bool:  # parameters are DTensors, sharded while the model is on meta
         return self.wrapper == "fsdp"
 
-    @property
-    def grads_in_buckets(self) -> bool:  # gradients are views of DDP's buckets
-        return self.wrapper == "ddp"
-
     def shard_size(self, data_ranks: int, in_node: int) -> int:
         """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]

@@ -175,7 +175,7 @@ def update(
 def zero_gradients(optimizer: Optimizer, world: World) -> None:
     """Free the gradients; but set DDP's to zero in place, since they are views of its buckets: if
     they were freed, the next backward would allocate a second copy beside the buckets."""
-    in_buckets = world.size > 1 and world.parallel.strategy.grads_in_buckets
+    in_buckets = world.size > 1 and world.parallel.strategy.wrapper == "ddp"
     optimizer.zero_grad(set_to_none=not in_buckets)
 
 

@@ -177,7 +177,7 @@ def memory_needed(work: Work) -> tuple[int, int]:
     on top of them while it runs."""
     held, parallel = predict_memory(work), work.parallel
     keeps = held["parameters"] + held["optimizer"]
-    if parallel.replicate > 1 and parallel.strategy.grads_in_buckets:
+    if parallel.replicate > 1 and parallel.strategy.wrapper == "ddp":
         keeps += held["gradients"]  # DDP's buckets stay
     return keeps, held["peak"] - keeps
 

@@ -328,7 +328,7 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
 
 def needs_real_tensors(parallel: ParallelConfig) -> bool:
     """Return whether an emulation cannot use fake tensors: DDP's C++ code reads the contents."""
-    return parallel.replicate > 1 and parallel.strategy.grads_in_buckets
+    return parallel.replicate > 1 and parallel.strategy.wrapper == "ddp"
 
 
 def all_reduce_at_once(

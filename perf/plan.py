@@ -43,10 +43,6 @@ def kind_of(parallel: ParallelConfig) -> str:
     return next((dim for dim in ("pp", "cp", "tp") if getattr(parallel, dim) > 1), "dp")
 
 
-def spread_of(plan: Plan) -> float:
-    return SPREAD[kind_of(plan.work.parallel)]
-
-
 @dataclass(frozen=True)
 class Question:
     """What `bench.py plan` is asked. Raises UserError where its parts contradict each other."""
@@ -169,7 +165,9 @@ def reason(plan: Plan, best: Plan, machine: Machine) -> str:
         return "the fastest"
     additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
-    if not machine.measured and plan.seconds < best.seconds * (1 + spread_of(plan)):
+    if not machine.measured and plan.seconds < best.seconds * (
+        1 + SPREAD[kind_of(plan.work.parallel)]
+    ):
         return f"a tie, {additional[part]:+.2g} s of {PART_NAMES[part]}"
     return f"{additional[part]:+.2g} s of {PART_NAMES[part]}"
 
@@ -307,7 +305,7 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
 
 
 def error_bar(plan: Plan) -> str:
-    return "" if plan.machine.measured else f" ±{spread_of(plan):.0%}"
+    return "" if plan.machine.measured else f" ±{SPREAD[kind_of(plan.work.parallel)]:.0%}"
 
 
 def json_row(plan: Plan) -> dict:

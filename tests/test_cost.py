@@ -159,7 +159,7 @@ def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
     assert f"one of a Llama {llama:,}" in note
     monkeypatch.undo()  # a number for each pair of tokens, under 1 % of what 8 tokens save
     monkeypatch.setattr("model.attend", with_scores)
-    assert "in sequences of 1,024 tokens" in prediction_caveat(build_on_meta(CHUNKY))
+    assert "of a Llama" in prediction_caveat(build_on_meta(CHUNKY))
 
 
 def with_scores(q, k, v, mask):

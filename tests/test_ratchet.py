@@ -31,7 +31,7 @@ RATCHET = {
         r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks|replicas_apart",
     ),
     "chunked loss": (8, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
-    "ZeRO-1": (14, r"zero1|ZeRO1|optimizer_slice|grads_in_buckets"),
+    "ZeRO-1": (14, r"zero1|ZeRO1|optimizer_slice"),
     "recomputation": (20, r"checkpointing\b|saved_products|recompute_and"),
 }
 
