@@ -104,7 +104,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
              "in a node share sequences; pp: a stage on each node, or process; selective, full, "
              "offloaded, compiled, float8: ddp with that checkpointing, with full and offloaded "
              "activations, with compiled blocks, or with those and products in 8 bits (default: "
-             "those that differ on these processes and fit in memory together)")
+             "those that differ on these processes; all are in memory at once)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     add_adapter_flags(parser)

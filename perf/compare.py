@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import STRATEGIES, ParallelConfig, Work
+from config import STRATEGIES, ParallelConfig
 from costs.memory import predict_memory
-from costs.search import usable_memory, with_mesh_sizes
+from costs.search import with_mesh_sizes
 from costs.traffic import Traffic, sent_bytes
 from lora import adapter_settings
 from parallel import World, with_mesh
@@ -127,8 +127,8 @@ def world_of(name: str, base: World) -> World:
 
 
 def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
-    """Return the contestants that the user named; without names, the default ones that are possible
-    and fit in memory together. Raises UserError where a named one is not possible."""
+    """Return the contestants that the user named; without names, the default ones that are
+    possible. Raises UserError where a named one is not. All are in memory at the same time."""
     if task.seq_len > task.model.config.max_seq_len:
         raise UserError(
             f"--seq-len {task.seq_len} is too long: --model {task.name} takes at most "
@@ -138,20 +138,18 @@ def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
         check_contestant(name, task, base)
     if names:
         return names
-    needs, left_out = {}, {}
+    chosen, left_out = [], []
     for name in CONTESTANTS:
         if runs_by_default(name, adapter_settings(task.model) is not None, base):
             try:
                 check_contestant(name, task, base)
-                needs[name] = memory_needed(replace(task, parallel=configure(name, base)))
+                chosen.append(name)
             except UserError as error:
-                left_out[name] = str(error)
-    room = base.minimum(usable_memory(base.device, base.per_node))
-    chosen, too_large = choose_fitting(needs, room)
-    if left_out := left_out | too_large:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
-        if not chosen:
-            raise UserError(f"nothing is left to compare: without {reasons}")
+                left_out.append(f"{name} ({error})")
+    reasons = "; ".join(left_out)
+    if not chosen:
+        raise UserError(f"nothing is left to compare: without {reasons}")
+    if reasons:
         print_rank_zero(f"left out: {reasons}", file=sys.stderr)
     return chosen
 
@@ -170,36 +168,6 @@ def check_contestant(name: str, task: Task, base: World) -> None:
             f"{name}: --batch {task.batch} must be a multiple of {data_ranks * task.microbatch}: "
             f"{data_ranks} data-parallel ranks x --microbatch {task.microbatch}"
         )
-
-
-def memory_needed(work: Work) -> tuple[int, int]:
-    """Return the bytes that a contestant keeps on a rank between its steps, and those that it takes
-    on top of them while it runs."""
-    held, parallel = predict_memory(work), work.parallel
-    keeps = held["parameters"] + held["optimizer"]
-    if parallel.replicate > 1 and parallel.strategy.wrapper == "ddp":
-        keeps += held["gradients"]  # DDP's buckets stay
-    return keeps, held["peak"] - keeps
-
-
-def choose_fitting(
-    needs: dict[str, tuple[int, int]], usable: int
-) -> tuple[list[str], dict[str, str]]:
-    """Return the contestants that fit in `usable` bytes together, and why each other one does not.
-
-    needs: name -> bytes that it keeps, bytes that it takes on top while it runs. All contestants
-    keep theirs at the same time, but they run one at a time. They are tried in order."""
-    chosen, too_large, kept, largest_run = [], {}, 0, 0
-    for name, (keeps, runs_with) in needs.items():
-        if kept + keeps + max(largest_run, runs_with) <= usable:
-            chosen.append(name)
-            kept, largest_run = kept + keeps, max(largest_run, runs_with)
-        else:
-            too_large[name] = (
-                f"it takes {(keeps + runs_with) / 1e9:.3g} GB, those before it keep "
-                f"{kept / 1e9:.3g}, and a process has {usable / 1e9:.3g}"
-            )
-    return chosen, too_large
 
 
 # --------------------------------------------------------------------------------- measuring

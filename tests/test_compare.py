@@ -112,7 +112,6 @@ def task_of(batch: int = 8, lora: LoRA | None = None) -> Task:
 def test_what_is_compared_by_default(monkeypatch):
     printed = []
     monkeypatch.setattr(compare, "print_rank_zero", lambda text, **where: printed.append(text))
-    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 10**9)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
 
     def chosen(nodes: int, per_node: int, device=cpu, names=(), **given) -> str:
@@ -129,33 +128,8 @@ def test_what_is_compared_by_default(monkeypatch):
     assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")
     assert chosen(1, 2, batch=3) == "tp"
     assert printed[1].startswith("left out: ddp (ddp: --batch 3 must be a multiple of 2: 2 data-")
-    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 32 * 640_000)
-    assert chosen(1, 2) == "ddp zero1" and "; full (it takes 0.01" in printed[2]
-    monkeypatch.setattr(compare, "usable_memory", lambda device, processes: 10**6)
     with pytest.raises(UserError, match="nothing is left to compare: without ddp"):
-        chosen(1, 2)
-
-
-def test_contestants_that_fit_together():
-    """All keep what they keep; what a step takes on top is needed once."""
-    needs = {"a": (10, 5), "b": (10, 7), "c": (10, 1), "d": (3, 7)}
-    assert compare.choose_fitting(needs, 30)[0] == ["a", "b", "d"]
-    assert compare.choose_fitting(needs, 37)[0] == ["a", "b", "c"]
-    assert list(compare.choose_fitting(needs, 16)[1]) == ["b", "c", "d"]
-
-
-def test_ddp_keeps_its_gradients_between_steps():
-    """They are views of its buckets; FSDP and ZeRO-1 free theirs. AdamW counts steps in 4 bytes."""
-    model = build_on_meta(PRESETS["tiny"])
-    P, counts = sum(p.numel() for p in model.parameters()), 4 * len(list(model.parameters()))
-    for parallel, nbytes in [
-        (ParallelConfig(), 12 * P),
-        (ParallelConfig(replicate=2), 16 * P),
-        (ParallelConfig(dp="zero1", replicate=2), 8 * P),
-        (ParallelConfig(dp="fsdp", shard=2), 6 * P),
-    ]:
-        work = Work(model, parallel, 8, 1, 16)
-        assert compare.memory_needed(work)[0] == nbytes + counts
+        chosen(1, 4, batch=3)
 
 
 def test_losses_that_do_not_agree_are_named():
