@@ -34,7 +34,7 @@ FAULTS = {
         ("*second.flip(0).unbind(0)", "*second.unbind(0)"),
         ("return rank, 2 * n - 1 - rank", "return 2 * rank, 2 * rank + 1"),
         ("full_tensor(grad_placements=[Partial()])", "full_tensor()"),
-        ("        own_positions,", "        own_positions * 0 + 1,"),
+        ("batch.targets, positions)]", "batch.targets, positions * 0 + 1)]"),
         ("torch.logaddexp(*log_sums)", "torch.maximum(*log_sums)"),
     ],
     "zero1": [
@@ -42,7 +42,7 @@ FAULTS = {
         ("parameter.whole.data.copy_(", "parameter.whole.data.clone().copy_("),
     ],
     "pipeline": [
-        ("ticks = self.ticks(", "microbatches = microbatches[1:]; ticks = self.ticks("),
+        ("self.inbox = {}  #", "microbatches = microbatches[1:]; self.inbox = {}  #"),
         ("own += other", "pass"),
         ("embedding.weight.copies = 2", "pass"),
         ("else weight.grad.add_(new)", "else new"),
@@ -67,7 +67,7 @@ FAULTS = {
     ],
     "lora": [
         ("B_grad = (xA.T @ grad).T * ctx.scale", "B_grad = (xA.T @ grad).T"),
-        ("other if place.is_shard(1) else place", "place"),
+        ("Partial() if p.is_shard(1) else p", "p"),
     ],
     "train": [
         ("len(together) / together", "world.data_size / together"),
