@@ -183,14 +183,12 @@ def flags_of(parallel: ParallelConfig) -> str:
     """Return the flags that ask for a configuration on its processes: those of fields that differ
     from the default, and those whose default a run chooses."""
     told = []
+    chosen = ["dp", "dtype", "compile", "optimizer"] + ["reshard"] * (parallel.shard > 1)
     for name, field_ in FLAGS.items():
-        value, is_chosen = getattr(parallel, name), name in ("dp", "dtype", "compile", "optimizer")
-        if name == "reshard":
-            is_chosen = parallel.shard > 1
+        value = getattr(parallel, name)
+        is_shown = name in chosen or value != field_.default
         if name == "shard":  # the sizes of other strategies follow from the processes
             is_shown = STRATEGIES[parallel.dp].copy_per == "node"
-        else:
-            is_shown = is_chosen or value != field_.default
         if not is_shown:
             continue
         dashed = name.replace("_", "-")

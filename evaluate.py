@@ -167,7 +167,6 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)
-    model.requires_grad_(False)
     bfloat16 = process.minimum(has_bfloat16(process.device))
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
     args.batch = args.microbatch * max(1, process.size // (args.tp * args.pp * args.cp))

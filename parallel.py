@@ -70,7 +70,6 @@ from techniques import (
     recompute,
     zero1,
 )
-from techniques.async_tp import in_chunks
 from techniques.parallel_layers import (
     COLUMNS,
     HEAD_NORM,
@@ -190,7 +189,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
         if technique.is_used(parallel):
             technique.apply(model, world)
     if parallel.tp > 1:
-        tensor_parallel(model, world.mesh["tp"], in_chunks if parallel.async_tp else None)
+        tensor_parallel(model, world.mesh["tp"], async_tp.in_chunks if parallel.async_tp else None)
     for technique in CHANGES_OF_BLOCKS:
         if technique.is_used(parallel):
             technique.apply(model, world)

@@ -328,16 +328,15 @@ def saved_elements(
     everything = norm_outputs + (2 * stream + 2 * q_dim + 2 * kv_dim + 3 * F + lse) / parallel.tp
     wide = max(4, parallel.weight_bytes) / parallel.weight_bytes  # a float32 in such elements
     slow_norms = not (on_gpu or parallel.compile)
-    trained = not frozen
     if not parallel.compile:
         everything += F / parallel.tp
     if slow_norms:
-        everything += 2 * (max(wide * D - stream, 0) + trained * wide * D + wide) / parallel.tp
+        everything += 2 * (max(wide * D - stream, 0) + (not frozen) * wide * D + wide) / parallel.tp
     if config.qk_norm:
         scales = (config.n_heads + config.n_kv_heads) * wide
         everything += (q_dim + kv_dim + scales) / parallel.tp
         if slow_norms:
-            everything += (wide - 1 + trained * wide) * (q_dim + kv_dim) / parallel.tp
+            everything += (wide - 1 + (not frozen) * wide) * (q_dim + kv_dim) / parallel.tp
     if parallel.cp > 1:
         # Keys and values of the whole sequence; with a mask, copies of those up to the end of each
         # of two chunks. And attention's output of each chunk beside that of both.
