@@ -33,7 +33,7 @@ import finetune_lora
 import train
 from config import Work, add_parallel_flags, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
-from costs.search import FILTERS
+from costs.search import FILTERS, SAME_TRAINING
 from costs.seconds import measured_machine, read_measurement
 from data import read_ahead, row_of
 from lora import LoRA
@@ -50,7 +50,6 @@ from plumbing.parser import Parser, nonnegative_int, positive_float, positive_in
 from plumbing.processes import UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
-from runs.rules import check_meetings
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
@@ -178,10 +177,8 @@ def check_adamw(args: argparse.Namespace) -> None:
 
 
 def check_same_step(args: argparse.Namespace) -> None:
-    if args.dp == "diloco":
-        raise UserError(
-            "--dp diloco is another training, which this command does not know: --dp hsdp"
-        )
+    if args.dp not in ("auto", *SAME_TRAINING):
+        raise UserError(f"--dp {args.dp} is another training, which this command does not know")
 
 
 def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
@@ -295,7 +292,6 @@ def equal(args: argparse.Namespace) -> str:
 
 def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
-    check_meetings(args)
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
         report = read_measurement(args.measured)

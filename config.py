@@ -1,8 +1,8 @@
 """How a training step is split over ranks and computed there, and the step itself.
 
-A field of ParallelConfig is its own flag: `cp` is --cp in every script that trains or measures.
-Whoever adds a field has also added its help, what `bench.py plan` searches, the command that a plan
-prints, the values that tests combine, and whether a resumed run may change it.
+A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
+measures. Its help, the command that a plan prints, the values that tests combine, and whether a
+resumed run may change it follow. costs/search.py lists what `bench.py plan` searches.
 
 Work is the noun of a step: a model, how it is split, and the sequences of the step. Techniques
 refuse a Work, costs/ predicts one, and bench.py measures one.
@@ -16,10 +16,11 @@ import torch
 
 from model import Llama
 from plumbing.parser import nonnegative_float, positive_int
+from plumbing.processes import UserError
 from text.batch import kernel_widths
 
-# What a flag changes. A resumed run may change its layout and its speed. `bench.py plan` searches
-# all layouts. Another arithmetic makes it another experiment.
+# What a flag changes. A resumed run may change its layout and its speed; another arithmetic makes
+# it another experiment.
 LAYOUT, SPEED, ARITHMETIC = "layout", "speed", "arithmetic"
 
 
@@ -28,11 +29,11 @@ class Strategy:
     """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
 
     wrapper: str  # what parallel.py puts around the model: ddp, zero1 or fsdp
-    copy_per: str  # one copy of the weights for each "rank", "node" or "world"
+    copy_per: str  # one copy of the weights for each "rank", "node" (or --shard ranks) or "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
     splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
-    own_steps: bool = False  # replicas train by themselves: each takes steps of its own
+    own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
 
     @property
     def uses_fsdp(self) -> bool:  # parameters are DTensors, sharded while the model is on meta
@@ -54,11 +55,15 @@ STRATEGIES = {  # --dp auto takes the first that fits
 }
 
 
-def flag(default, kind: str, help: str, choices: Iterable[str] = (), **unset):
-    """Return a field and its flag. With unset=..., that stands for a flag that is not given, in
-    place of the default: the run chooses."""
-    unset_value = unset.get("unset", default)
-    about = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset_value)
+SAME = object()
+
+
+def flag(default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME, only_dp=""):
+    """Return a field and its flag. `unset` is what the parser stores where the flag is not given,
+    by default the default. None and "auto" tell that it was not given: then the run chooses. With
+    `only_dp` the flag is for that --dp."""
+    unset = default if unset is SAME else unset
+    about = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
     return field(default=default, metadata=about)
 
 
@@ -67,7 +72,8 @@ def flag(default, kind: str, help: str, choices: Iterable[str] = (), **unset):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is split over ranks and computed there, as the flags ask for it."""
+    """How a model is split over ranks and computed there. Until costs/search.py has chosen, `dp`
+    and `reshard` may be "auto", and there is no `strategy` yet."""
 
     dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
@@ -111,11 +117,11 @@ class ParallelConfig:
                         "training takes 16 bytes a parameter with float32, 12 with bfloat16",
                         ["float32", "bfloat16"])
     every: int = flag(50, ARITHMETIC, "with --dp diloco: steps between two exchanges of the "
-                      "replicas (default: 50)", unset=None)
+                      "replicas (default: 50)", unset=None, only_dp="diloco")
     outer_lr: float = flag(0.7, ARITHMETIC, "with --dp diloco: learning rate of the step at an "
-                           "exchange (default: 0.7)", unset=None)
+                           "exchange (default: 0.7)", unset=None, only_dp="diloco")
     outer_momentum: float = flag(0.9, ARITHMETIC, "with --dp diloco: Nesterov momentum of the step "
-                                 "at an exchange (default: 0.9)", unset=None)
+                                 "at an exchange (default: 0.9)", unset=None, only_dp="diloco")
 
     # fmt: on
     @property
@@ -129,11 +135,23 @@ class ParallelConfig:
         return self.pp * self.replicate * self.shard * self.tp
 
     @property
+    def replicas(self) -> int:
+        """Replicas whose gradients are summed in every step; those of DiLoCo train apart."""
+        return 1 if self.strategy.own_steps else self.replicate
+
+    def group_size(self, dim: str) -> int:
+        """Ranks in a group along a dimension of the mesh, in the "world", or in a "stage": all with
+        the same layers."""
+        sizes = {"world": self.size, "stage": self.size // self.pp}
+        return sizes.get(dim) or getattr(self, dim)
+
+    @property
     def grad_bytes(self) -> int:
         return 8 if self.dtype == torch.float64 else 4
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of a weight in matrix products. It is stored in as many as a gradient."""
         return self.dtype.itemsize
 
     @property
@@ -141,6 +159,7 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
+DIMS = ("pp", "replicate", "shard", "cp", "tp")  # ranks along the first are farthest apart
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
 RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
@@ -154,7 +173,7 @@ def add_parallel_flags(parser: argparse._ActionsContainer, names: Iterable[str] 
         if about["choices"]:
             options["choices"] = about["choices"]
         elif isinstance(default, bool):
-            chosen = about["unset"] is None  # then --no-NAME says what the run would not choose
+            chosen = about["unset"] is None  # the run chooses without --NAME or --no-NAME
             options["action"] = argparse.BooleanOptionalAction if chosen else "store_true"
         else:
             options["type"] = {int: positive_int, float: nonnegative_float}.get(type(default), str)
@@ -166,6 +185,9 @@ def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
     that were not given, or that a script does not have, leave the field's default."""
     given = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
     given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if (dp := FLAGS[name].metadata["only_dp"]) not in ("", given.get("dp")):
+            raise UserError(f"--{name.replace('_', '-')} is for --dp {dp}")
     given["dtype"] = getattr(torch, args.dtype)
     if given.get("schedule") == "interleaved":
         given.setdefault("stages_per_rank", 2)
@@ -181,7 +203,7 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
 
 def flags_of(parallel: ParallelConfig) -> str:
     """Return the flags that ask for a configuration on its processes: those of fields that differ
-    from the default, and those whose default a run chooses."""
+    from the default, and always those that a run would otherwise choose."""
     told = []
     chosen = ["dp", "dtype", "compile", "optimizer"] + ["reshard"] * (parallel.shard > 1)
     for name, field_ in FLAGS.items():
@@ -239,10 +261,10 @@ class Work:
 
     @property
     def mask_width(self) -> int:
-        """Keys in attention's mask for each query: seq_len, or 0 where there is no mask, since each
-        sequence is one document or a kernel needs none. With context parallelism a GPU without such
-        a kernel always has one; chunks r and 2 cp - 1 - r read the keys up to their ends, on
-        average (2 cp + 1) / (4 cp) of seq_len."""
+        """Keys in attention's mask for each query; 0 where there is no mask, since each sequence is
+        one document, or a kernel reads the documents itself. With context parallelism a GPU without
+        that kernel always has a mask; a rank's two chunks see the keys before their own ends, on
+        average (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

@@ -35,7 +35,7 @@ from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from techniques.nf4 import check_blocks
+from techniques.nf4 import why_no_blocks
 from text.chat import Conversation, drop_oldest, encode_prompt
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -176,7 +176,7 @@ def load_model(
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 4:
-        if reason := check_blocks(config):
+        if reason := why_no_blocks(config):
             raise UserError(reason)
         lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
         quantize = partial(add_adapters, lora=lora, base_bits=4)

@@ -157,13 +157,14 @@ def _product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
         A, B = A.to(dtype), B.to(dtype)
     y, _ = lora_linear(flat, x_dropped, weight, row_scale, A, B, scale)
     if magnitude is not None:
-        # FSDP in bfloat16 has rounded m: rounded alike, equal norms make a factor of exactly 1.
+        # FSDP may have rounded m to bfloat16. Norms are rounded alike, so that an untrained m is a
+        # factor of exactly 1.
         norms = norms.to(magnitude.dtype).to(norms.dtype)
-        y = (y * (magnitude / nonzero(norms))).to(dtype)
+        y = (y * (magnitude / at_least_tiny(norms))).to(dtype)
     return y.unflatten(0, x.shape[:-1])
 
 
-def nonzero(norms: Tensor) -> Tensor:
+def at_least_tiny(norms: Tensor) -> Tensor:
     """Return norms to divide by: a row of zeros stays zero, and does not become NaN."""
     return norms.clamp(min=torch.finfo(norms.dtype).tiny)
 
@@ -243,8 +244,8 @@ class LoRALinear(nn.Linear):
 
         A parameter is sharded along the dimension that it shares with the weight: A with its input
         features, the others with its output features. Otherwise it is replicated."""
-        along_out = None if dim else 0
-        dims = dict.fromkeys(self.PARAMETERS, along_out) | {"weight": dim, "lora_A": dim or None}
+        others, of_A = (0, None) if dim == 0 else (None, 1)
+        dims = dict.fromkeys(self.PARAMETERS, others) | {"weight": dim, "lora_A": of_A}
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
@@ -263,7 +264,7 @@ def merged_weight(
     dtype = torch.promote_types(weight.dtype, torch.float32)
     merged = torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)
     if magnitude is not None:
-        merged *= (magnitude.to(dtype) / nonzero(merged.norm(dim=1)))[:, None]
+        merged *= (magnitude.to(dtype) / at_least_tiny(merged.norm(dim=1)))[:, None]
     return merged.to(weight.dtype)
 
 
@@ -272,7 +273,8 @@ def merged_weight(
 
 def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
     """Freeze a model and put an adapter, still uninitialized, beside each target matrix. With 4
-    `base_bits` all matrices of the blocks are in 4 bits, also without values yet."""
+    `base_bits` each matrix of the blocks becomes a LoRALinear in 4 bits, whose values are not set
+    yet, without A and B where it is no target."""
     if adapter_settings(model):
         raise UserError("this model has an adapter already: load the base, or a merged model")
     model.requires_grad_(False)
@@ -331,13 +333,13 @@ def quantize_base(
 # ------------------------------------------------------------------ what others ask of a technique
 
 
-def holds(work: Work) -> float:
+def holds(model: Llama, work: Work) -> dict[str, float]:
     """An adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
     and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
     need x, but attention saves its output anyway."""
     tp, w = work.parallel.tp, work.parallel.weight_bytes
     elements, inputs = 0.0, {}  # inputs: of which layers -> whether saved, and width
-    block = next(iter(work.model.layers.values()))
+    block = next(iter(model.layers.values()))
     for path, layer in block.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -353,7 +355,8 @@ def holds(work: Work) -> float:
             needed = not lora.dropout if lora else layer.weight.requires_grad
             reads = path.split(".")[0], rows
             inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
-    return elements - sum(width for needed, width in inputs.values() if not needed)
+    unneeded = sum(width for needed, width in inputs.values() if not needed)
+    return {"saved": elements - unneeded}
 
 
 TECHNIQUE = Technique("", holds=holds)  # add_adapters changes the model

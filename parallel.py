@@ -8,7 +8,7 @@ r"""Split one training over many processes: mesh, DDP, FSDP, HSDP, tensor parall
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
 A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out.
 
-Ranks form a mesh of four dimensions, and each technique works along some of them:
+Ranks form a mesh of four dimensions, and each kind of parallelism works along some:
 
     pp           ranks with different layers, the same sequences    (techniques/pipeline.py)
     replicate    ranks with the same weights, different sequences   (DDP, ZeRO-1, HSDP)
@@ -98,20 +98,20 @@ class World(Process):
 
     @property
     def data_size(self) -> int:
-        """Number of ranks with different sequences; ranks along tp, cp and pp share theirs."""
+        """Number of shares of a batch: ranks along tp, cp and pp have the same one together."""
         return self.parallel.replicate * self.parallel.shard // self.parallel.cp
 
     @property
     def step_ranks(self) -> slice:
         """The ranks that take optimizer steps together with this one: all, but for DiLoCo."""
-        if not self.parallel.strategy.own_steps:
+        if self.parallel.replicas == self.parallel.replicate:
             return slice(None)
-        first, n = self.mesh.get_local_rank("replicate"), self.parallel.shard * self.parallel.tp
-        return slice(first * n, (first + 1) * n)
+        replica, n = self.mesh.get_local_rank("replicate"), self.parallel.shard * self.parallel.tp
+        return slice(replica * n, (replica + 1) * n)
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's sequences among data_size."""
+        """Index of this rank's share among data_size."""
         replica, shard = (self.mesh.get_local_rank(dim) for dim in ("replicate", "shard"))
         return (replica * self.parallel.shard + shard) // self.parallel.cp
 
@@ -133,7 +133,7 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     parallel = parallel or ParallelConfig(replicate=process.size)
     dims = ("pp", "replicate", "shard", "tp")
     sizes = tuple(getattr(parallel, dim) for dim in dims)
-    kind = "cuda" if process.device.type == "cuda" else "cpu"  # whose collectives there are
+    kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     cp_mesh = stage_group = None
     if parallel.cp > 1:  # a group of its own, beside one of replicate or shard with the same ranks
@@ -148,16 +148,16 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
 
 # The techniques in the order in which they change a model: layers before tensor parallelism shards
 # them, blocks after it.
-CHANGES_OF_LAYERS = [
+BEFORE_TP = [
     float8.TECHNIQUE,  # matrix products in 8 bits
 ]
-CHANGES_OF_BLOCKS = [
-    async_tp.TECHNIQUE,  # tensor parallelism sends while it multiplies
+AFTER_TP = [
+    async_tp.TECHNIQUE,  # keeps messages early in compiled blocks; tensor_parallel does the rest
     chunked_loss.TECHNIQUE,  # the loss of some tokens at a time
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
     offload.TECHNIQUE,  # activations in CPU memory
 ]
-TECHNIQUES = [*CHANGES_OF_LAYERS, *CHANGES_OF_BLOCKS, optimizers.TECHNIQUE]
+TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 
 
 def used_techniques(parallel: ParallelConfig) -> list[Technique]:
@@ -165,9 +165,9 @@ def used_techniques(parallel: ParallelConfig) -> list[Technique]:
 
 
 def refusal(work: Work, *more: Technique) -> str:
-    """Return why a step cannot be split so, with this model and these sequences; "" if it can.
+    """Return why a step cannot be split as the flags ask; "" if it can.
     `more` are techniques of a script that parallelism does not know."""
-    others = parallel_layers, context_parallel, pipeline, zero1, diloco
+    others = parallel_layers, context_parallel, pipeline, zero1
     asked = *others, *used_techniques(work.parallel), *more
     reasons = (part.refuses(work) for part in asked)
     return next(filter(None, reasons), "")
@@ -179,18 +179,19 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
-    parallel, model.world = world.parallel, world  # whose ranks share Muon's work
+    parallel = world.parallel
+    model.world = world  # for make_optimizer: Muon's work is shared by its ranks
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # along pp
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
-    for technique in CHANGES_OF_LAYERS:
+    for technique in BEFORE_TP:
         if technique.is_used(parallel):
             technique.apply(model, world)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], async_tp.in_chunks if parallel.async_tp else None)
-    for technique in CHANGES_OF_BLOCKS:
+    for technique in AFTER_TP:
         if technique.is_used(parallel):
             technique.apply(model, world)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
@@ -273,15 +274,15 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         all       weights and gradients: reduce-scatter in every microbatch
         adapters  for LoRA: its factors, like weights; FSDP ignores the frozen base, of which every
                   rank keeps a copy
-    Without adapters or none, LoRA all-gathers the frozen base for every use, to train less than 1 %
+    With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it: that makes it slower than one process in many frameworks.
     Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
-    all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits
-    (over a slow link HSDP may win), and an HSDP mesh that all-gathers across nodes.
+    all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits,
+    except that HSDP may win over a slow link. No HSDP mesh should all-gather across nodes.
     labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16
-    across = ("replicate",) * (parallel.replicate > 1 and not parallel.strategy.own_steps)
+    across = ("replicate",) if parallel.replicas > 1 else ()
     on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
         mesh=world.mesh[(*across, "shard")],
@@ -300,7 +301,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     return model
 
 
-# What Strategy.wrapper of config.py names; costs/traffic.py knows what each of them communicates.
+# By Strategy.wrapper (config.py).
 WRAPPERS = {"ddp": ddp, "zero1": ZeRO1, "fsdp": fsdp}
 
 
@@ -422,7 +423,7 @@ def tensor_parallel(
     styles = {}
     for path, layer in model.named_modules():
         planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
-        if style and any(True for _ in layer.parameters()):
+        if style and any(True for _ in layer.parameters()):  # nn.Identity has none
             styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     if change_style:
@@ -437,7 +438,7 @@ def tensor_parallel(
     # The embedding's output holds an AsyncCollectiveTensor, whose reduce-scatter is under way. A
     # clone has waited for it: block 0 then gets the same type as the other blocks, and one
     # compiled graph serves all of them.
-    if model.tok_embeddings:
+    if model.tok_embeddings:  # None on later stages of a pipeline
         model.tok_embeddings.register_forward_hook(lambda module, inputs, x: x.clone())
 
 

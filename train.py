@@ -78,12 +78,14 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
     ]
     options = dict(lr=args.lr, betas=(0.9, 0.95))
     if args.optimizer == "muon":
-        optimizer = Muon(groups, **options, world=getattr(model, "world", None))  # parallelize's
+        optimizer = Muon(
+            groups, **options, world=getattr(model, "world", None)
+        )  # set by parallelize
     elif args.moments == "bfloat16":
         optimizer = BFloat16AdamW(groups, **options)
     else:
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    optimizer.register_step_post_hook(all_gather_updates)
+    optimizer.register_step_post_hook(all_gather_updates)  # of ZeRO-1's slices; else does nothing
     return optimizer
 
 
@@ -144,28 +146,30 @@ def update(
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
     )
+    losses, targets, _, squared_norms, signals = rows.unbind(1)  # of each rank
     loss, tokens, text_bytes, *_ = rows.sum(0)
     tp, pp = world.parallel.tp, world.parallel.pp
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
-    # DDP and FSDP have divided the gradients by the number of data ranks, and here we want the sum.
+    # DDP and FSDP have divided the gradients by the number of data ranks (those along cp included),
+    # and here we want the sum.
     # Ranks along tp and pp are in both numbers, which makes no difference to their quotient.
-    together = rows[world.step_ranks]  # all ranks, or DiLoCo's replica: it takes its own step
-    scale = len(together) / together[:, 1].sum().clamp(min=1)
-    norm = together[:, 3].sum().sqrt() * scale
+    together = world.step_ranks  # all ranks, or DiLoCo's replica: it takes its own step
+    scale = len(targets[together]) / targets[together].sum().clamp(min=1)
+    norm = squared_norms[together].sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     shards = [to_local(parameter.grad) for parameter in parameters]
     torch._foreach_mul_(shards, scale.to(shards[0]))
 
-    # The only point where the host waits for the device: what is not finite must not be used. All
-    # ranks have to see it, so `health` is not finite where any rank's loss or gradient is not.
-    health = (rows[:, 0] + rows[:, 3]).sum() / tokens
-    results = torch.stack([loss, tokens, text_bytes, norm, rows[:, 4].max(), health])
+    # The host waits for the device here and nowhere else: it must see that all is finite before the
+    # optimizer's step. `health` is not finite on any rank if some rank's loss or gradient is not.
+    health = (losses + squared_norms).sum() / tokens
+    results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
     loss, tokens, text_bytes, norm, signals, health = results.tolist()
     if not math.isfinite(health):
-        raise UserError(records.describe_not_finite(step, rows[:, 0]))
+        raise UserError(records.describe_not_finite(step, losses))
     optimizer.step()
     zero_gradients(optimizer, world)
     diloco.outer_step(parameters, world, step)
@@ -213,18 +217,18 @@ def train(
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
         model.eval()
-        val = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
+        totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
         gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
         with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
             text = sample_text(step)
-            right = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+            scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
         model.train()
         print_rank_zero(
-            f"step {step}: validation loss {val.mean_loss:.4f}, "
-            f"{val.bits_per_byte:.4f} bits/byte\n{describe_exam(right)}{text}"
+            f"step {step}: validation loss {totals.mean_loss:.4f}, "
+            f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
         )
-        val = dict(val_loss=val.mean_loss, val_bits_per_byte=val.bits_per_byte, sample=text)
-        return val | right
+        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
+        return losses | {"sample": text} | scores
 
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
@@ -236,7 +240,7 @@ def train(
     batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, tokenizer, done)
     best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
-    if args.keep_best:  # refused now where the disk has no links
+    if args.keep_best:  # try a link: better refused now than at the first best loss
         world.broadcast_from_rank_zero(lambda: new_link(args.out, "best").unlink())
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with signals_collected(args.time_limit) as stop, saver, recorder:
@@ -244,7 +248,7 @@ def train(
             lr = learning_rate(step, args)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            # Dropout is a function of seed, step, rank and their number; along tp, features differ.
+            # Dropout is a function of the seed, the step, the rank and the number of ranks.
             torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
             totals = train_step(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
@@ -286,6 +290,7 @@ def main() -> None:
     args = parse_args()
     process = setup(args)
     job = prepare_pretraining(args, process)
+    diloco.check_meetings(args)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
     world, runner, work = build(args, job, process, accumulate)
     train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))

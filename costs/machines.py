@@ -99,8 +99,9 @@ class Machine:
     attention_fraction: float = 1.0  # of the peak, reached by attention
     flash_fraction: float = 0.0  # likewise of documents, and with cp; 0: the same
     overlaps: bool = True  # whether collectives run beside computation
+    latency: float = 10e-6  # seconds to start a collective; assumed
     fsdp_overhead: float = 0.0  # seconds per microbatch
-    measured: dict | None = None  # result of bench.py comm: group -> its ranks, times by collective
+    measured: bool = False  # by bench.py comm
     recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
 
 

@@ -1,4 +1,4 @@
-"""What to measure where there is one GPU for half an hour: commands, and what is expected of each.
+"""What to measure where there is one GPU for half an hour: commands, and what is expected of some.
 
     python docs/gpu.py --part A --out gpu.json     what decides: rates, a step of 8B, its kernels
     python docs/gpu.py --part B --out gpu.json     8 bits, full checkpointing, LoRA beside peft
@@ -8,8 +8,8 @@
 A part takes less than nine minutes, its most telling commands first. Each runs in a process of its
 own, which frees its memory and has a time limit; if one fails, the others go on. The same call
 again goes on with what FILE.json does not have, or has as an error. The script finds the project by
-its own path: it has to be copied nowhere. It needs some 120 GB of GPU memory. Expected values are
-those that one NVIDIA H200 gave on 2026-11-26 (docs/measured.md).
+its own path: it has to be copied nowhere. It needs some 120 GB of GPU memory. Where a value is
+expected, one NVIDIA H200 gave it on 2026-11-26 (docs/measured.md).
 """
 
 import base64

@@ -27,8 +27,8 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
 from config import ParallelConfig, Work  # noqa: E402
-from costs.memory import predict_memory  # noqa: E402
-from costs.traffic import predict_traffic, sent_bytes  # noqa: E402
+from costs.page import holds, sends  # noqa: E402
+from costs.seconds import sent_bytes  # noqa: E402
 from model import PRESETS  # noqa: E402
 from perf.compare import configure  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
@@ -114,8 +114,8 @@ def draw_strategies(path: Path) -> None:
     for name in names:
         parallel = configure(name, base)
         work = Work(model, parallel, report["batch"], report["microbatch"], report["seq_len"])
-        memory.append(predict_memory(work)["peak"] / 1e9)
-        traffic.append(sent_bytes(predict_traffic(work), parallel) / 1e9)
+        memory.append(holds(work)["peak"] / 1e9)
+        traffic.append(sent_bytes(sends(work), parallel) / 1e9)
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)
     bars(left, names, [row["peak_bytes"] / 1e9 for row in counted], memory, BLUE)
     bars(right, names, [row["sends"] / 1e9 for row in counted], traffic, ORANGE)
@@ -229,7 +229,7 @@ def draw_mesh(path: Path) -> None:
     sizes = dict(replicate=2, shard=2, tp=2)
     parallel = ParallelConfig(dp="hsdp", dtype=torch.bfloat16, **sizes)
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    traffic = predict_traffic(Work(model, parallel, batch=16, microbatch=1, seq_len=8192))
+    traffic = sends(Work(model, parallel, batch=16, microbatch=1, seq_len=8192))
     sent = {
         dim: sent_bytes({k: v for k, v in traffic.items() if k[0] == dim}, parallel) / 1e9
         for dim in sizes

@@ -36,7 +36,8 @@ def small_logits(config: LlamaConfig = CONFIG) -> list[float] | None:
 
 
 def computes(logits: tuple | list | None, config: LlamaConfig = CONFIG) -> bool:
-    """Return whether small_logits are these but for rounding: real changes are 1e-2 or more."""
+    """Return whether model.py computes these logits, or could not either if they are None. Rounding
+    is far below 1e-4, and the changes that were tried are 1e-2 or more."""
     if (found := small_logits(config)) is None or logits is None:
         return found is logits
     return all(abs(a - b) <= 1e-4 for a, b in zip(found, logits, strict=True))
@@ -52,7 +53,7 @@ def warn_of_other_code(directory: Path, logits: tuple[float, ...] | None) -> Non
 
 @torch.no_grad()
 def with_fixed_weights(model: Llama) -> Llama:
-    """Set weights by name and shape, large enough for nonlinearity. Without dropout: evaluate."""
+    """Set weights by name and shape, large enough for nonlinearity, and turn off dropout."""
     for name, parameter in model.named_parameters():
         phase, shape = zlib.crc32(name.encode()) % 1000, parameter.shape
         waves = (torch.arange(shape.numel(), dtype=torch.float64) ** 2 + phase).sin().view(shape)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from config import STRATEGIES, ParallelConfig
-from costs.memory import predict_memory
-from costs.search import with_mesh_sizes
-from costs.traffic import Traffic, sent_bytes
+from costs.page import Traffic, holds
+from costs.search import SAME_TRAINING, with_mesh_sizes
+from costs.seconds import sent_bytes
 from lora import adapter_settings
 from parallel import World, with_mesh
 from perf.instruments import (
@@ -53,7 +53,7 @@ LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 CONTESTANTS = {  # without the mesh sizes, which depend on the processes
     "one": ParallelConfig(),
-    **{name: ParallelConfig(dp=name) for name, s in STRATEGIES.items() if not s.own_steps},
+    **{name: ParallelConfig(dp=name) for name in SAME_TRAINING},
     "fsdp-none": ParallelConfig(dp="fsdp", reshard="none"),
     "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
     "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
@@ -277,7 +277,7 @@ def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
     results = {}
     for name, cost in costs.items():
         traffic = cost.traffic or {}
-        predicted = predict_memory(replace(task, parallel=cost.parallel))["peak"]
+        predicted = holds(replace(task, parallel=cost.parallel))["peak"]
         results[name] = {
             "seconds": seconds[name],
             "tokens_per_second": task.batch * task.seq_len / statistics.median(seconds[name]),

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import ParallelConfig, Work
-from costs.traffic import Traffic, describe_traffic
+from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import World, allocate, parallelize, with_mesh
@@ -42,7 +42,7 @@ from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
-from runs.records import write_atomically
+from runs.records import describe_traffic, write_atomically
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
 from techniques.zero1 import optimizer_parameters
@@ -124,7 +124,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 class Counted(TorchDispatchMode):
     """A context that counts this rank's collectives, and its forward runs of attention.
 
-    `sent` is in predict_traffic's format: (mesh dimension, collective) -> (calls, payload bytes).
+    `sent` is a Traffic of costs/page.py: (mesh dimension, collective) -> (calls, payload bytes).
     A group of all ranks that is no dimension of the mesh is called "world", that of the ranks with
     the same layers "stage"; one without a name, as all are without a `world`, is a tuple of ranks.
     Collectives in a group of one rank are not counted. Avoid when blocks are compiled: under a
@@ -277,8 +277,8 @@ def emulate(work: Work, pp_rank: int = 0) -> tuple[Traffic, dict[str, int]]:
     """Run training steps of one rank of a cluster, in this process alone, and count the last.
     It is the first rank of those that are `pp_rank` along pp; blocks are not compiled.
 
-    Returns its traffic, in predict_traffic's format, and the bytes of each kind of state and at the
-    `peak`, in predict_memory's.
+    Returns what `sends` of costs/page.py predicts, and of what `holds` does the bytes of each kind
+    of state and of the `peak`.
 
     The other ranks do not exist: torch's fake process group sends nothing. Tensors are fake, too:
     they have shapes and no contents, so that a laptop holds a rank's part of a model of any size.

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config import ParallelConfig, Work, flags_of
+from config import DIMS, ParallelConfig, Work, flags_of
 from costs.machines import GPUS, Machine
-from costs.memory import predict_memory, prediction_caveat
+from costs.page import holds, sends
 from costs.search import USABLE_FRACTION, Plan, every_plan, order
-from costs.traffic import DIMS, flops_per_token, predict_traffic
+from costs.shapes import flops_per_token
 from lora import LoRA
 from perf.instruments import (
     build_on_meta,
@@ -31,6 +31,7 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.processes import UserError
+from runs.changed import prediction_note
 from techniques import nf4
 
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
@@ -130,7 +131,7 @@ def plan_cluster(
         f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
         *([about_run(best, tokens, dollars)] if tokens else []),
         describe_best(best),
-        *filter(None, [prediction_caveat(question.work.model)]),
+        *filter(None, [prediction_note()]),
         "",
         *commands(best, question),
     ]
@@ -388,7 +389,7 @@ def emulation_table(planned: Work) -> list[str]:
     The emulation runs uncompiled blocks on a CPU, so the prediction here is for those."""
     parallel = replace(planned.parallel, compile=False)
     work = replace(planned, parallel=parallel, document=0, on_gpu=False)
-    traffic, memory = predict_traffic(work, 0), predict_memory(work, 0)
+    traffic, memory = sends(work, 0), holds(work, 0)
     if needs_real_tensors(parallel) and memory["peak"] > 4e9:
         return [
             f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "

@@ -45,11 +45,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from config import Work
+from config import DIMS, Work
 from costs.machines import peak_flops
-from costs.memory import predict_memory, prediction_caveat
+from costs.page import holds
 from costs.search import usable_memory
-from costs.traffic import DIMS, flops_per_token
+from costs.shapes import flops_per_token
 from parallel import World
 from perf.instruments import (
     Counted,
@@ -65,6 +65,7 @@ from perf.instruments import (
 )
 from perf.verdict import EXPOSED, Facts, alternatives, percent, verdict
 from plumbing.processes import print_rank_zero, with_progress
+from runs.changed import prediction_note
 from runs.setup import Job
 from techniques import schedules
 from techniques.pipeline import Pipeline
@@ -349,7 +350,7 @@ def report(
         per_node=world.per_node,
         usable_memory=usable_memory(world.device, world.per_node),
         peaks={
-            name: predict_memory(replace(work, parallel=other))["peak"]
+            name: holds(replace(work, parallel=other))["peak"]
             for name, other in alternatives(parallel, world.per_node).items()
         },
         attentions=attentions / (len(training.job.model.layers) * microbatches * chunks),
@@ -383,7 +384,7 @@ def report(
         "",
         f"counted: per step, {'each rank' if parallel.pp == 1 else 'rank 0'} sends "
         f"{traffic_in_words(counted and counted.sent, parallel)}",
-        *filter(None, [prediction_caveat(work.model)]),
+        *filter(None, [prediction_note()]),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
         *([describe_bubble(world, microbatches, rounds)] if parallel.pp > 1 else []),
         f"{graphs} graph(s) compiled, {facts.graph_breaks} graph break(s)"

@@ -1,5 +1,5 @@
-"""What a changed model.py may have forgotten beside training: attention's kernel for documents is
-compared with its mask, generation with training, and layers that are replaced have to be called."""
+"""Warn of what a change of model.py may have missed outside of training, and refuse attention
+within documents that differs from its mask."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from config import ParallelConfig
-from files.published import with_fixed_weights
+from files.published import LOGITS, computes, with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
-from parallel import CHANGES_OF_LAYERS, World, set_dtype
+from parallel import BEFORE_TP, World, set_dtype
 from plumbing.processes import UserError
 from runs.equal import (
     MODEL_ERRORS,
@@ -44,8 +44,9 @@ def check_documents(config: LlamaConfig, world: World) -> None:
 
 @torch.no_grad()
 def notes(whole: Llama, parallel: ParallelConfig) -> str:
-    """Return a line for each way in which a small model differs from what it seems: generation from
-    training; or layers that adapters or 8 bits replace, but that model.py never calls."""
+    """Return a line for each thing that training would not show: a validation loss that is not the
+    cross entropy of the logits, generation with other logits than training, a layer that adapters
+    or 8 bits replace and model.py never calls."""
     model = with_fixed_weights(Llama(small := small_config(whole.config, 4)).double())
     lines, called, cache, tokens = [], set(), KVCache(), small_batch(2, 6, small).tokens
     layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
@@ -70,7 +71,7 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
             f"note: generation {problem}: only attention has a cache, and another layer that mixes "
             f"tokens needs one of its own"
         )
-    is_replaced = any(technique.is_used(parallel) for technique in CHANGES_OF_LAYERS)
+    is_replaced = any(technique.is_used(parallel) for technique in BEFORE_TP)
     is_replaced |= any(not p.requires_grad for p in whole.parameters())  # by adapters
     for name in sorted(layers.keys() - called) if is_replaced else ():
         lines.append(
@@ -78,3 +79,11 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
             f"write {name.rpartition('.')[2]}(x) there, not F.linear(x, its weight)"
         )
     return "\n".join(lines)
+
+
+def prediction_note() -> str:
+    """Return a note that memory and communication are predicted for a Llama, if model.py has been
+    changed into something else."""
+    if computes(LOGITS):
+        return ""
+    return "note: model.py was changed: bench.py step counts what it holds and sends"

@@ -39,7 +39,7 @@ from text.batch import Batch
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
-CAUSES = {  # of a difference, by the field of ParallelConfig or by the phase
+CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is not its default
     "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
     "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
     'PLAN["layers.*.attention"]',
@@ -49,6 +49,8 @@ CAUSES = {  # of a difference, by the field of ParallelConfig or by the phase
     "what you added there into a block, or do it only where the embedding or the output is",
     "cp": "under --cp tokens may mix in attend alone, which is given `documents`; if it changes "
     "scores, let SharedBatch.documents always make masks",
+}
+CAUSES_OF_PHASES = {
     "loss": "a loss that depends on other tokens: techniques/chunked_loss.py takes some at a time",
     "backward": "a .detach(), or a collective whose backward does not sum over ranks",
     "reduction": "a gradient that is not summed over tp or data ranks (see PLAN), or is scaled by "
@@ -76,8 +78,8 @@ def take_step(
         module.register_forward_hook(partial(keep, name))
     batch, parallel = batch.to(world.device), world.parallel
     loss = accumulate(runner, batch, world=world)
-    # Of the mean over targets. Ranks along tp have the same loss and targets. Along pp all have the
-    # targets, and one the loss. DDP and FSDP have averaged the gradients over the other ranks.
+    # Compare the mean over targets. Ranks along tp all have the loss and the targets; along pp all
+    # have the targets, and one the loss. DDP and FSDP have averaged the gradients over the others.
     sums = world.all_gather_scalars([loss, (batch.targets != IGNORE).sum()]).sum(0) / parallel.tp
     targets = sums[1] / parallel.pp
     scale = parallel.replicate * parallel.shard / targets
@@ -119,7 +121,7 @@ def own_part(expected: Tensor, found: Tensor, world: World) -> Tensor:
 
 def relative_difference(found: Tensor, expected: Tensor) -> Tensor:
     """Return the norm of the difference over that of `expected`."""
-    return (found - expected).norm() / expected.norm().clamp(min=1e-6)  # 0 but for rounding
+    return (found - expected).norm() / expected.norm().clamp(min=1e-6)  # below 1e-6 is rounding
 
 
 def compare_steps(
@@ -146,7 +148,8 @@ def compare_steps(
         errors.append(relative_difference(mine, part) if part.shape == mine.shape else torch.inf)
     worst = world.all_gather_scalars(errors).max(0).values.tolist()  # of all ranks; NaN, if any is
     wrong = [(*key, error) for key, error in zip(expected, worst) if not error <= TOLERANCE]
-    # Outputs only show where: a model that splits their work otherwise may be right.
+    # Other outputs alone are no error: a layer may divide its work over ranks in its own way. They
+    # tell the place once the loss, or the gradient of a parameter, differs.
     if all(phase in ("forward", "backward") for phase, _, _ in wrong):
         return ""
     phase, name, error = wrong[0]
@@ -155,10 +158,14 @@ def compare_steps(
 
 
 def causes(phase: str, parallel: ParallelConfig) -> str:
-    """Return what may cause a difference in a phase."""
+    """Return what may cause a difference in a phase, or, with "", in any."""
     default = ParallelConfig()
-    is_used = {key: getattr(parallel, key, 0) != getattr(default, key, 0) for key in CAUSES}
-    return "; ".join(CAUSES[key] for key in CAUSES if is_used[key] or key == phase)
+    of_flags = [
+        cause
+        for name, cause in CAUSES_OF_FLAGS.items()
+        if getattr(parallel, name) != getattr(default, name)
+    ]
+    return "; ".join(filter(None, [*of_flags, CAUSES_OF_PHASES.get(phase)]))
 
 
 # ------------------------------------------------------------------------- at the start of a run
@@ -170,17 +177,19 @@ def check_model(config: LlamaConfig, world: World, accumulate: Callable) -> None
     if world.device.type == "mps":  # which has no float64
         world = replace(world, device=torch.device("cpu"))
     check_gradients(small_config(config, 2), world.device)
-    parallel, n_layers, rows = in_float64(world.parallel), 4, 1
+    parallel = in_float64(world.parallel)
     pp, tp, cp = parallel.pp, parallel.tp, parallel.cp
+    n_layers, rows, length = 4, 1, 768  # several chunks of the loss, and longer than a short window
     if pp > 1:
         n_layers = config.n_layers  # so that stages begin where those of the run do
         schedule = read_schedule(lines_of(parallel.schedule, pp, pp, parallel.stages_per_rank))
         rows = 1 + max(action.microbatch for order in schedule for action in order)
+        length = length if cp > 1 else 8  # a pipeline of many microbatches would take seconds
     world, small = replace(world, parallel=parallel), small_config(config, n_layers, tp)
-    # Long rows are several chunks of the loss, and show a sliding window. tp and cp share evenly.
-    length, multiple = 8 if pp > 1 and cp == 1 else 768, 2 * cp * tp
+    multiple = 2 * cp * tp  # which these ranks share evenly
     T = (length // multiple + 1) * multiple
     one_by_one = partial(accumulate, microbatch=1)
+    # Documents are masked by attend, but under --cp by code of its own.
     for packed in (False, True) if cp > 1 else (False,):
         batch = small_batch(rows, T, small, packed).to(world.device)
         own = share_sequences(batch, world)
@@ -235,7 +244,8 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
 
 
 def small_config(config: LlamaConfig, n_layers: int = 1, tp: int = 1) -> LlamaConfig:
-    """Return `config` with small sizes, which tp divides."""
+    """Return `config` with small sizes, which tp divides, but with its own head_dim: on that
+    depends which kernel computes attention."""
     sizes = dict(dim=32 * tp, n_heads=2 * tp, n_kv_heads=tp, ffn_dim=6 * tp, vocab_size=5 * tp)
     return replace(config, n_layers=n_layers, **sizes)
 

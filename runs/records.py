@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import RESUMABLE, Work
+from config import RESUMABLE, ParallelConfig, Work
 from costs.machines import peak_flops
-from costs.traffic import describe_traffic, flops_per_token, predict_traffic
+from costs.page import Traffic, sends
+from costs.seconds import sent_bytes
+from costs.shapes import flops_per_token
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
@@ -171,7 +173,7 @@ def describe_process(world: World, work: Work) -> dict[str, str | int]:
         "device": torch.cuda.get_device_name() if on_gpu else world.device.type,
         "ranks": world.size,
         "mesh": describe_mesh(world) if world.size > 1 else "one rank",
-        "a rank sends, each step": describe_traffic(predict_traffic(work), work.parallel),
+        "a rank sends, each step": describe_traffic(sends(work), work.parallel),
     }
 
 
@@ -183,6 +185,17 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
         f"step {step}: the {culprit} is not finite. Nothing was updated: give a lower --lr, or "
         f"--resume from the last checkpoint with --skip-steps {step}, which leaves out this batch"
     )
+
+
+def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
+    """Return in words what a rank sends, and the payload of its collectives, the largest first."""
+    largest_first = sorted(traffic.items(), key=lambda item: -item[1][1])
+    payload = ", ".join(
+        f"{nbytes / 1e6:,.2f} MB by {calls:g} {collective} over {dim}"
+        for (dim, collective), (calls, nbytes) in largest_first
+    )
+    sent = f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
+    return sent if payload else "nothing"
 
 
 def describe_run(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from config import STRATEGIES, ParallelConfig, Work, requested_parallel
+from config import STRATEGIES, Work, requested_parallel
 from data import paths_of, tokenizer_of_token_files
 from files.directories import checkpoints, describe_differences
 from model import PRESETS, Llama, LlamaConfig
@@ -121,7 +121,6 @@ def check_steps(args: argparse.Namespace) -> None:
         )
     if args.steps in args.skip_steps:
         raise UserError(f"--skip-steps {args.steps} is the last: give --steps {args.steps - 1}")
-    check_meetings(args)
 
 
 def choose_steps(args: argparse.Namespace, sequences: int) -> None:
@@ -131,27 +130,6 @@ def choose_steps(args: argparse.Namespace, sequences: int) -> None:
             raise UserError("--steps and --epochs exclude each other: give one of them")
         args.steps = math.ceil(args.epochs * sequences / args.batch)
         check_steps(args)
-
-
-def check_meetings(args: argparse.Namespace) -> None:
-    """Raise UserError unless replicas that train by themselves meet before each evaluation and at
-    the end, so that the weights are the same on all of them."""
-    if args.dp != "diloco":
-        for flag in ("every", "outer_lr", "outer_momentum"):
-            if getattr(args, flag) is not None:
-                raise UserError(f"--{flag.replace('_', '-')} is for --dp diloco")
-        return
-    if getattr(args, "lora", "targets" in args):  # of bench.py, else of finetune_lora.py
-        raise UserError("--dp diloco is not for adapters, which send little: use --dp ddp")
-    if "steps" not in args:  # a plan has no end
-        return
-    every = args.every or ParallelConfig.every
-    if met := [step for step in args.skip_steps if step % every == 0]:
-        raise UserError(f"--skip-steps {met[0]} ends --every {every} steps: choose another --every")
-    for flag, given in (("--steps", args.steps), ("--eval-every", args.eval_every)):
-        if given % every:
-            multiple = math.ceil(given / every) * every
-            raise UserError(f"{flag} must be a multiple of --every {every}: use {flag} {multiple}")
 
 
 def check_work(work: Work, *more: Technique) -> None:

@@ -1,4 +1,4 @@
-"""From the flags of a run to a model that is split over ranks, and what a run says at its start."""
+"""Build a split model from the flags of a run, and say at its start what it will do."""
 
 import argparse
 import copy
@@ -12,9 +12,8 @@ from torch import nn
 
 import checkpoint
 from config import Work
-from costs.memory import prediction_caveat
+from costs.page import sends
 from costs.search import choose_parallel, usable_memory, what_would_fit
-from costs.traffic import describe_traffic, predict_outer_traffic, predict_traffic
 from data import Windows, open_windows
 from files.directories import newest_undamaged
 from model import Llama
@@ -24,7 +23,7 @@ from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
 from plumbing.shards import assign_shard, to_local
 from runs import records, rules
-from runs.changed import check_documents, notes
+from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
 from techniques.technique import Technique
 from text.corpora import Reading
@@ -47,7 +46,7 @@ class Job:
 
 
 def setup(args: argparse.Namespace) -> Process:
-    """Join the other processes and set the flags whose defaults depend on the device or others."""
+    """Join the other processes and set flags whose defaults depend on the device or other flags."""
     process = init_distributed()
     process.check_same_flags(vars(args))
     if args.device == "mps":
@@ -69,7 +68,7 @@ def setup(args: argparse.Namespace) -> Process:
 
 
 def check_gpu(args: argparse.Namespace, name: str, bfloat16: bool, triton: bool) -> None:
-    """Raise UserError for flags that this GPU cannot compute; print which defaults are others."""
+    """Raise UserError for flags that this GPU cannot compute; print which defaults differ."""
     if args.dtype == "bfloat16" and not bfloat16:
         raise UserError(f"--dtype bfloat16: a {name} has no bfloat16: leave it out, for float32")
     if args.compile and not triton:
@@ -163,12 +162,14 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
 def build(
     args: argparse.Namespace, job: Job, process: Process, accumulate: Callable
 ) -> tuple[World, nn.Module, Work]:
-    """Split the model; return what a training step calls, and the step's work. `accumulate` is
-    train.py's, with which a small model is tried first."""
+    """Split the model; return the World, what a training step calls, and the step's work.
+    `accumulate` is train.accumulate, with which check_model tries a small model first: imports run
+    downwards, and train.py is above this file."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     rules.check_work(work, *job.techniques)
-    args.microbatch = work.microbatch  # for the run's record
+    args.microbatch = work.microbatch  # which train.py uses, also where the flag was not given
     parallel = work.parallel
+    # A line that is added to the error of a step that runs out of memory.
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
@@ -178,11 +179,9 @@ def build(
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
         which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
-        print_rank_zero(f"per step, {which} {describe_traffic(predict_traffic(work), parallel)}")
-        if outer := predict_outer_traffic(work):
-            sent = describe_traffic(outer, parallel)
-            print_rank_zero(f"every {parallel.every} steps, also {sent}")
-        print_rank_zero(prediction_caveat(job.whole))
+        traffic = records.describe_traffic(sends(work), parallel)
+        print_rank_zero(f"per step, {which} {traffic}")
+        print_rank_zero(prediction_note())
     print_rank_zero(notes(job.whole, parallel))
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)

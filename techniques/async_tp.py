@@ -29,6 +29,7 @@ which compete with the products.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +59,8 @@ class Ring:
 
     def send(self, x: Tensor, step: int) -> Tensor:
         """Start to send x to the rank `step` farther on. Returns what arrives from the other side,
-        a flat tensor [x.numel()], valid after `wait`: of this tensor, since torch.compile frees x
-        too early where a view of it is waited for."""
+        a flat tensor [x.numel()], valid after `wait` on itself: where a view of it is waited for,
+        torch.compile frees x too early."""
         sent, received = [0] * self.size, [0] * self.size  # numbers to, and from, each rank
         sent[(self.rank + step) % self.size] = x.numel()
         received[(self.rank - step) % self.size] = x.numel()
@@ -221,4 +222,24 @@ def refuses(work: Work) -> str:
     return ""
 
 
-TECHNIQUE = Technique("async_tp", apply=keep_messages_early, refuses=refuses)
+def holds(model: Llama, work: Work) -> dict[str, float]:
+    """wo multiplies chunks of several sequences, which are copies of its input."""
+    copies = work.model.config.q_dim / work.parallel.tp
+    return {"saved": copies} if work.microbatch > 1 else {}
+
+
+def sends(model: Llama, work: Work) -> Iterator[tuple]:
+    """Messages in place of the blocks' collectives, n - 1 for each, and w2's once more where blocks
+    recompute."""
+    parallel, calls = work.parallel, work.microbatches * len(model.layers)
+    gathers = 4 + 2 * (parallel.checkpointing != "none")
+    scatters = 4 + (parallel.checkpointing == "full")
+    repeated = int(parallel.checkpointing != "none")
+    n, tokens = parallel.tp, work.microbatch * -(-work.seq_len // parallel.cp // parallel.tp)
+    message = tokens * work.model.config.dim * parallel.weight_bytes
+    yield "tp", "all-gather", -gathers * calls, n * message
+    yield "tp", "reduce-scatter", -scatters * calls, n * message
+    yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
+
+
+TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, holds, sends)

@@ -26,15 +26,18 @@ Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhe
 training than all other strategies, and its loss is worse for the same tokens.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import Work
-from plumbing.processes import print_rank_zero
+from config import ParallelConfig, Work
+from model import Llama
+from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import to_local
+from techniques.technique import Technique
 
 OWN = ".replica-"  # in a checkpoint, between a name and the replica whose tensor it is
 
@@ -53,6 +56,37 @@ def refuses(work: Work) -> str:
     if not any(parameter.requires_grad for parameter in work.model.parameters()):
         return "--dp diloco is not for adapters, which send little: use --dp ddp"
     return ""
+
+
+def holds(model: Llama, work: Work) -> dict[str, float]:
+    """The outer copy and its momentum, sharded as the weights."""
+    parallel = work.parallel
+    if parallel.dp != "diloco":
+        return {}
+    elements = sum(p.numel() for p in model.parameters()) / parallel.shard / parallel.tp
+    return {"optimizer": 2 * elements * parallel.grad_bytes}
+
+
+def sends(model: Llama, work: Work) -> Iterator[tuple]:
+    """The drifts, of all parameters together, once in H steps."""
+    parallel = work.parallel
+    if parallel.dp == "diloco":
+        elements = sum(p.numel() for p in model.parameters()) / parallel.shard / parallel.tp
+        yield "replicate", "all-reduce", 1 / parallel.every, elements * parallel.grad_bytes
+
+
+def check_meetings(args) -> None:
+    """Raise UserError unless, with the flags of a run, replicas meet before each evaluation and at
+    the end, so that the weights are the same on all of them."""
+    if args.dp != "diloco":
+        return
+    every = args.every or ParallelConfig.every
+    if met := [step for step in args.skip_steps if step % every == 0]:
+        raise UserError(f"--skip-steps {met[0]} ends --every {every} steps: choose another --every")
+    for flag, given in (("--steps", args.steps), ("--eval-every", args.eval_every)):
+        if given % every:
+            multiple = math.ceil(given / every) * every
+            raise UserError(f"{flag} must be a multiple of --every {every}: use {flag} {multiple}")
 
 
 def keep_outer_copy(model: nn.Module, parallel) -> None:
@@ -120,3 +154,6 @@ def named_for_checkpoint(
     own = {f"{name}{OWN}{replica}": tensor for name, tensor in own.items()}
     momenta = {f"{name}.outer_momentum": named[name].outer_momentum for name in weights}
     return {name: named[name].outer for name in weights}, momenta | own
+
+
+TECHNIQUE = Technique("", refuses=refuses, holds=holds, sends=sends)  # asks for --dp diloco itself

@@ -9,7 +9,8 @@ Inputs and weights are rounded to e4m3, which is finer; gradients to e5m2, which
 mxfp8 to e4m3). Neither reaches as far as the numbers of a network. So a tensor is multiplied by a
 factor that brings its largest number to, or near, the format's largest, and the product is divided
 by the factors of both operands. Rounding is then off by up to 1/17 (e4m3) or 1/9 (e5m2) of a
-number; by more for those that are 28,672 times (e4m3) or 9e8 times (e5m2) smaller than the largest.
+number; by more where that is 28,672 times (e4m3) or 9e8 times (e5m2) smaller than the largest:
+below 2^-6 and 2^-14 there are fewer bits.
 
     recipe       one factor for
     tensorwise   a tensor, whose codes serve both of its products: the fastest
@@ -45,7 +46,7 @@ from techniques.technique import Technique
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 32  # neighbours that share a factor in mxfp8
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
-GAIN = 1.9  # rate of products in 8 bits / rate in bfloat16
+GAIN = 1.9  # rate of products in 8 bits / rate in bfloat16; assumed, not measured
 
 
 def rounded(x: Tensor, format: torch.dtype, recipe: str, group=None, factor=None) -> tuple:
@@ -96,10 +97,12 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, recipe, groups):
-        ctx.recipe, (of_in, ctx.of_out) = recipe, groups
-        same_codes = recipe == "tensorwise"
-        x8 = rounded(x, E4M3, recipe, of_in)
-        weight8 = rounded(weight, E4M3, recipe, of_in or (ctx.of_out if same_codes else None))
+        in_group, ctx.out_group = groups
+        ctx.recipe, same_codes = recipe, recipe == "tensorwise"
+        x8 = rounded(x, E4M3, recipe, in_group)
+        # Codes that serve both products of W need the largest number of all of W.
+        weight_group = in_group or ctx.out_group if same_codes else in_group
+        weight8 = rounded(weight, E4M3, recipe, weight_group)
         saved = (weight8[1], *x8) if same_codes else (None, x, None)
         ctx.save_for_backward(weight, *saved)
         return product(x8, weight8, recipe, x.dtype, fast=True)  # GEMM 1: y = x Wᵀ, over in
@@ -110,9 +113,9 @@ class Float8Product(torch.autograd.Function):
         weight, weight_factor, x, x_factor = ctx.saved_tensors
         recipe, x_grad, weight_grad = ctx.recipe, None, None
         format = E4M3 if recipe == "mxfp8" else E5M2
-        grad8 = rounded(grad, format, recipe, ctx.of_out)
+        grad8 = rounded(grad, format, recipe, ctx.out_group)
         if ctx.needs_input_grad[0]:
-            weight8 = rounded(weight.T, E4M3, recipe, ctx.of_out, weight_factor)
+            weight8 = rounded(weight.T, E4M3, recipe, ctx.out_group, weight_factor)
             x_grad = product(grad8, weight8, recipe, grad.dtype)  # GEMM 2: dx = g W, over out
         if ctx.needs_input_grad[1]:
             if recipe == "tensorwise":
@@ -141,8 +144,8 @@ class Float8Linear(nn.Linear):
         return self.product(x, self.weight)
 
     def shard_product(self, mesh: DeviceMesh) -> None:
-        of_in = self.weight.placements[0].is_shard(1)
-        groups = (mesh.get_group(), None) if of_in else (None, mesh.get_group())
+        shards_in = self.weight.placements[0].is_shard(1)
+        groups = (mesh.get_group(), None) if shards_in else (None, mesh.get_group())
         product = partial(self.product, groups=groups)
         self.product = product_of_shards(product, [self.weight.placements], mesh)
 
@@ -152,7 +155,7 @@ class Float8Linear(nn.Linear):
 
 def layers_in_8_bits(model: Llama, parallel: ParallelConfig) -> dict[str, nn.Linear]:
     """Return the layers that are multiplied in 8 bits, by name: matrices of the blocks, without
-    bias or adapter, whose widths can be, also when tp divides one of them."""
+    bias or adapter, whose widths a GPU can multiply, also when tp divides one of them."""
     multiple = parallel.tp * (BLOCK if parallel.float8 == "mxfp8" else MULTIPLE)
     return {
         f"layers.{name}": layer
@@ -163,7 +166,7 @@ def layers_in_8_bits(model: Llama, parallel: ParallelConfig) -> dict[str, nn.Lin
 
 
 def use_float8(model: Llama, world) -> None:
-    torch.compiler.assume_constant_result(has_float8)  # not above: it imports the compiler
+    torch.compiler.assume_constant_result(has_float8)  # as a decorator it would import the compiler
     for name, layer in layers_in_8_bits(model, world.parallel).items():
         model.set_submodule(name, Float8Linear(layer, world.parallel.float8))
 
@@ -185,16 +188,18 @@ def refuses(work: Work) -> str:
     return "" if layers_in_8_bits(work.model, parallel) else reason
 
 
-def holds(work: Work) -> float:
+def holds(model: Llama, work: Work) -> dict[str, float]:
     """Tensorwise, each product saves codes of a byte in place of its input."""
     config, parallel = work.model.config, work.parallel
     if parallel.float8 != "tensorwise":
-        return 0.0
-    inputs = 2 if parallel.compile else 5  # of width D: uncompiled, each layer saves its own
+        return {}
+    inputs = (
+        2 if parallel.compile else 5
+    )  # wq wk wv read one, w1 w3 another; uncompiled, each its own
     casts = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp
     codes = inputs * config.dim + (config.q_dim + config.ffn_dim) / parallel.tp
     replaced = (inputs if casts else 2) * config.dim + config.ffn_dim / parallel.tp
-    return codes / parallel.weight_bytes - replaced
+    return {"saved": codes / parallel.weight_bytes - replaced}
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
@@ -205,11 +210,12 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
         return
     forwards = m * (1 if parallel.checkpointing == "none" else 2)
     for name, layer in layers_in_8_bits(model, parallel).items():
-        of_in = writes_to_stream(model, name)
-        calls, width = (forwards, layer.out_features) if of_in else (m, layer.in_features)
-        rows, columns = (1, 1) if tensorwise else (work.tokens, width)
-        yield "tp", "all-reduce", calls, rows * parallel.weight_bytes
-        yield "tp", "all-reduce", forwards if tensorwise else calls, columns * parallel.weight_bytes
+        shards_in = writes_to_stream(model, name)
+        calls, width = (forwards, layer.out_features) if shards_in else (m, layer.in_features)
+        of_tokens, of_weight = (1, 1) if tensorwise else (work.tokens, width)  # largest numbers
+        weight_calls = forwards if tensorwise else calls
+        yield "tp", "all-reduce", calls, of_tokens * parallel.weight_bytes
+        yield "tp", "all-reduce", weight_calls, of_weight * parallel.weight_bytes
 
 
 def about(model: Llama, world) -> str:
@@ -222,7 +228,7 @@ def about(model: Llama, world) -> str:
 
 
 def suggests(facts) -> str:
-    advice = "--float8 tensorwise halves the time of the blocks' products, if the loss bears it"
+    advice = f"--float8 tensorwise multiplies up to {GAIN} times as fast, if the loss bears it"
     helps = facts.parallel.compile and has_float8(facts.device, facts.parallel.dtype, "tensorwise")
     return advice if helps and facts.parallel.float8 == "none" else ""
 

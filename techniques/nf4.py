@@ -12,11 +12,11 @@ that an outlier spoils mostly its own block:
                first in its high half
     row_scale  [out, 4] uint8, the bytes of one float32 a row
 
-That is 4 + 8 / 64 + 32 / in bits a weight: 4.13 at in = 4096. The scale of a block is its largest
-absolute value, rounded to a multiple, 1 to 255, of the scale of the row. bitsandbytes compresses
-scales with numbers of other rows. Here a row is whole in itself, so that FSDP and column-parallel
-layers cut between rows, and row-parallel ones between blocks. All of it is bytes, because FSDP in
-bfloat16 would round a scale in float32.
+That is 4 + 8 / 64 + 32 / in bits a weight: 4.13 at in = 4096. The scale of a block is an integer,
+1 to 255: times the scale of the row it is about the largest absolute value of the block.
+bitsandbytes compresses scales with numbers of other rows. Here a row is whole in itself, so that
+FSDP and column-parallel layers cut between rows, and row-parallel ones between blocks. All of it is
+bytes, because FSDP in bfloat16 would round a scale in float32.
 
 Precision: the error of normally distributed weights is 9 % of their root mean square, as large as
 with bitsandbytes.
@@ -116,14 +116,7 @@ def rounded(matrix: Tensor) -> Tensor:
     return dequantized(*quantized(matrix), matrix.dtype)
 
 
-def count(parameter: Tensor) -> int:
-    """Return how many weights a parameter stands for: codes are 3-D, and row_scale has none."""
-    if parameter.dtype != torch.uint8:
-        return parameter.numel()
-    return parameter.shape[0] * parameter.shape[1] * BLOCK if parameter.ndim == 3 else 0
-
-
-def check_blocks(config: LlamaConfig, tp: int = 1) -> str:
+def why_no_blocks(config: LlamaConfig, tp: int = 1) -> str:
     """Return why the matrices cannot be cut into blocks, on each of tp ranks; "" if they can."""
     for flag, width in (("--dim", config.dim), ("--ffn-dim", config.ffn_dim)):
         if width % (BLOCK * tp):
@@ -143,7 +136,7 @@ def refuses(work: Work) -> str:
             f"torch {torch.__version__} cannot shard a base in 4 bits: use --dp ddp, --reshard "
             f"adapters, or torch 2.13"
         )
-    return check_blocks(work.model.config, parallel.tp)
+    return why_no_blocks(work.model.config, parallel.tp)
 
 
 TECHNIQUE = Technique("", refuses=refuses)  # lora.add_adapters changes the model

@@ -8,8 +8,8 @@
 For each tensor that an operator saves for backward, PyTorch calls a hook, `pack`, and keeps what it
 returns; before backward uses it, another hook, `unpack`, turns that into the tensor again. Between
 the two a tensor is copied to the CPU when its block has computed, and freed on the GPU when the
-next block has. Copies run on a CUDA stream of their own, to and from pinned memory, which a GPU can
-read and write without the CPU's help.
+next block has computed. Copies run on a CUDA stream of their own, to and from pinned memory, which
+a GPU can read and write without the CPU's help.
 
 After forward the GPU holds what one block has saved, where otherwise it holds what all L have; in
 backward it holds two blocks' share. What is saved outside of blocks stays: inputs and outputs of
@@ -126,7 +126,8 @@ class SavedByBlock:
 def offload_activations(model: Llama, world) -> None:
     """Let each block offload what it saves for backward.
 
-    Hooks of a module run around its forward, not around what checkpointing runs again."""
+    Hooks of a module run around its forward, not around what checkpointing runs again: that is not
+    offloaded."""
     to = "meta" if world.device.type == "meta" else "cpu"
     stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
     latest: SavedByBlock | None = None  # of the block that has computed last
@@ -139,7 +140,9 @@ def offload_activations(model: Llama, world) -> None:
             current = SavedByBlock(to, stream, previous)
             recording.enter_context(recorded(block, inputs, current))
             if latest:
-                recording.callback(latest.free)  # comes first when `recording` is closed
+                recording.callback(
+                    latest.free
+                )  # before the copies start: the last entered ends first
             latest = current
 
     for block in model.layers.values():

@@ -45,7 +45,6 @@ MOMENTUM = 0.95
 # The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
 # and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
-GPU_IN_BFLOAT16 = "cuda", torch.bfloat16
 
 
 class Muon(torch.optim.Optimizer):
@@ -112,8 +111,9 @@ class Peers:
         dims = "replicate", "shard", "tp"
         self.sizes = {dim: getattr(world.parallel, dim) if world else 1 for dim in dims}
         self.group = world.stage_group if world else None
-        # Many times as fast there, and half as many bytes to send.
-        self.in_bfloat16 = world and (world.device.type, world.parallel.dtype) == GPU_IN_BFLOAT16
+        # A GPU multiplies many times as fast in bfloat16, and there are half as many bytes to send.
+        on_gpu = world is not None and world.device.type == "cuda"
+        self.in_bfloat16 = on_gpu and world.parallel.dtype == torch.bfloat16
         indices = itertools.product(*map(range, self.sizes.values()))
         self.places = [dict(zip(dims, index)) for index in indices]  # of each rank
         self.rank = dist.get_rank(self.group) if len(self.places) > 1 else 0
@@ -134,16 +134,18 @@ class Peers:
         without_matrix = [nothing] * (len(self.places) - len(parts))  # ranks after the last matrix
         has_matrix = self.rank < len(parts)
         mine, whole = (matrices[self.rank], parts[self.rank]) if has_matrix else (None, nothing)
+        # Send each rank my part of its matrix, if matrices are sharded, and put mine together.
         if any(self.sizes[dim] > 1 for matrix in matrices for dim in sharded_over(matrix)):
-            sent = [part if self.gives(matrix, self.rank, owner) else nothing
+            sent = [part if self.sends_part(matrix, self.rank, owner) else nothing
                     for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
             whole = nothing.new_empty(mine.shape) if has_matrix else nothing
-            shards = [shard if has_matrix and self.gives(mine, rank, self.rank) else nothing
+            shards = [shard if has_matrix and self.sends_part(mine, rank, self.rank) else nothing
                       for rank, shard in enumerate(self.shards_of(whole, mine))]  # fmt: skip
             for shard, part in zip(shards, self.all_to_all(sent + without_matrix, shards)):
                 shard.copy_(part)
         if has_matrix:
             whole = orthogonalize(whole)
+        # Send each rank its part of mine.
         received = self.all_to_all(self.shards_of(whole, mine), parts + without_matrix)
         return [part.to(update) for part, update in zip(received, updates)]
 
@@ -151,9 +153,9 @@ class Peers:
         """Return each rank's shard of a whole matrix; without one, nothing for each."""
         return [whole if matrix is None else shard_of(whole, matrix, at) for at in self.places]
 
-    def gives(self, matrix: Tensor, rank: int, owner: int) -> bool:
-        """Return whether the owner of a matrix takes this rank's part. Of those that have the same
-        part, it is the one in the owner's place along the dimensions that replicate it."""
+    def sends_part(self, matrix: Tensor, rank: int, owner: int) -> bool:
+        """Return whether `rank` sends its part to the owner of a matrix: of replicas, which hold
+        the same part, the one in the owner's place along the dimensions that replicate it."""
         its, owners, sharded = self.places[rank], self.places[owner], sharded_over(matrix)
         return all(its[dim] == owners[dim] for dim in its if dim not in sharded)
 
@@ -188,7 +190,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 ELEMENTS_AT_A_TIME = 1 << 18  # updated together on a CPU, whose caches hold them
-ON_A_GPU = 1 << 24  # likewise, where nothing is compiled, with few enough kernels
+ELEMENTS_ON_A_GPU = 1 << 24  # likewise, where nothing is compiled, with few enough kernels
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -230,7 +232,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
         compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
         update = make_update(beta1, beta2, group["eps"], compiled)
-        size = ELEMENTS_AT_A_TIME if weight.device.type == "cpu" else ON_A_GPU
+        size = ELEMENTS_AT_A_TIME if weight.device.type == "cpu" else ELEMENTS_ON_A_GPU
         size = len(weight) if compiled else size
         for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
             update(*parts, *numbers)
@@ -274,6 +276,19 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, in
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
 
+def holds(model: Llama, work: Work) -> dict[str, float]:
+    """A matrix has one moment, not two. An update has rank 0's parts of a batch of matrices and of
+    the one before, and a whole matrix, two powers of it, and the parts that it sends."""
+    parallel, moments, update = work.parallel, 0, 0
+    for batch in batches_of_matrices(model, parallel):
+        (rows, columns), _ = batch[0]
+        parts = sum(own for _, own in batch)
+        moments += parts
+        update = max(update, 2 * parts + 4 * rows * columns)
+    bytes_each = parallel.grad_bytes
+    return {"optimizer": -moments * parallel.moment_bytes, "update": update * bytes_each}
+
+
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """Rank 0 takes the first matrix of each batch. It sends its parts of the others to the ranks of
     its replica that take them, and later the parts of its own to all ranks that hold one."""
@@ -286,9 +301,10 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
     for batch in batches_of_matrices(model, parallel):
-        # Rank i of the replica of rank 0: the first n / replicas, or with ZeRO-1 all of them.
-        there = sum(own for _, own in batch[1 : n // replicas])
-        yield over, "all-to-all", int(n > replicas), there * e
+        # Parts go to the owners in rank 0's replica, which are the first n / replicas. Where each
+        # replica has whole updates, none go.
+        to_owners = sum(own for _, own in batch[1 : n // replicas])
+        yield over, "all-to-all", int(n > replicas), to_owners * e
         (rows, columns), own = batch[0]
         yield over, "all-to-all", 1, (replicas * rows * columns - own) * e
 
@@ -322,8 +338,8 @@ def about(model: Llama, world) -> str:
 def suggests(facts) -> str:
     if facts.parallel.optimizer == "adamw" or facts.shares.get("optimizer", 0) < 0.15:
         return ""
-    return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains otherwise"
+    return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains differently"
 
 
 # train.py makes the optimizer.
-TECHNIQUE = Technique("optimizer", refuses=refuses, sends=sends, about=about, suggests=suggests)
+TECHNIQUE = Technique("optimizer", lambda *_: None, refuses, holds, sends, 1.0, about, suggests)

@@ -107,8 +107,11 @@ def cut(model: Llama, rank: int, p: int, v: int) -> None:
         model.norm = model.output = None
 
 
+@functools.lru_cache(64)
 def part_of(model: Llama, rank: int, p: int, v: int) -> Llama:
     """Return what `cut` would leave of a model, which stays whole; the two share their modules."""
+    if p == 1:
+        return model
     part = copy.copy(model)
     part._modules = dict(model._modules) | {"layers": nn.ModuleDict(model.layers)}
     cut(part, rank, p, v)

@@ -6,7 +6,8 @@
                attention, wk, wo and w3
     full       D: the block's input                                      2
 
-Blocks that are not compiled save F more without checkpointing, silu(gate), and on a CPU 2 D more.
+Blocks that are not compiled save F more without checkpointing, silu(gate), and on a CPU 2 D more,
+what two norms have computed before their weights.
 
 Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
 all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L

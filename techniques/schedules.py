@@ -241,6 +241,14 @@ def held(order: list[Action]) -> int:
     return most
 
 
+@functools.lru_cache(1024)
+def most_held(name: str, p: int, m: int, v: int, rank: int, has_w: bool) -> int:
+    """Return what `held` does for a rank of a schedule, whose W has no work without `has_w`."""
+    few = min(m, 2 * p) if name in STEADY else m
+    order = make_schedule(name, p, few, v)[rank]
+    return held([action for action in order if has_w or action.kind != "W"])
+
+
 def bubble(timeline: Timeline) -> float:
     """Return the share of all ranks' time in which they wait."""
     end = max(spans[-1].end for spans in timeline)

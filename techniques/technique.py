@@ -1,8 +1,9 @@
-"""What others ask of a technique. Its own file answers, and no other file has to know it.
+"""What the rest of the project asks of a technique. Its file answers, so that few others know it.
 
-A technique changes layers or the loss of a model. Dimensions of the mesh (dp, tp, cp, pp) are no
-techniques: they divide sizes everywhere, and parallel.py says how. To add one, write its file with
-a record TECHNIQUE, put it into the list in parallel.py, and give it a field in config.py.
+A technique changes layers, the loss or the optimizer, and has a record TECHNIQUE. The other files
+of this folder split a model along a dimension of the mesh (dp, tp, cp, pp), which divides sizes
+everywhere: parallel.py says how. To add a technique, write its file, put its record into a list of
+parallel.py, and give it a field in config.py. World has no type here: parallel.py imports this.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,11 @@ class Technique(NamedTuple):
     flag: str  # the field of ParallelConfig that asks for it; "": it is always used
     apply: Callable = lambda model, world: None  # (Llama on meta, World): changes it before FSDP
     refuses: Callable = lambda work: ""  # (Work): the line that says why a step cannot use it
-    holds: Callable = lambda work: 0.0  # (Work): elements that a block saves more, for each token
-    # (a rank's Llama, Work): tuples (mesh dimension, collective, calls in a step, bytes of a call)
+    # (a rank's Llama, Work): what the rank holds more than costs/page.py says: elements that a
+    # block has `saved` for each token; bytes of the `optimizer`, and of its `update`
+    holds: Callable = lambda model, work: {}
+    # (a rank's Llama, Work): tuples (mesh dimension, collective, calls in a step, bytes of a call).
+    # Negative calls take back what costs/page.py says.
     sends: Callable = lambda model, work: ()
     gain: float = 1.0  # how many times as fast the blocks' products are
     about: Callable = lambda model, world: ""  # (whole Llama, World): what a run says at its start

@@ -10,8 +10,8 @@ from pairs import LONG, SHORT, case_name, pairwise, with_slow
 from test_cost import CHUNKY, TIED, WIDE
 
 from config import Work
-from costs.memory import fits_in, predict_memory
-from costs.traffic import predict_traffic
+from costs.page import holds
+from costs.page import sends
 from lora import LoRA
 from perf.instruments import build_on_meta, emulate, needs_real_tensors
 from plumbing.processes import UserError

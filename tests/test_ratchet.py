@@ -15,7 +15,7 @@ from test_layout import FILES
 
 # technique -> the most files, and a pattern of its words
 RATCHET = {
-    "float8": (11, r"float8|Float8|8_bits|\brecipes?\b|recipes_of"),
+    "float8": (11, r"float8|Float8|8_bits|\brecipes?\b"),
     "4 bits": (14, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
     "LoRA": (30, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
     "context parallelism": (

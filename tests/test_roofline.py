@@ -20,7 +20,7 @@ from costs.seconds import (
     step_time,
     update_bytes,
 )
-from costs.traffic import predict_traffic
+from costs.page import sends
 from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from config import ParallelConfig, Work
-from costs.memory import predict_memory
+from costs.page import holds
 from labs.machinery.lab import first_rank, plural
 from model import Llama, LlamaConfig
 from perf.instruments import Counted, build_on_meta, emulate, random_batch
@@ -301,7 +301,7 @@ def draw_memory(random: Random) -> Question:
         run = step_of(config, parallel, m, microbatch, seq_len)
         moments = terms_of_peak(run)
         totals = {moment: sum(t.value for t in terms) for moment, terms in moments.items()}
-        predicted = predict_memory(run)["peak"]
+        predicted = holds(run)["peak"]
         if math.isclose(predicted, max(totals.values()), rel_tol=1e-3):
             break  # else the peak is in another moment than the two that are explained
     else:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from config import ParallelConfig, Work
+from config import DIMS, ParallelConfig, Work
 from costs.machines import Machine, assumed_machine
+from costs.page import sends
 from costs.search import Plan
-from costs.seconds import collective_time, group_shape
-from costs.traffic import DIMS, predict_traffic, sent_bytes
+from costs.seconds import collective_time, group_shape, sent_bytes
 from labs.machinery.forms import (
     Asked,
     Found,
@@ -63,7 +63,7 @@ def parts_of(run: Work, machine: Machine) -> list[Part]:
     plan = plan_of(run, machine)
     computing = sum(seconds for part, seconds in plan.parts.items() if part not in DIMS)
     parts = [Part("computing", computing)]
-    traffic = predict_traffic(run)
+    traffic = sends(run)
     for name, sent in plan.sent.items():
         whole = sum(
             calls * collective_time(collective, nbytes / calls, dim, run.parallel, machine)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import techniques.chunked_loss as chunked_loss
 import techniques.offload as offload
 from config import ParallelConfig, Work
-from costs.traffic import predict_traffic
+from costs.page import sends
 from files.adapters import gather_adapters
 from generate import generate
 from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
@@ -116,7 +116,7 @@ def train(process, case: dict) -> dict:
     model = build(case["config"], case.get("lora"))
     parts, seq = world.data_size, case.get("seq", SEQ)
     microbatch = case.get("microbatch", BATCH // parts)
-    predicted = predict_traffic(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
+    predicted = sends(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
     options = dict(lr=1e-3 if "lora" in case else 1e-2, optimizer=world.parallel.optimizer)

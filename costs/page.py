@@ -1,0 +1,184 @@
+"""What a rank holds and sends in a step: the formulas of README's table, on one page.
+
+What a plain Llama sends is exact, and its peak of memory within a tenth; several techniques at once
+are further off (docs/measured.md says how far). Who needs every byte counts it: `bench.py step` in
+a real step, `bench.py plan --check` in an emulated one.
+
+Letters as in parallel.py; Q and KV: width of all queries, and of all keys; N: tokens of a
+microbatch on a rank; m: microbatches. Sizes are those of rank 0, which has the largest shard where
+shards are uneven. A technique adds its part in its own file (techniques/technique.py).
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import lora
+from config import EVERYTHING, Work
+from costs.shapes import elements, units
+from model import Llama
+from parallel import used_techniques
+from techniques.chunked_loss import tokens_at_a_time
+from techniques.pipeline import part_of
+from techniques.schedules import most_held
+
+Traffic = dict[tuple[str, str], tuple[float, float]]  # (dimension, collective) -> calls, payload
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
+    """Return the elements a token that a block saves for backward, and those that it computes again
+    there, under activation checkpointing. Techniques save `more`."""
+    c, p, tp = work.model.config, work.parallel, work.parallel.tp
+    D, F, Q, KV, w = c.dim, c.ffn_dim, c.q_dim, c.kv_dim, p.weight_bytes
+    trains_all = work.model.tok_embeddings.weight.requires_grad
+    autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
+    stream = 2 * D if autocasts else D  # the residual stream is in float32 then
+    # Of two norms outputs and inputs; q and attention's output; k and v of the whole sequence;
+    # gate, up and their product; what norms of q and k read.
+    everything = 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + c.qk_norm * (Q + KV)) / tp
+    if work.mask_width:  # its row, and keys and values for each query head
+        everything += work.mask_width + 2 * (Q - KV) / tp
+    if not p.compile:  # silu(gate), and what autocast rounds for each of five products
+        everything += F / tp + 3 * D * autocasts
+    if not work.fused:  # what norms read, and make before their weights, in float32
+        in_float32 = max(4, w) / w
+        everything += ((1 + trains_all) * in_float32 - 1) * (2 * D + c.qk_norm * (Q + KV)) / tp
+    everything += more
+    some = {
+        "none": everything,
+        "selective": D + (stream + Q + KV + F + 2 * D * (tp > 1)) / tp,  # see recompute.py
+        "full": stream / tp,  # the block's input
+    }[p.checkpointing]
+    return some, everything - some
+
+
+def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
+    """Return the bytes of tensors on a rank in a step: `parameters`, `gradients` and `optimizer`,
+    unsharded weights as `gathered`, `activations`, and the `peak` of all, which do not peak
+    together. In a pipeline: of rank `pp_rank` along pp, by default of the one with the most."""
+    c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
+    if pp_rank is None:  # those between the second and the last hold no more than the second
+        return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
+    part, g, w = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), p.grad_bytes, p.weight_bytes
+    D, F, V, wide = c.dim, c.ffn_dim, math.ceil(c.vocab_size / p.tp), max(4, w)
+    shards = {kind: getattr(p, p.strategy.sharded.get(kind, ""), 1) for kind in EVERYTHING}
+    root, block = units(part, p, max(shards.values()))
+    L, trained = block.copies, root.trained + block.copies * block.trained
+    frozen = root.frozen + L * block.frozen
+    if p.reshard != "adapters":
+        frozen /= shards["parameters"]
+    state = {
+        "parameters": trained * g / shards["parameters"] + frozen,
+        "gradients": trained * g / shards["gradients"],
+        "optimizer": 2 * trained * p.moment_bytes / shards["optimizer"],
+    }
+    more = Counter()
+    for technique in (*used_techniques(p), lora.TECHNIQUE):
+        more.update(technique.holds(part, work))
+    state["optimizer"] += more["optimizer"]
+
+    # Unsharded for a while: sums of gradients over microbatches, and weights to compute with.
+    sums = trained * g if m > 1 or (p.strategy.wrapper == "ddp" and p.replicate > 1) else 0
+    gathered = trained * w if w < g else 0  # copies that autocast makes
+    if p.strategy.uses_fsdp:
+        sums = sums / p.shard if p.reshard == "all" else sums
+        keeps_all = p.reshard == "none" or p.shard == 1  # else the next block's, too
+        gathered = root.gathered + block.gathered * (L if keeps_all else min(2, L))
+
+    # Activations: of each block, for as many microbatches as a pipeline has under way; of the loss
+    # its chunks of logits, their gradient, and the output matrix's.
+    kept, again = (N * w * n for n in saved(work, more["saved"]))
+    all_kept = kept if p.offload_activations else L * kept
+    if p.pp > 1:
+        order = p.schedule, p.pp, m, p.stages_per_rank, pp_rank
+        all_kept *= most_held(*order, has_w=not frozen) / p.stages_per_rank
+    loss = 3 * N * D * w
+    if part.output is not None:
+        chunk = min(N, tokens_at_a_time(work.on_gpu)) * V * wide
+        loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
+    backward = again + N * w * (D + 2 * F) / p.tp  # and gradients of the stream, of gate and up
+
+    peak = max(
+        sums + gathered + all_kept + loss,
+        sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
+        max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
+        max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
+        state["gradients"] + more["update"],
+    )
+    activations = max(all_kept + loss, all_kept + backward)
+    peak += state["parameters"] + state["optimizer"]
+    return state | {"gathered": gathered, "activations": activations, "peak": peak}
+
+
+# ------------------------------------------------------------------------------------------ traffic
+
+
+@functools.lru_cache(1024)
+def sends(work: Work, pp_rank: int | None = None) -> Traffic:
+    """Return the collectives of a step with their calls and payload bytes; in a pipeline those of
+    rank `pp_rank` along pp, by default of the one that sends most."""
+    p = work.parallel
+    if pp_rank is None:
+        of_ranks = (sends(work, rank) for rank in range(p.pp))
+        return max(of_ranks, key=lambda traffic: sum(payload for _, payload in traffic.values()))
+    part, traffic = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), {}
+    each = [*_of_gradients(part, work), *_of_activations(part, work, pp_rank)]
+    for technique in used_techniques(p):
+        each += technique.sends(part, work)
+    for dim, collective, calls, nbytes in each:
+        if calls and nbytes and p.group_size(dim) > 1:
+            before, payload = traffic.get((dim, collective), (0, 0))
+            traffic[dim, collective] = before + calls, payload + calls * nbytes
+    return {key: (calls, payload) for key, (calls, payload) in traffic.items() if calls}
+
+
+def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
+    """Yield (dimension, collective, calls, bytes of a call) for weights and their gradients."""
+    p, m, g = work.parallel, work.microbatches, work.parallel.grad_bytes
+    trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    times = m if p.reshard == "all" else 1  # that gradients are summed over ranks
+    if p.strategy.uses_fsdp:
+        # A block is gathered in forward and in backward; the root, and in a pipeline once, stays.
+        for unit, uses in zip(units(part, p, p.shard), (m if p.pp == 1 else 1, 2 * m)):
+            uses = 1 if p.reshard == "none" else uses
+            yield "shard", "all-gather", unit.copies * uses, unit.gathered
+            yield "shard", "reduce-scatter", unit.copies * times, unit.trained * g
+            if p.replicas > 1:
+                yield "replicate", "all-reduce", unit.copies, unit.trained * g // p.shard
+    else:  # DDP in buckets of 25 MiB, ZeRO-1 by parameters, padded to divide
+        is_ddp = not p.strategy.sharded
+        shards = 1 if is_ddp else p.replicate
+        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, shards))
+        calls = max(1, math.ceil(nbytes / (25 << 20))) if is_ddp else len(trained)
+        for collective in ["all-reduce"] if is_ddp else ["reduce-scatter", "all-gather"]:
+            yield "replicate", collective, calls, nbytes / calls
+    # Ranks along tp replicate vectors: gradients in the compute dtype, or float32 sums of several.
+    width = g if m > 1 and p.reshard != "all" else p.weight_bytes
+    for vector in (parameter for parameter in trained if parameter.ndim == 1):
+        yield "tp", "all-reduce", times, vector.numel() * width
+
+
+def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
+    """Yield the same for the residual stream over tp and pp, and keys and values over cp."""
+    c, p, m, L = work.model.config, work.parallel, work.microbatches, len(part.layers)
+    w, again = p.weight_bytes, p.checkpointing != "none"
+    kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
+    yield "cp", "all-gather", m * L * (1 + again), kv
+    yield "cp", "reduce-scatter", m * L, kv
+    share = work.microbatch * math.ceil(work.seq_len // p.cp / p.tp) * c.dim * w  # of a rank of tp
+    ends = (part.tok_embeddings is not None) + (part.output is not None)
+    yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
+    yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
+    if part.output is not None:  # of each token, logsumexp and the target's logit
+        chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
+        yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
+    stages = range(pp_rank, p.pp * p.stages_per_rank, p.pp)
+    neighbours = sum((s > 0) + (s < p.pp * p.stages_per_rank - 1) for s in stages)
+    yield "pp", "send", m * neighbours, share
+    if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
+        rows = elements(part.tok_embeddings, p.tp, w, p.shard)[0] // p.shard
+        yield "pp", "send", int(rows > 0), rows * p.grad_bytes
