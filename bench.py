@@ -34,7 +34,6 @@ import train
 from config import Work, add_parallel_flags, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING
-from costs.seconds import measured_machine, read_measurement
 from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
@@ -43,6 +42,7 @@ from perf.comm import measure_comm
 from perf.compare import CONTESTANTS, measure_compare
 from perf.instruments import Task, build_on_meta, check_writable
 from perf.limit import measure_limit
+from perf.measured import measured_machine, read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import Training, measure_step
 from plumbing.devices import has_bfloat16
