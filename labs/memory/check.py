@@ -22,9 +22,9 @@ FUNCTION = "memory"
 ABOUT = "bytes by kind, and at the peak"
 NEEDS = "elements a token, AdamW's state"
 POINT = "sharding divides state, not activations or logits"
-LEADS_TO = "costs/memory.py", "predict_memory"
+LEADS_TO = "costs/page.py", "holds"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "costs.memory.predict_memory", "costs.memory._memory_of_rank", "perf.instruments.emulate"
+BARRED = "costs.page.holds", "costs.page.saved", "perf.instruments.emulate"
 HINTS = (
     "Look at the picture in the docstring of `fsdp`: what does a rank hold a part of? And which of "
     "the seven kinds come from a rank's own sequences, which nobody else has?",
