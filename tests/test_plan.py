@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, launch, refused, slow, succeed
 from exact import check_step
-from test_roofline import measurement
 
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
@@ -22,6 +21,18 @@ from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from runs.flags import add_finetuning_flags, add_pretraining_flags
 from techniques.schedules import SCHEDULES
+
+
+def measurement() -> dict:
+    """A report as bench.py comm --model tiny writes it, with round numbers."""
+    names = ("all-reduce", "all-gather", "reduce-scatter")
+    times = {name: [(1024, 0.001), (1 << 20, 0.1)] for name in names}
+    computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
+    computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
+    computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
+    groups = {"world": {"ranks": 2, "times": times}}
+    return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
+            "groups": groups, "compute": computed}  # fmt: skip
 
 
 FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
@@ -110,7 +121,7 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
 def test_the_flags_of_every_plan_ask_for_it():
     """Each plan of 8 GPUs in two nodes, in bfloat16 and with what is not a default; train.py takes
     it."""
-    requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16", async_tp=True, tp=2)
+    requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16")
     model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
     machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(search.FILTERS)
     plans = search.every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
