@@ -14,7 +14,7 @@ from conftest import ROOT, launch, metrics, refused, slow, succeed
 from exact import FOUR_HEADS, TIED, assert_same, case, plain_adamw, train
 from test_train import flags, same_losses, weights
 from workers.drill import kill, ranks_of, running
-from workers.train_cases import BATCH, CLIP, SEQ, batch_of, build, initialize
+from workers.train_cases import BATCH, CLIP, batch_of, build, initialize
 
 from config import ParallelConfig, Work
 from costs.page import holds
