@@ -244,7 +244,9 @@ def commands(plan: Plan, question: Question) -> list[str]:
 def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table, aligned: memory of a rank, and what it sends in a step; in a
     pipeline, of the rank with the most."""
-    rows = [["strategy and mesh", "activations", "batch", "GB", "sends GB", "seconds", "it loses by"]]
+    rows = [
+        ["strategy and mesh", "activations", "batch", "GB", "sends GB", "seconds", "it loses by"]
+    ]
     for plan in ranked:
         rows.append(
             [

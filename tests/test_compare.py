@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import slow, succeed
+from costs.traffic import predict_traffic, sent_bytes
 
 from config import ParallelConfig, Work
-from costs.traffic import predict_traffic, sent_bytes
 from lora import LoRA
 from model import PRESETS, Llama
 from perf import compare

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import slow, step_of, succeed
+from costs.memory import predict_memory
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import ParallelConfig, flags_of
-from costs.memory import predict_memory
 from model import PRESETS, Llama
 from parallel import with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, megabytes, random_batch

@@ -203,8 +203,8 @@ def known_mistakes(step: Step) -> tuple[dict[str, float], dict[str, dict[str, fl
     everything = 8 * D + 2 * c.n_kv_heads * c.head_dim + 4 * F
     saved = L * tokens * 4 * (D if step.checkpointing == "full" else everything)
     recomputed = L * tokens * 4 * everything - saved
-    matrix, logits = 4 * 2 * V * D, 4 * tokens * 3 * V
-    loss = matrix + logits + 4 * tokens * 4 * D
+    matrix, logits = 4 * V * D, 4 * tokens * 3 * V
+    loss = matrix + logits + 4 * tokens * 3 * D
     backward = recomputed / L + 4 * tokens * (D + 2 * F)
     right = {
         "sums": whole if in_buckets or adds_up else whole // n * (m > 1),
