@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, refused, slow, succeed
 from exact import check_step
+from test_roofline import measurement
 
 import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
@@ -21,19 +22,6 @@ from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from runs.flags import add_finetuning_flags, add_pretraining_flags
 from techniques.schedules import SCHEDULES
-
-
-def measurement() -> dict:
-    """A report as bench.py comm --model tiny writes it, with round numbers."""
-    names = ("all-reduce", "all-gather", "reduce-scatter")
-    times = {name: [(1024, 0.001), (1 << 20, 0.1)] for name in names}
-    computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
-    computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
-    computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
-    groups = {"world": {"ranks": 2, "times": times}}
-    return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
-            "groups": groups, "compute": computed}  # fmt: skip
-
 
 FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
 SETTINGS = (
