@@ -120,7 +120,8 @@ class Machine:
         """Return why the speed of such a configuration is not known here, or ""."""
         if parallel.float8 in ("none", *self.recipes):
             return ""
-        return f"of 8 bits {self.name} has {', '.join(self.recipes) or 'nothing'}"
+        known = ", ".join(self.recipes) or "nothing"
+        return f"--float8 {parallel.float8} for {self.name}: in 8 bits it has {known}"
 
 
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0

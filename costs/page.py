@@ -56,7 +56,7 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
 def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     """Return the bytes of tensors on a rank in a step: `parameters`, `gradients` and `optimizer`,
     unsharded weights as `gathered`, `activations`, and the `peak` of all, which do not peak
-    together. In a pipeline: of rank `pp_rank` along pp, by default of the one with the most."""
+    together (labs/memory). In a pipeline: of rank `pp_rank` along pp, by default of the largest."""
     c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
     if pp_rank is None:  # those between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
@@ -120,8 +120,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
 @functools.lru_cache(1024)
 def sends(work: Work, pp_rank: int | None = None) -> Traffic:
-    """Return the collectives of a step with their calls and payload bytes; in a pipeline those of
-    rank `pp_rank` along pp, by default of the one that sends most."""
+    """Return the collectives of a step with their calls and payload bytes (labs/bytes); in a
+    pipeline those of rank `pp_rank` along pp, by default of the one that sends most."""
     p = work.parallel
     if pp_rank is None:
         of_ranks = (sends(work, rank) for rank in range(p.pp))

@@ -97,7 +97,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["handling"] = machine.fsdp_overhead * m if p.strategy.uses_fsdp else 0.0
     traffic, state = sends(work, busiest), holds(work, busiest)
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
-    copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
+    messages = {key: nbytes for key, (_, nbytes) in traffic.items() if key[1] != "all-to-all"}
+    copied = sum(nbytes for (dim, _), nbytes in messages.items() if dim in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
     parts["optimizer"] = updated_bytes(state) / machine.bandwidth
     if p.optimizer == "muon":

@@ -243,10 +243,11 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
 
 @torch.no_grad()
 def loss_after(model: Llama, parameter: Tensor, step: Tensor, tokens, targets) -> Tensor:
-    """Return the loss of a model whose parameter is moved by a step, and put it back."""
+    """Return the loss of training with a parameter moved by a step, and move it back."""
     before = parameter.clone()
     parameter += step
-    loss = model(tokens, targets)
+    with torch.enable_grad():  # without, the loss is that of an evaluation
+        loss = model(tokens, targets).detach()
     parameter.copy_(before)
     return loss
 

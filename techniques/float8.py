@@ -173,7 +173,7 @@ def use_float8(model: Llama, world) -> None:
 
 def refuses(work: Work) -> str:
     parallel, recipe = work.parallel, work.parallel.float8
-    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+    if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for train.py: with adapters, products are not in 8 bits"
     multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if work.on_gpu else 1
     tokens = work.seq_len // parallel.cp

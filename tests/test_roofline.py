@@ -9,10 +9,11 @@ from conftest import step_of
 from config import ParallelConfig
 from costs.machines import REACHED, Machine, assumed_machine, link_speed
 from costs.page import sends
-from costs.seconds import collective_time, compute_time, measured_machine, step_time
+from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
+from perf.measured import measured_machine
 from plumbing.processes import UserError
 from techniques.schedules import bubble, check_schedule, make_schedule
 

@@ -107,14 +107,14 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
     "gigabytes, size, given, flags",
     [
         (150, 1, dict(microbatch=4, moments="bfloat16"), "--checkpointing selective"),
-        (165, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
+        (150, 1, dict(microbatch=2), "--checkpointing full --offload-activations"),
         (80, 8, dict(microbatch=2), "--dp fsdp --microbatch 1"),
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
-         "--moments bfloat16 --offload-activations"),
+         "--offload-activations --moments bfloat16"),
         (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
                      moments="bfloat16", offload_activations=True), "--cp 4"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
-         "--moments bfloat16 --checkpointing full"),
+         "--checkpointing full --moments bfloat16"),
         (80, 1, dict(microbatch=1), None),
         (120, 2, dict(batch=12, microbatch=6, pp=2, schedule="interleaved", stages_per_rank=2),
          "--microbatch 1"),  # which refuses microbatches of 4, for 3 are no multiple of 2
