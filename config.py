@@ -251,9 +251,14 @@ class Work:
         return self.sequences // self.microbatch
 
     @property
+    def length(self) -> int:
+        """Tokens of a sequence on a rank; ranks along tp have the same ones."""
+        return self.seq_len // self.parallel.cp
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on a rank; ranks along tp have the same ones."""
-        return self.microbatch * self.seq_len // self.parallel.cp
+        """Tokens of a microbatch on a rank."""
+        return self.microbatch * self.length
 
     @property
     def fused(self) -> bool:

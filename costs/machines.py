@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config import ParallelConfig
-from plumbing.devices import float8_recipes
 from plumbing.processes import UserError
+from techniques.float8 import float8_recipes
 
 # What training reaches of the figures of data sheets: of the peak by matrix products and by
 # attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by

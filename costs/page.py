@@ -170,7 +170,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     kv = 2 * work.microbatch * work.seq_len * c.kv_dim * w // p.tp
     yield "cp", "all-gather", m * L * (1 + again), kv
     yield "cp", "reduce-scatter", m * L, kv
-    share = work.microbatch * math.ceil(work.seq_len // p.cp / p.tp) * c.dim * w  # of a rank of tp
+    share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of a rank of tp
     ends = (part.tok_embeddings is not None) + (part.output is not None)
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
     yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share

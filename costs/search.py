@@ -22,12 +22,14 @@ from techniques.technique import Technique
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
 CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
 SAME_TRAINING = ("ddp", "zero1", "hsdp", "fsdp")  # strategies that compute the same
-# Settings of checkpointing and offload_activations: the later, the less memory and the more time.
-ACTIVATIONS = [
-    dict(checkpointing=checkpointing, offload_activations=offload)
-    for checkpointing, offload in (
-        ("none", False), ("selective", False), ("full", False), ("full", True))
-]  # fmt: skip
+# How activations are kept: the later, the less memory and the more time.
+ACTIVATIONS = {
+    "all saved": dict(checkpointing="none", offload_activations=False),
+    "selective": dict(checkpointing="selective", offload_activations=False),
+    "full": dict(checkpointing="full", offload_activations=False),
+    "full, on CPU": dict(checkpointing="full", offload_activations=True),
+}
+LESS_STATE = dict(optimizer="adamw", moments="bfloat16")
 
 
 def usable_memory(device: torch.device, processes: int) -> int:
@@ -140,8 +142,9 @@ def what_would_fit(work: Work, process: Process) -> str:
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
     needed = holds(work)["peak"]
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
-    present = {name: getattr(before, name) for name in ACTIVATIONS[0]}
-    later = ACTIVATIONS[ACTIVATIONS.index(present) :] if present in ACTIVATIONS else ACTIVATIONS
+    ways = list(ACTIVATIONS.values())
+    present = {name: getattr(before, name) for name in ways[0]}
+    later = ways[ways.index(present) :] if present in ways else ways
     sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
     cp = max(
         n for n in divisors(ranks) if n == before.cp or work.seq_len % (2 * n * before.cp) == 0
@@ -205,6 +208,12 @@ class Plan:
     def fits(self) -> bool:
         return self.memory["peak"] <= USABLE_FRACTION * self.machine.memory
 
+    @property
+    def activations(self) -> str:
+        """How activations are kept, as in ACTIVATIONS."""
+        settings = vars(self.work.parallel).items()
+        return next(name for name, way in ACTIVATIONS.items() if way.items() <= settings)
+
     @functools.cached_property
     def sent(self) -> dict[str, int]:
         """Bytes that a rank sends in a step, by mesh dimension."""
@@ -257,7 +266,7 @@ def every_plan(
             reshards += ["adapters"] * (frozen and shard > 1)
             sizes = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, dp=dp)
             for activations, reshard, (schedule, v) in itertools.product(
-                ACTIVATIONS, reshards, schedules(pp, microbatches, c.n_layers)
+                ACTIVATIONS.values(), reshards, schedules(pp, microbatches, c.n_layers)
             ):
                 order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
                 parallel = replace(work.parallel, **sizes, **activations, **order)

@@ -39,10 +39,10 @@ from perf.instruments import (
     write_json,
 )
 from perf.limit import bare_step, transformers_step
-from plumbing.devices import has_float8
 from plumbing.processes import UserError, print_rank_zero
 from runs.rules import check_parallel, check_work
 from techniques.context_parallel import share_sequences
+from techniques.float8 import has_float8
 
 # Relative; sums in a different order differ by less, and those of products in 8 bits by less than
 # is allowed in bfloat16.

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config import DIMS, ParallelConfig, Work, flags_of
+from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
 from costs.machines import FITTED, GPUS, Machine
-from costs.search import USABLE_FRACTION, Plan, every_plan, order
+from costs.search import LESS_STATE, USABLE_FRACTION, Plan, every_plan, order
 from costs.shapes import flops_per_token
 from lora import LoRA
 from parallel import refusal
@@ -141,12 +141,7 @@ PART_NAMES = {
     "optimizer": "the optimizer",
     "handling": "FSDP's code",
     "cpu": "copies to the CPU",
-    "pp": "waiting for stages",
-    "tp": "waiting for tp",
-    "cp": "waiting for cp",
-    "shard": "waiting for shard",
-    "replicate": "waiting for replicate",
-}
+} | {dim: f"waiting for {dim}" for dim in DIMS}
 
 
 def describe_best(plan: Plan, question: Question) -> str:
@@ -161,7 +156,7 @@ def describe_best(plan: Plan, question: Question) -> str:
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
     sentences = [
         f"{what}, on {question.gpus} x {plan.machine.name}: {name_of(plan)}, "
-        f"activations {activations(parallel)}, microbatches of {work.microbatch}: "
+        f"activations {plan.activations}, microbatches of {work.microbatch}: "
         f"{plan.seconds:,.3g} s a step, "
         f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu_of(plan)}.",
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
@@ -180,20 +175,10 @@ def name_of(plan: Plan) -> str:
     """Return a plan's strategy and mesh, such as `hsdp 4 x 8, tp 2`: copies x ranks that share one
     copy, and other dimensions with more than one rank."""
     parallel = plan.work.parallel
-    sizes = [parallel.replicate] * (parallel.replicate > 1) + [parallel.shard] * (
-        parallel.shard > 1
-    )
-    name = f"{parallel.dp} {' x '.join(map(str, sizes or [1]))}"
-    name += "".join(
-        f", {dim} {n}" for dim in ("tp", "cp", "pp") if (n := getattr(parallel, dim)) > 1
-    )
-    return name
-
-
-def activations(parallel: ParallelConfig) -> str:
-    """Return how activations are kept: the value of --checkpointing, and where."""
-    kept = "all saved" if parallel.checkpointing == "none" else parallel.checkpointing
-    return f"{kept}, on CPU" if parallel.offload_activations else kept
+    copies = [n for n in (parallel.replicate, parallel.shard) if n > 1] or [1]
+    others = {dim: getattr(parallel, dim) for dim in ("tp", "cp", "pp")}
+    sizes = [f"{parallel.dp} {' x '.join(map(str, copies))}"]
+    return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
 
 
 def mfu_of(plan: Plan) -> str:
@@ -251,7 +236,7 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
         rows.append(
             [
                 name_of(plan),
-                activations(plan.work.parallel),
+                plan.activations,
                 f"{plan.work.microbatch}",
                 f"{plan.memory['peak'] / 1e9:,.3g}",
                 f"{sum(plan.sent.values()) / 1e9:,.3g}",
@@ -288,8 +273,7 @@ def describe_machine(machine: Machine) -> str:
 
 def json_row(plan: Plan) -> dict:
     """Return a plan as --json writes it, in bytes and seconds."""
-    names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
-    return {name: getattr(plan.work.parallel, name) for name in (*DIMS, *names)} | {
+    return {name: getattr(plan.work.parallel, name) for name in (*DIMS, *LAYOUTS)} | {
         "microbatch": plan.work.microbatch,
         "fits": plan.fits,
         "bytes": plan.memory,
@@ -327,16 +311,14 @@ def savings(question: Question) -> Iterator[tuple[str, str, dict]]:
     fields of the question that they change."""
     work, machine = question.work, question.machine
 
-    def changed(**fields) -> dict:
-        return dict(work=replace(work, parallel=replace(work.parallel, **fields)))
-
     def with_adapters(adapters: LoRA, base_bits: int) -> dict:
         model = build_on_meta(work.model.config, adapters, base_bits)
         plain = ParallelConfig(dtype=work.parallel.dtype, compile=work.parallel.compile)
         smaller = replace(work, model=model, parallel=plain)
         return dict(work=smaller, adapters=adapters, base_bits=base_bits)
 
-    yield "state", "--moments bfloat16", changed(optimizer="adamw", moments="bfloat16")
+    smaller = replace(work.parallel, **LESS_STATE)
+    yield "state", flags_of(smaller, work.parallel), dict(work=replace(work, parallel=smaller))
     if not question.adapters:
         yield "adapters", "--lora", with_adapters(LoRA(), 16)
         yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), 4)

@@ -1,4 +1,4 @@
-"""What a device can compute: bfloat16, 8 bits, kernels, FlashAttention 3, float64; and how."""
+"""What a device can compute: bfloat16, kernels, FlashAttention 3, float64; and how."""
 
 import importlib.util
 
@@ -11,22 +11,6 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether a device is a GPU that multiplies in bfloat16: of NVIDIA's, those from compute
     capability 8.0 on. A T4 (7.5) or V100 (7.0) only emulates it, and has no attention in it."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def float8_recipes(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the recipes of techniques/float8.py that NVIDIA's GPUs of a compute capability have
-    products for: from Ada and Hopper on those without blocks; Blackwell's data center GPUs (10.x)
-    all."""
-    if capability < (8, 9):
-        return ()
-    return ("tensorwise", "rowwise", "mxfp8")[: 3 if capability[0] == 10 else 2]
-
-
-def has_float8(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
-    """Return whether a device multiplies in 8 bits, with results in this dtype."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip:
-        return False
-    return recipe in float8_recipes(torch.cuda.get_device_capability(device))
 
 
 def has_triton(device: torch.device) -> bool:

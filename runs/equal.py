@@ -41,8 +41,6 @@ CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is not
     "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
     "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
     'PLAN["layers.*.attention"]',
-    "async_tp": "layers multiply while their input arrives: if model.py does more with it, leave "
-    "out --async-tp",
     "pp": "under --pp each stage calls Llama.forward on its layers, and is given x alone: move "
     "what you added there into a block, or do it only where the embedding or the output is",
     "cp": "under --cp tokens may mix in attend alone, which is given `documents`; if it changes "

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import checkpoint
-from config import Work
+from config import FLAGS, Work
 from costs.page import sends
 from costs.search import choose_parallel, usable_memory, what_would_fit
 from data import Windows, open_windows
 from files.directories import newest_undamaged
 from model import Llama
-from parallel import World, parallelize, with_mesh
+from parallel import AFTER_TP, BEFORE_TP, World, parallelize, with_mesh
 from plumbing import processes
 from plumbing.devices import has_bfloat16, has_triton, use_flash_attention_3
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero
@@ -82,18 +82,21 @@ def check_gpu(args: argparse.Namespace, name: str, bfloat16: bool, triton: bool)
         print_rank_zero(f"no Triton for this {name}: --no-compile")
 
 
-# What these flags must be on an Apple GPU: other values cannot be computed, or were never tried.
-APPLE_GPU = dict(dtype="float32", compile=False, float8="none", checkpointing="none", dp="ddp",
-                 offload=False, offload_activations=False)  # fmt: skip
+# Flags that must have the default of their field on an Apple GPU: other values cannot be computed,
+# or were never tried.
+OFF_ON_APPLE_GPU = ["dp", "dtype", "compile", "checkpointing", "offload"]
+OFF_ON_APPLE_GPU += [technique.flag for technique in (*BEFORE_TP, *AFTER_TP) if technique.flag]
 
 
 def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
-    """Return this process on an Apple GPU (MPS), and set the flags of APPLE_GPU."""
+    """Return this process on an Apple GPU (MPS), and set the flags of OFF_ON_APPLE_GPU."""
     if not torch.backends.mps.is_available():
         raise UserError("--device mps: this torch finds no Apple GPU: leave it out")
     if process.size > 1:
         raise UserError("--device mps is for one process: leave it out, for the CPU")
-    for name, value in APPLE_GPU.items():
+    for name in OFF_ON_APPLE_GPU:
+        value = FLAGS[name].default
+        value = "float32" if name == "dtype" else value
         if getattr(args, name) not in (None, "auto", value):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--device mps does not work with this {flag}: leave out one of them")

@@ -42,6 +42,7 @@ from config import Work
 from model import Llama
 from plumbing.shards import shard_parameters
 from techniques.parallel_layers import COLUMNS, ROWS
+from techniques.schedules import has_w
 from techniques.technique import Technique
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -144,9 +145,9 @@ def summed_product(x: Tensor, multiply, ring: Ring, mark) -> DTensor:
         finally:  # also where checkpointing stops a recomputation, by an exception in multiply
             arrived = Arrive.apply(under_way, total.shape, ring)
         total = own + arrived
-    D, own_tokens = total.shape[2], min(size, max(0, T - ring.rank * size))
+    D, n_tokens = total.shape[2], min(size, max(0, T - ring.rank * size))
     whole = dict(shape=torch.Size((B, T, D)), stride=(T * D, D, 1))
-    own = with_tokens(total, own_tokens)
+    own = with_tokens(total, n_tokens)
     return DTensor.from_local(own, ring.mesh, [Shard(1)], run_check=False, **whole)
 
 
@@ -219,6 +220,8 @@ def in_chunks(style: ParallelStyle) -> ParallelStyle:
 def refuses(work: Work) -> str:
     if work.parallel.tp == 1:
         return "--async-tp is for --tp 2 or more: give --tp, or leave it out"
+    if has_w(work.parallel.schedule):
+        return "a backward in two parts does not combine with --async-tp: use --schedule 1f1b"
     return ""
 
 
@@ -235,7 +238,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     gathers = 4 + 2 * (parallel.checkpointing != "none")
     scatters = 4 + (parallel.checkpointing == "full")
     repeated = int(parallel.checkpointing != "none")
-    n, tokens = parallel.tp, work.microbatch * -(-work.seq_len // parallel.cp // parallel.tp)
+    n, tokens = parallel.tp, work.microbatch * -(-work.length // parallel.tp)
     message = tokens * work.model.config.dim * parallel.weight_bytes
     yield "tp", "all-gather", -gathers * calls, n * message
     yield "tp", "reduce-scatter", -scatters * calls, n * message

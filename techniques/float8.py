@@ -39,14 +39,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config import ParallelConfig, Work
 from model import Llama
-from plumbing.devices import cast_by_autocast, has_float8
+from plumbing.devices import cast_by_autocast
 from techniques.parallel_layers import product_of_shards, writes_to_stream
+from techniques.schedules import has_w
 from techniques.technique import Technique
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 32  # neighbours that share a factor in mxfp8
 MULTIPLE = 16  # of which widths must be multiples, for the products of a GPU
 GAIN = 1.9  # rate of products in 8 bits / rate in bfloat16; assumed, not measured
+
+
+def float8_recipes(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Return the recipes that NVIDIA's GPUs of a compute capability have products for: from Ada and
+    Hopper on those without blocks; Blackwell's data center GPUs (10.x) all."""
+    if capability < (8, 9):
+        return ()
+    return ("tensorwise", "rowwise", "mxfp8")[: 3 if capability[0] == 10 else 2]
+
+
+def has_float8(device: torch.device, dtype: torch.dtype, recipe: str) -> bool:
+    """Return whether a device multiplies in 8 bits, with results in this dtype."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    return recipe in float8_recipes(torch.cuda.get_device_capability(device))
 
 
 def rounded(x: Tensor, format: torch.dtype, recipe: str, group=None, factor=None) -> tuple:
@@ -173,11 +189,13 @@ def use_float8(model: Llama, world) -> None:
 
 def refuses(work: Work) -> str:
     parallel, recipe = work.parallel, work.parallel.float8
+    if has_w(parallel.schedule):
+        return "a backward in two parts does not combine with --float8: use --schedule 1f1b"
     if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for train.py: with adapters, products are not in 8 bits"
     multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if work.on_gpu else 1
-    tokens = work.seq_len // parallel.cp
-    tokens = work.microbatch * (-(-tokens // parallel.tp) if parallel.async_tp else tokens)
+    length = -(-work.length // parallel.tp) if parallel.async_tp else work.length
+    tokens = work.microbatch * length
     if tokens % multiple:
         return (
             f"--float8 {recipe} sums over the {tokens} tokens of a microbatch (--async-tp: of a "

@@ -193,6 +193,8 @@ def recorded(block: nn.Module, inputs: tuple, current: SavedByBlock) -> Iterator
 
 
 def refuses(work: Work) -> str:
+    if work.parallel.pp > 1:
+        return "--pp does not combine with --offload-activations: give one of them"
     if work.parallel.checkpointing != "selective":
         return ""
     return (

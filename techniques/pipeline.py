@@ -48,18 +48,14 @@ def refuses(work: Work) -> str:
     parallel, layers = work.parallel, work.model.config.n_layers
     if parallel.pp == 1:
         return ""
-    if parallel.offload or parallel.offload_activations:
-        return "--pp does not combine with offloading: give one of them"
+    if parallel.offload:
+        return "--pp does not combine with --offload: give one of them"
     if (stages := parallel.pp * parallel.stages_per_rank) > layers:
         return (
             f"--pp {parallel.pp} makes {stages} stages, and the model has {layers} layers: --pp "
             f"must be at most {layers // parallel.stages_per_rank}"
         )
     if has_w(parallel.schedule):
-        others = {"--async-tp": parallel.async_tp, "--float8": parallel.float8 != "none"}
-        for flag, is_given in others.items():
-            if is_given:
-                return f"a backward in two parts does not combine with {flag}: use --schedule 1f1b"
         if parallel.compile:
             return "compiled blocks cannot split backward: give --no-compile"
         if parallel.reshard == "all":

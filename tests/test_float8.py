@@ -12,13 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import ParallelConfig
 from model import Llama, LlamaConfig
-from plumbing.devices import float8_recipes, has_float8
 from techniques.float8 import (
     BLOCK,
     E4M3,
     E5M2,
     Float8Linear,
     float8_product,
+    float8_recipes,
+    has_float8,
     in_tiles,
     product,
     rounded,

@@ -11,9 +11,8 @@ from test_gpu import pytestmark as pytestmark
 
 from lora import LoRA, LoRALinear
 from model import attend, document_mask
-from plumbing.devices import has_float8
 from techniques.context_parallel import own_tokens
-from techniques.float8 import float8_product
+from techniques.float8 import float8_product, has_float8
 from techniques.nf4 import dequantized, quantized
 from techniques.optimizers import orthogonalize
 from text.batch import Batch, Documents

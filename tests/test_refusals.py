@@ -79,7 +79,7 @@ REFUSALS = """
 2 | train --pp 2 --n-layers 1 | --pp 2 makes 2 stages ... the model has 1 layers
 2 | train --pp 2 --schedule interleaved --n-layers 4 | multiple of 2 microbatches, not 1
 2 | train --pp 2 --schedule best | no schedule 'best': choose from gpipe, 1f1b
-2 | train --pp 2 --dp fsdp --offload | --pp does not combine with offloading
+2 | train --pp 2 --dp fsdp --offload | --pp does not combine with --offload
 2 | train --pp 2 --schedule zero-bubble --compile | --no-compile
 2 | train --pp 2 --schedule zero-bubble | one alone: choose a smaller --microbatch
 2 | train --pp 2 --schedule zero-bubble --reshard all | --reshard all does not combine
