@@ -34,17 +34,17 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     trains_all = work.model.tok_embeddings.weight.requires_grad
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
+    qk = Q + KV if c.qk_norm else 0  # that norms of q and k read
     # Of two norms outputs and inputs; q and attention's output; k and v of the whole sequence;
-    # gate, up and their product; what norms of q and k read.
-    everything = 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + c.qk_norm * (Q + KV)) / tp
+    # gate, up and their product.
+    everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
     if work.mask_width:  # its row, and keys and values for each query head
         everything += work.mask_width + 2 * (Q - KV) / tp
     if not p.compile:  # silu(gate), and what autocast rounds for each of five products
         everything += F / tp + 3 * D * autocasts
     if not work.fused:  # what norms read, and make before their weights, in float32
         in_float32 = max(4, w) / w
-        everything += ((1 + trains_all) * in_float32 - 1) * (2 * D + c.qk_norm * (Q + KV)) / tp
-    everything += more
+        everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
     some = {
         "none": everything,
         "selective": D + (stream + Q + KV + F + 2 * D * (tp > 1)) / tp,  # see recompute.py
@@ -100,16 +100,13 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
     backward = again + N * w * (D + 2 * F) / p.tp  # and gradients of the stream, of gate and up
 
-    peak = (
-        state["parameters"]
-        + state["optimizer"]
-        + max(
-            sums + gathered + all_kept + loss,
-            sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
-            max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
-            max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
-            state["gradients"] + more["update"],
-        )
+    always = state["parameters"] + state["optimizer"]
+    peak = always + max(
+        sums + gathered + all_kept + loss,
+        sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
+        max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
+        max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
+        state["gradients"] + more["update"],
     )
     activations = all_kept + max(loss, backward)
     return state | {"gathered": gathered, "activations": activations, "peak": peak}
