@@ -265,3 +265,11 @@ def test_nodes_without_a_common_disk_are_refused_before_the_first_step(corpus, t
     assert "step " not in result.err and not list(tmp_path.glob("*/run/[!.]*"))
     flip(tmp_path / "1/data/train_000000.bin")
     refused(launch(*launched, nproc=2), "the training data differ between rank 0 and rank 1")
+
+
+def test_another_vocabulary_than_the_preset_has_is_said(corpus, tmp_path):
+    """A plan's command needs a tokenizer of the preset's size, or it trains another model."""
+    sizes = dict(dim=64, n_heads=4, n_kv_heads=2, ffn_dim=96, n_layers=1, model="llama3.2-1b")
+    run = succeed("train.py", *flags(corpus, tmp_path / "run", steps=1, **sizes))
+    assert "note: llama3.2-1b has 128256 tokens, and bytes has 267: " in run.out
+    assert "note: " not in succeed("train.py", *flags(corpus, tmp_path / "tiny", steps=1)).out
