@@ -9,7 +9,7 @@ import pytest
 from conftest import ENVIRONMENT, ROOT
 
 from config import ParallelConfig
-from costs.traffic import sent_bytes
+from costs.seconds import sent_bytes
 
 RANKS = 4
 
