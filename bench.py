@@ -34,7 +34,6 @@ import train
 from config import Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
-from costs.seconds import measured_machine, read_measurement
 from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
@@ -42,13 +41,14 @@ from parallel import with_mesh
 from perf.comm import measure_comm
 from perf.compare import NAMES, default_contestants, measure_compare, tasks_of
 from perf.instruments import Task, Training, build_on_meta, check_writable
+from perf.measured import measured_machine, read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
-from runs.rules import check_parallel, check_work
+from runs.rules import check_batch, check_parallel, check_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
@@ -205,6 +205,7 @@ def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
     check_parallel(task, args.shard, process)
     sizes = process.size, process.per_node, args.shard
     task = replace(task, parallel=with_mesh_sizes(parallel, *sizes))
+    check_batch(task)
     check_work(task)
     return task
 

@@ -201,17 +201,18 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, **plain)
 
 
-def flags_of(parallel: ParallelConfig) -> str:
+def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
     """Return the flags that ask for a configuration on its processes: those of fields that differ
-    from the default, and always those that a run would otherwise choose."""
+    from the default, and always those that a run would otherwise choose; or, given the one
+    `before`, those of fields that differ from it."""
+    shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
+    has_shard = STRATEGIES[parallel.dp].copy_per == "node"  # else it follows from the processes
     told = []
-    chosen = ["dp", "dtype", "compile", "optimizer"] + ["reshard"] * (parallel.shard > 1)
-    for name, field_ in FLAGS.items():
+    for name in FLAGS:
         value = getattr(parallel, name)
-        is_shown = name in chosen or value != field_.default
-        if name == "shard":  # the sizes of other strategies follow from the processes
-            is_shown = STRATEGIES[parallel.dp].copy_per == "node"
-        if not is_shown:
+        differs = value != getattr(before or ParallelConfig, name)
+        is_chosen = name in shown and not before
+        if not (has_shard if name == "shard" else differs or is_chosen):
             continue
         dashed = name.replace("_", "-")
         if isinstance(value, bool):

@@ -241,7 +241,8 @@ def ddp(model: Llama, world: World) -> nn.Module:
     25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
     sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
-    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks."""
+    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks, and labs/buckets
+    chooses the buckets."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,

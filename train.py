@@ -78,9 +78,8 @@ def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
     ]
     options = dict(lr=args.lr, betas=(0.9, 0.95))
     if args.optimizer == "muon":
-        optimizer = Muon(
-            groups, **options, world=getattr(model, "world", None)
-        )  # set by parallelize
+        world = getattr(model, "world", None)  # set by parallelize
+        optimizer = Muon(groups, **options, world=world)
     elif args.moments == "bfloat16":
         optimizer = BFloat16AdamW(groups, **options)
     else:
@@ -152,9 +151,9 @@ def update(
     loss = loss / tp  # ranks along tp have the same loss and the same targets
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
 
-    # DDP and FSDP have divided the gradients by the number of data ranks (those along cp included),
-    # and here we want the sum.
-    # Ranks along tp and pp are in both numbers, which makes no difference to their quotient.
+    # DDP and FSDP have divided the gradients by the number of data ranks, those along cp included,
+    # and here we want the sum. Ranks along tp and pp are in both numbers, which makes no difference
+    # to their quotient.
     together = world.step_ranks  # all ranks, or DiLoCo's replica: it takes its own step
     scale = len(targets[together]) / targets[together].sum().clamp(min=1)
     norm = squared_norms[together].sum().sqrt() * scale

@@ -5,23 +5,28 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from config import ParallelConfig
 from plumbing.devices import float8_recipes
 from plumbing.processes import UserError
 
 # What training reaches of the figures of data sheets: of the peak by matrix products and by
 # attention (flash kernels, or cuDNN's), and of the links in a node. Fitted to published steps by
 # docs/calibrate.py, whose table docs/measured.md has.
+FITTED = "2026-11-26"
 REACHED = {
     "products a100": 0.723,
-    "products h100": 0.574,
-    "products b200": 0.45,
+    "products h100": 0.572,
+    "products b200": 0.453,
     "attention a100": 0.34,
-    "attention h100": 0.21,
-    "attention b200": 0.442,
-    "attention h100 cudnn": 0.315,
-    "500 of 700 W": 0.848,  # the share of both that an H100 with 500 W keeps
-    "node link": 0.387,
+    "attention h100": 0.212,
+    "attention b200": 0.438,
+    "attention h100 cudnn": 0.317,
+    "500 of 700 W": 0.842,  # the share of both that an H100 with 500 W keeps
+    "node link": 0.374,
 }
+# Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
+ONE_STEP = "only one training on it is known, and none in the fit"
+NO_STEP = "no training on it is in the fit: expect it up to twice too fast"
 
 # Dense peaks in bfloat16, FLOP/s. The first name that matches counts. Those of them that multiply
 # in 8 bits reach twice as much there, by the same data sheets.
@@ -66,8 +71,10 @@ class GPU(NamedTuple):
     bandwidth: float  # GB/s of its memory
     node_link: float  # GB/s within a node, one way
     capability: tuple[int, int] = (9, 0)  # as CUDA numbers what GPUs can do
-    like: str = "h100"  # of which GPU it has REACHED; guessed for those that nobody published
+    like: str = "h100"  # of which GPU it has REACHED
     power: str = ""  # key of REACHED for a cap of its power
+    keeps: float = 1.0  # of those rates, where a single published step tells
+    caveat: str = ""  # why its predictions are not as good as the others
 
 
 GPUS = {
@@ -75,9 +82,13 @@ GPUS = {
     "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
     "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), "b200"),
     "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0), "a100"),
-    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), "a100"),
-    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9), "a100"),
-    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0)),
+    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), "a100", caveat=NO_STEP),
+    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9), "a100", caveat=NO_STEP),
+    "gb200": GPU(PEAK_FLOPS["GB200"], 186, 8000, 900, (10, 0), "b200", caveat=NO_STEP),
+    # 8B on 8 of them, FSDP, selective, compiled, 8,192 tokens: 5,377 and 8,308 tokens/s a GPU
+    # (pytorch/ao docs/source/workflows/training.md @ 2210df8, of August 2025).
+    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0), keeps=0.537, caveat=ONE_STEP),
+    "b200-capped": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), "b200", "", 0.502, ONE_STEP),
     "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450, power="500 of 700 W"),
     "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0), "a100"),
 }
@@ -103,6 +114,14 @@ class Machine:
     fsdp_overhead: float = 0.0  # seconds per microbatch
     measured: bool = False  # by bench.py comm
     recipes: tuple[str, ...] = ()  # of techniques/float8.py, whose products it does twice as fast
+    caveat: str = ""
+
+    def refuses(self, parallel: ParallelConfig) -> str:
+        """Return why the speed of such a configuration is not known here, or ""."""
+        if parallel.float8 in ("none", *self.recipes):
+            return ""
+        known = ", ".join(self.recipes) or "nothing"
+        return f"--float8 {parallel.float8} for {self.name}: in 8 bits it has {known}"
 
 
 NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal above 0
@@ -119,7 +138,7 @@ def assumed_machine(
         row = GPUS[gpu.lower()]
     elif re.fullmatch(rf"{NUMBER}(:{NUMBER}){{3}}", gpu):
         teraflops, *others = map(float, gpu.split(":"))
-        row = GPU(teraflops * 1e12, *others)
+        row = GPU(teraflops * 1e12, *others, caveat=NO_STEP)
     else:
         raise UserError(
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
@@ -127,19 +146,20 @@ def assumed_machine(
         )
     flash = reached[f"attention {row.like}"]
     other = kernel if row.capability >= (9, 0) else ""
-    powered = reached.get(row.power, 1.0)
+    keeps = reached.get(row.power, 1.0) * row.keeps
     return Machine(
         gpu,
         peak=row.peak_flops,
         memory=row.memory * 1e9,
         bandwidth=row.bandwidth * 1e9,
         node_link=row.node_link * 1e9 * reached["node link"],
-        matmul_fraction=reached[f"products {row.like}"] * powered,
-        attention_fraction=reached.get(f"attention {row.like} {other}", flash) * powered,
-        flash_fraction=flash * powered,
+        matmul_fraction=reached[f"products {row.like}"] * keeps,
+        attention_fraction=reached.get(f"attention {row.like} {other}", flash) * keeps,
+        flash_fraction=flash * keeps,
         link=link_speed(link),
         per_node=per_node,
         recipes=float8_recipes(row.capability),
+        caveat=row.caveat,
     )
 
 

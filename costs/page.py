@@ -1,12 +1,10 @@
 """What a rank holds and sends in a step: the formulas of README's table, on one page.
 
-What a plain Llama sends is exact, and its peak of memory within a tenth; several techniques at once
-are further off (docs/measured.md says how far). Who needs every byte counts it: `bench.py step` in
-a real step, `bench.py plan --check` in an emulated one.
-
-Letters as in parallel.py; Q and KV: width of all queries, and of all keys; N: tokens of a
-microbatch on a rank; m: microbatches. Sizes are those of rank 0, which has the largest shard where
-shards are uneven. A technique adds its part in its own file (techniques/technique.py).
+What a plain Llama sends is exact, its peak of memory within a tenth; several techniques at once are
+further off (docs/measured.md). Who needs every byte counts it: `bench.py step` in a real step,
+`bench.py plan --check` in an emulated one. Letters as in parallel.py; Q and KV: width of all
+queries, and of all keys; N: tokens of a microbatch on a rank; m: microbatches. Sizes are those of
+rank 0, which has the largest shards. A technique adds its part in its own file (`holds`, `sends`).
 """
 
 import functools
@@ -24,7 +22,6 @@ from techniques.pipeline import part_of
 from techniques.schedules import most_held
 
 Traffic = dict[tuple[str, str], tuple[float, float]]  # (dimension, collective) -> calls, payload
-
 
 # ------------------------------------------------------------------------------------------ memory
 
@@ -59,20 +56,19 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
 def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     """Return the bytes of tensors on a rank in a step: `parameters`, `gradients` and `optimizer`,
     unsharded weights as `gathered`, `activations`, and the `peak` of all, which do not peak
-    together. In a pipeline: of rank `pp_rank` along pp, by default of the one with the most."""
+    together (labs/memory). In a pipeline: of rank `pp_rank` along pp, by default of the largest."""
     c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
     if pp_rank is None:  # those between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
-    part, g, w = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), p.grad_bytes, p.weight_bytes
-    D, F, V, wide = c.dim, c.ffn_dim, math.ceil(c.vocab_size / p.tp), max(4, w)
+    part, wide = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), max(4, p.weight_bytes)
+    D, F, V, g, w = c.dim, c.ffn_dim, c.vocab_size / p.tp, p.grad_bytes, p.weight_bytes
     shards = {kind: getattr(p, p.strategy.sharded.get(kind, ""), 1) for kind in EVERYTHING}
     root, block = units(part, p, max(shards.values()))
     L, trained = block.copies, root.trained + block.copies * block.trained
     frozen = root.frozen + L * block.frozen
-    if p.reshard != "adapters":
-        frozen /= shards["parameters"]
+    frozen_shards = 1 if p.reshard == "adapters" else shards["parameters"]
     state = {
-        "parameters": trained * g / shards["parameters"] + frozen,
+        "parameters": trained * g / shards["parameters"] + frozen / frozen_shards,
         "gradients": trained * g / shards["gradients"],
         "optimizer": 2 * trained * p.moment_bytes / shards["optimizer"],
     }
@@ -83,11 +79,13 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
     # Unsharded for a while: sums of gradients over microbatches, and weights to compute with.
     sums = trained * g if m > 1 or (p.strategy.wrapper == "ddp" and p.replicate > 1) else 0
-    gathered = trained * w if w < g else 0  # copies that autocast makes
     if p.strategy.uses_fsdp:
         sums = sums / p.shard if p.reshard == "all" else sums
         keeps_all = p.reshard == "none" or p.shard == 1  # else the next block's, too
         gathered = root.gathered + block.gathered * (L if keeps_all else min(2, L))
+    else:  # copies that autocast makes, in a compiled block that recomputes for each product anew
+        blocks = 1 if p.compile and p.checkpointing != "none" else L
+        gathered = (root.trained + blocks * block.trained) * w if w < g else 0
 
     # Activations: of each block, for as many microbatches as a pipeline has under way; of the loss
     # its chunks of logits, their gradient, and the output matrix's.
@@ -102,15 +100,18 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
     backward = again + N * w * (D + 2 * F) / p.tp  # and gradients of the stream, of gate and up
 
-    peak = max(
-        sums + gathered + all_kept + loss,
-        sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
-        max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
-        max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
-        state["gradients"] + more["update"],
+    peak = (
+        state["parameters"]
+        + state["optimizer"]
+        + max(
+            sums + gathered + all_kept + loss,
+            sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
+            max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
+            max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
+            state["gradients"] + more["update"],
+        )
     )
-    activations = max(all_kept + loss, all_kept + backward)
-    peak += state["parameters"] + state["optimizer"]
+    activations = all_kept + max(loss, backward)
     return state | {"gathered": gathered, "activations": activations, "peak": peak}
 
 
@@ -119,8 +120,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
 @functools.lru_cache(1024)
 def sends(work: Work, pp_rank: int | None = None) -> Traffic:
-    """Return the collectives of a step with their calls and payload bytes; in a pipeline those of
-    rank `pp_rank` along pp, by default of the one that sends most."""
+    """Return the collectives of a step with their calls and payload bytes (labs/bytes); in a
+    pipeline those of rank `pp_rank` along pp, by default of the one that sends most."""
     p = work.parallel
     if pp_rank is None:
         of_ranks = (sends(work, rank) for rank in range(p.pp))
@@ -150,11 +151,11 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
             if p.replicas > 1:
                 yield "replicate", "all-reduce", unit.copies, unit.trained * g // p.shard
     else:  # DDP in buckets of 25 MiB, ZeRO-1 by parameters, padded to divide
-        is_ddp = not p.strategy.sharded
-        shards = 1 if is_ddp else p.replicate
-        nbytes = g * sum(unit.copies * unit.trained for unit in units(part, p, shards))
-        calls = max(1, math.ceil(nbytes / (25 << 20))) if is_ddp else len(trained)
-        for collective in ["all-reduce"] if is_ddp else ["reduce-scatter", "all-gather"]:
+        is_zero1 = bool(p.strategy.sharded)
+        both = units(part, p, p.replicate if is_zero1 else 1)
+        nbytes = g * sum(unit.copies * unit.trained for unit in both)
+        calls = len(trained) if is_zero1 else max(1, math.ceil(nbytes / (25 << 20)))
+        for collective in ("reduce-scatter", "all-gather") if is_zero1 else ("all-reduce",):
             yield "replicate", collective, calls, nbytes / calls
     # Ranks along tp replicate vectors: gradients in the compute dtype, or float32 sums of several.
     width = g if m > 1 and p.reshard != "all" else p.weight_bytes

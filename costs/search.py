@@ -5,12 +5,12 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from config import LAYOUTS, STRATEGIES, ParallelConfig, Work
+from config import LAYOUTS, STRATEGIES, ParallelConfig, Work, flags_of
 from costs.machines import Machine
 from costs.page import holds, sends
 from costs.seconds import sent_bytes, step_time
@@ -20,6 +20,7 @@ from techniques.schedules import has_w
 from techniques.technique import Technique
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
+CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
 SAME_TRAINING = ("ddp", "zero1", "hsdp", "fsdp")  # strategies that compute the same
 # Settings of checkpointing and offload_activations: the later, the less memory and the more time.
 ACTIVATIONS = [
@@ -61,7 +62,7 @@ def divisors(n: int) -> list[int]:
 
 
 def choose_parallel(
-    work: Work, shard: int | None, process: Process, room: int
+    work: Work, shard: int | None, process: Process, room: int, count: Callable = lambda work: 1.0
 ) -> tuple[ParallelConfig, str]:
     """Return the configuration of a step with its mesh sizes, and the reason in words.
 
@@ -69,33 +70,40 @@ def choose_parallel(
     value of --shard, if given; `room` the memory in bytes that every rank may fill.
     --dp auto takes the first strategy whose step fits in memory: DDP where a whole copy fits on a
     device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks otherwise.
-    Gradients of several microbatches accumulate unsharded if there is room."""
-    requested = work.parallel
+    Gradients of several microbatches accumulate unsharded if there is room. Where little of it is
+    left to --dp auto, `count` returns the counted peak of a step / the predicted one."""
+    asked = work.parallel
 
     def split(dp: str, reshard: str) -> Work:
-        parallel = replace(requested, dp=dp, reshard=reshard)
+        parallel = replace(asked, dp=dp, reshard=reshard)
         parallel = with_mesh_sizes(parallel, process.size, process.per_node, shard)
         return replace(work, parallel=parallel)
 
-    strategies, reshards = [requested.dp], [requested.reshard]
-    if requested.dp == "auto":
-        data_ranks = process.size // (requested.tp * requested.pp)
-        in_node = data_ranks_in_node(data_ranks, requested.tp, process.per_node)
-        strategies = [
-            name
-            for name, strategy in STRATEGIES.items()
-            if strategy.automatic and (strategy.copy_per != "node" or 1 < in_node < data_ranks)
-        ]
-    if requested.reshard == "auto":
-        splits_backward = requested.pp > 1 and has_w(requested.schedule)
-        reshards = ["weights"] if splits_backward else ["weights", "all"]
-    candidates = []
-    for choice in (split(dp, reshard) for dp in strategies for reshard in reshards):
-        parts = choice.microbatches if choice.parallel.strategy.uses_fsdp else 1
-        if parts > 1 or choice.parallel.reshard == reshards[0]:  # reshard differs for several
-            candidates.append(choice)
-    chosen = next((choice for choice in candidates if holds(choice)["peak"] <= room), None)
+    def fits(choice: Work) -> bool:
+        peak = holds(choice)["peak"]
+        barely = asked.dp == "auto" and CLOSE * room < peak <= room
+        return (peak * count(choice) if barely else peak) <= room
 
+    strategies, reshards = [asked.dp], [asked.reshard]
+    if asked.dp == "auto":
+        data_ranks = process.size // (asked.tp * asked.pp)
+        in_node = data_ranks_in_node(data_ranks, asked.tp, process.per_node)
+        has_nodes = 1 < in_node < data_ranks
+        possible = {dp: s for dp, s in STRATEGIES.items() if s.automatic}
+        strategies = [dp for dp, s in possible.items() if has_nodes or s.copy_per != "node"]
+    if asked.reshard == "auto":
+        reshards = ["weights", "all"]
+        if asked.pp > 1 and has_w(asked.schedule):
+            reshards = ["weights"]
+    choices = [split(dp, reshard) for dp in strategies for reshard in reshards]
+    # Values of --reshard differ where FSDP has several microbatches.
+    choices = [
+        choice
+        for choice in choices
+        if choice.parallel.reshard == reshards[0]
+        or (choice.parallel.strategy.uses_fsdp and choice.microbatches > 1)
+    ]
+    chosen = next(filter(fits, choices), None)
     copy = holds(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
@@ -103,29 +111,24 @@ def choose_parallel(
         f"{copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a node has "
         f"{process.per_node} of {process.size} processes"
     )
-    if chosen is None:
-        reason += (
-            "; nothing is predicted to fit: try --checkpointing full or a smaller --microbatch"
-        )
-    return (chosen or candidates[-1]).parallel, reason
+    if not chosen:
+        reason += "; nothing is predicted to fit: try --checkpointing full or less --microbatch"
+    return (chosen or choices[-1]).parallel, reason
 
 
 def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy.
     `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
-    room = process.minimum(usable_memory(process.device, process.per_node))
-    parts, several_nodes = [], process.per_node < process.size
-    for dp, reshard in [(dp, "auto") for dp in SAME_TRAINING] + [
-        ("fsdp", "none"),
-        ("fsdp", "adapters"),
-    ]:
-        wanted = replace(work, parallel=replace(work.parallel, dp=dp, reshard=reshard))
-        if (several_nodes or STRATEGIES[dp].copy_per != "node") and not refusal(wanted):
+    room, parts = process.minimum(usable_memory(process.device, process.per_node)), []
+    for flags in (*SAME_TRAINING, "fsdp --reshard none", "fsdp --reshard adapters"):
+        dp, _, reshard = flags.partition(" --reshard ")
+        asked = replace(work.parallel, dp=dp, reshard=reshard or "auto")
+        is_fsdp = STRATEGIES[dp].copy_per == "node" and process.per_node == process.size
+        if not is_fsdp and not refusal(replace(work, parallel=asked)):
             own_shard = shard if work.parallel.dp == dp else None
-            parallel, _ = choose_parallel(wanted, own_shard, process, room)
+            parallel, _ = choose_parallel(replace(work, parallel=asked), own_shard, process, room)
             sent = sent_bytes(sends(replace(work, parallel=parallel)), parallel)
-            flags = f"--dp {dp}" if reshard == "auto" else f"--dp {dp} --reshard {reshard}"
-            parts.append(f"{flags} {sent / 1e6:,.2f} MB")
+            parts.append(f"--dp {flags} {sent / 1e6:,.2f} MB")
     return "; ".join(parts)
 
 
@@ -133,36 +136,32 @@ def what_would_fit(work: Work, process: Process) -> str:
     """Return a sentence that names flags with which a step that ran out of memory is predicted to
     fit. What costs less time is tried first: a smaller microbatch, recomputation, offloaded
     activations, AdamW's moments in bfloat16, FSDP, context parallelism."""
-    parallel, data_ranks = work.parallel, work.parallel.replicate * work.parallel.shard
+    before, ranks = work.parallel, work.parallel.replicate * work.parallel.shard
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
     needed = holds(work)["peak"]
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
-    sizes = [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch]
-    present = {name: getattr(parallel, name) for name in ACTIVATIONS[0]}
-    later = ACTIVATIONS[ACTIVATIONS.index(present) + 1 :] if present in ACTIVATIONS else ACTIVATIONS
-    sharded = with_mesh_sizes(replace(parallel, dp="fsdp"), process.size, process.per_node)
-    possible = (n for n in divisors(data_ranks) if work.seq_len % (2 * n) == 0 or n == 1)
-    shared = replace(sharded, cp=max(n for n in possible if n % parallel.cp == 0))
-    moments = dict.fromkeys((parallel.moments, "bfloat16"))
-    for base, moment, activations, size in itertools.product(
-        (parallel, sharded, shared), moments, (present, *later), sizes
+    present = {name: getattr(before, name) for name in ACTIVATIONS[0]}
+    later = ACTIVATIONS[ACTIVATIONS.index(present) :] if present in ACTIVATIONS else ACTIVATIONS
+    sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
+    cp = max(
+        n for n in divisors(ranks) if n == before.cp or work.seq_len % (2 * n * before.cp) == 0
+    )
+    for base, moments, activations, size in itertools.product(
+        (before, sharded, replace(sharded, cp=cp)),
+        dict.fromkeys((before.moments, "bfloat16")),
+        (present, *later),
+        [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch],
     ):
-        new = replace(base, moments=moment, **activations)
-        found = replace(work, parallel=new, microbatch=size)
+        parallel = replace(base, moments=moments, **activations)
+        found = replace(work, parallel=parallel, microbatch=size)
         if not refusal(found) and (peak := holds(found)["peak"]) <= limit:
-            break
-    else:
-        gigabytes = f"{room / 1e9:.3g} GB"
-        return f"no flags make a step fit in {gigabytes}: use more GPUs, or a shorter --seq-len"
-    names = ("dp", "cp", "moments", *present)
-    changed = {
-        name: getattr(new, name) for name in names if getattr(new, name) != getattr(parallel, name)
-    }
-    changed |= {"microbatch": size} if size != work.microbatch else {}
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
-    flags = flags.replace(" True", "")
-    told = f"a step is predicted to need {needed / 1e9:.3g} GB, and with {flags}"
-    return f"{told} {peak / 1e9:.3g}"
+            flags = flags_of(parallel, before)
+            flags += f" --microbatch {size}" if size != work.microbatch else ""
+            return (
+                f"a step is predicted to need {needed / 1e9:.3g} GB, and with {flags.strip()} "
+                f"{peak / 1e9:.3g}"
+            )
+    return f"no flags make a step fit in {room / 1e9:.3g} GB: use more GPUs, or a shorter --seq-len"
 
 
 def fits_unsharded(work: Work, world: World) -> bool:
@@ -171,14 +170,14 @@ def fits_unsharded(work: Work, world: World) -> bool:
     parallel, held = world.parallel, holds(work)
     whole = holds(replace(work, parallel=replace(parallel, dp="fsdp", reshard="none")))["gathered"]
     room = world.minimum(usable_memory(world.device, world.per_node))
-    there_is_room = whole + held["parameters"] + held["optimizer"] < room
-    if parallel.shard > 1 and not there_is_room:
+    fits = whole + held["parameters"] + held["optimizer"] < room
+    if parallel.shard > 1 and not fits:
         sent = whole * (parallel.shard - 1) / parallel.shard
         print_rank_zero(
             f"note: the weights do not fit on a rank at once, so that samples at evaluations "
             f"all-gather them for each token: a rank sends {sent / 1e9:.3g} GB"
         )
-    return there_is_room
+    return fits
 
 
 # ------------------------------------------------------------------------------- plans of a cluster
@@ -262,8 +261,6 @@ def every_plan(
             ):
                 order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
                 parallel = replace(work.parallel, **sizes, **activations, **order)
-                if tp == 1:
-                    parallel = replace(parallel, async_tp=False)
                 settings = vars(parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
                 planned = replace(work, parallel=parallel, microbatch=microbatch)

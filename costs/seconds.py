@@ -26,20 +26,12 @@ constants below are assumptions that such steps do not tell apart. Letters as in
 """
 
 import functools
-import json
 import math
-from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
-import torch
 
 from config import ParallelConfig, Work
 from costs.machines import Machine
 from costs.page import Traffic, holds, saved, sends
-from model import Llama, LlamaConfig
 from parallel import used_techniques
-from plumbing.processes import UserError
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
 from techniques.schedules import has_w, make_schedule, simulate
@@ -105,7 +97,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     parts["handling"] = machine.fsdp_overhead * m if p.strategy.uses_fsdp else 0.0
     traffic, state = sends(work, busiest), holds(work, busiest)
     # FSDP copies each payload between parameters and buffers; keys and values are put in order.
-    copied = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim in ("shard", "cp"))
+    messages = {key: nbytes for key, (_, nbytes) in traffic.items() if key[1] != "all-to-all"}
+    copied = sum(nbytes for (dim, _), nbytes in messages.items() if dim in ("shard", "cp"))
     parts["passes"] += 2 * copied / machine.bandwidth
     parts["optimizer"] = updated_bytes(state) / machine.bandwidth
     if p.optimizer == "muon":
@@ -134,7 +127,8 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         hidden = min(hideable[dim], hides[dim]) if machine.overlaps else 0.0
         parts[dim] = total[dim] - hidden
     if p.pp > 1:
-        parts["pp"] = bubble_time(work, of_stages, parts["tp"] + parts["cp"], traffic, machine)
+        waits = parts["tp"] + parts["cp"]
+        parts["pp"] = bubble_time(work, forward + backward, waits, traffic, machine)
     return parts
 
 
@@ -144,43 +138,28 @@ def updated_bytes(state: dict[str, float]) -> float:
     return 6 * state["gradients"] + 2 * state["optimizer"]
 
 
-def bubble_time(
-    work: Work, of_stages: list[dict[str, float]], waits: float, traffic: Traffic, machine: Machine
-) -> float:
-    """Return the seconds that the busiest rank of a pipeline waits for other stages. `of_stages`
-    are what compute_time returned for each; a rank `waits` so many for tp and cp in a step."""
-    p, m, seconds = work.parallel, work.microbatches, {}
-    waits /= 3 * m * p.stages_per_rank  # of a forward; a backward waits twice as long
-    for stage, parts in enumerate(of_stages):
-        forward = (parts["products"] + parts["passes"]) / (1 + backwards(work))
-        # A frozen matrix has no gradient, which W would compute.
-        weights = parts["products"] / 3 if has_w(p.schedule) and backwards(work) == 2 else 0.0
-        seconds["F", stage] = forward + waits
-        seconds["B", stage] = backwards(work) * forward + 2 * waits + parts["recompute"] - weights
-        seconds["W", stage] = weights
+def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine: Machine) -> float:
+    """Return the seconds that a rank of a pipeline waits for other stages, where it computes for
+    `busy` seconds and `waits` for tp and cp: by the schedule, if all stages took as long as its
+    own, and for messages. A link may have more to do than any rank."""
+    p, m = work.parallel, work.microbatches
+    splits = has_w(p.schedule) and backwards(work) == 2  # a frozen matrix has nothing for W
+    shape = p.schedule, p.pp, min(m, 2 * p.pp), p.stages_per_rank  # of more, no rank waits longer
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
     message = collective_time("send", nbytes / calls, "pp", p, machine)
-
-    def end_and_work(m: int) -> np.ndarray:
-        schedule = p.schedule, p.pp, m, p.stages_per_rank
-        return np.array(_end_and_work(schedule, tuple(seconds.items()), message))
-
-    few, more = p.pp, 2 * p.pp  # of more microbatches each takes as long as the last p on average
-    end, busy = end_and_work(min(m, more))
-    if m > more:
-        each = (np.array([end, busy]) - end_and_work(few)) / p.pp
-        end, busy = (end, busy) + each * (m - more)
-    return max(end, calls * message) - busy  # a link may have more to do than any rank
+    idle = idle_forwards(*shape, backwards(work), splits) * (busy + waits)
+    idle /= m * p.stages_per_rank * (1 + backwards(work))
+    return max(idle + 2 * (p.pp - 1) * message, calls * message - busy - waits)
 
 
-@functools.lru_cache(1024)  # plans that differ in how they shard wait equally long
-def _end_and_work(schedule: tuple, items: tuple, message: float) -> tuple[float, float]:
-    """Return when a pipeline is done, and for how long its busiest rank computes. `schedule` is
-    what make_schedule takes, `items` are ((kind, stage), seconds of such an action)."""
-    seconds = dict(items)
-    spans = simulate(make_schedule(*schedule), lambda action: seconds[action[::2]], message)
-    work = (sum(span.end - span.start for span in of_rank) for of_rank in spans)
-    return max(of_rank[-1].end for of_rank in spans), max(work)
+@functools.lru_cache(1024)
+def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: bool) -> float:
+    """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
+    long, and W, where it `splits`, half of that."""
+    seconds = {"F": 1, "B": backwards / 2 if splits else backwards, "W": backwards / 2 * splits}
+    spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind], 0.0)
+    end = max(of_rank[-1].end for of_rank in spans)
+    return end - m * v * (1 + backwards)
 
 
 # --------------------------------------------------------------------------------------- the links
@@ -231,59 +210,3 @@ def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[i
     if dim in ("shard", "replicate", "cp"):
         stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
     return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
-
-
-# ------------------------------------------------------------------------------ a measured machine
-
-
-def read_measurement(file: Path) -> dict:
-    """Return the report that `bench.py comm --model NAME --out FILE` wrote.
-
-    Raises UserError where the file is no such report."""
-    try:
-        report = json.loads(file.read_text())
-        if report["compute"]:
-            measured_machine(report)  # fails where something is missing
-            return report
-        problem = "it was written without --model"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = repr(error)
-    raise UserError(f"{file} is no result of bench.py comm --model NAME --out FILE: {problem}")
-
-
-def measured_machine(report: dict) -> Machine:
-    """Return the machine that `bench.py comm` measured.
-
-    The time of an update gives the memory bandwidth, and with that the time of `passes`. What
-    forward and backward take beyond it is the time of matrix products, and gives their rate. The
-    smallest all-gather gives the latency, the largest the speed of links: in a node, or between all
-    ranks where there is one node, or one rank a node; and from each rank to other nodes."""
-    computed, groups = report["compute"], report["groups"]
-    parallel = ParallelConfig(dtype=getattr(torch, computed["dtype"]))
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**computed["config"]))
-    sequences = computed["tokens"] // computed["seq_len"]
-    work = Work(model, parallel, sequences, sequences, computed["seq_len"])
-
-    def speed(group: dict) -> float:
-        nbytes, seconds = group["times"]["all-gather"][-1]
-        return (group["ranks"] - 1) / group["ranks"] * nbytes / seconds
-
-    machine = Machine(
-        report["device"],
-        peak=1.0,
-        memory=report["memory"],
-        bandwidth=updated_bytes(holds(work)) / computed["update"],
-        node_link=speed(groups.get("node", groups["world"])),
-        link=speed(groups.get("across", groups["world"])),
-        per_node=report["per_node"],
-        latency=groups["world"]["times"]["all-gather"][0][1],
-        overlaps=report["backend"] == "nccl",
-        fsdp_overhead=max(0.0, computed["forward_backward_in_fsdp"] - computed["forward_backward"]),
-        measured=True,
-    )
-    parts = compute_time(work, machine)
-    flops, passes = parts["products"], parts["passes"]  # at 1 FLOP/s, products take FLOPs seconds
-    # In a noisy measurement the passes may leave no time for products: keep the rate positive.
-    products = max(computed["forward_backward"] - passes, 0.1 * passes)
-    return replace(machine, peak=flops / products)

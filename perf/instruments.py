@@ -46,7 +46,6 @@ from runs.flags import add_optimizer_flags
 from runs.records import describe_traffic, write_atomically
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
-from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
@@ -291,7 +290,7 @@ class Training:
 def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the parameters, the gradients (as the optimizer sees them: ZeRO-1's are sharded), and
     the optimizer state."""
-    updated = optimizer_parameters(model).values()
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         "parameters": list(model.parameters()),
         "gradients": [p.grad for p in updated if p.grad is not None],

@@ -5,9 +5,9 @@
 
 A plan is a data-parallel strategy on a mesh of pp x replicate x shard x tp ranks, a pipeline's
 schedule, a treatment of activations, a microbatch size and a value of --reshard
-(costs/search.py). costs/ predicts its memory, its traffic and its time. The output is a table
-with the best plan of each mesh and the reason why it loses against the best of all, then the
-command that starts the best.
+(costs/search.py). costs/ predicts its memory, its traffic and its time. The output begins with the
+best plan and the command that starts it; then a table has the best plan of each mesh, and why it
+loses.
 """
 
 import gc
@@ -17,26 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import DIMS, ParallelConfig, Work, flags_of
-from costs.machines import GPUS, Machine
-from costs.page import holds, sends
+from costs.machines import FITTED, GPUS, Machine
 from costs.search import USABLE_FRACTION, Plan, every_plan, order
 from costs.shapes import flops_per_token
 from lora import LoRA
-from perf.instruments import (
-    build_on_meta,
-    check_writable,
-    emulate,
-    markdown_table,
-    needs_real_tensors,
-    write_json,
-)
+from parallel import refusal
+from perf.emulated import emulation_table
+from perf.instruments import build_on_meta, check_writable, write_json
 from plumbing.processes import UserError
 from runs.changed import prediction_note
 from techniques import nf4
 
 # Nine of ten published speeds of families that were left out of the fit are within so much of what
 # was predicted, by kind_of their configuration (docs/calibrate.py).
-SPREAD = {"dp": 0.15, "tp": 0.21, "cp": 0.23, "pp": 0.23}
+SPREAD = {"dp": 0.15, "tp": 0.21, "cp": 0.23, "pp": 0.24}
+# Peak learning rates of Llama 3 (arXiv:2407.21783, table 3), and of QLoRA (arXiv:2305.14314, table
+# 9) for adapters: parameters from which on they hold -> rate.
+LEARNING_RATES = {300e9: 8e-5, 50e9: 1.5e-4, 0.5e9: 3e-4}
+LEARNING_RATES_OF_ADAPTERS = {30e9: 1e-4, 0.5e9: 2e-4}
 
 
 def kind_of(parallel: ParallelConfig) -> str:
@@ -58,14 +56,9 @@ class Question:
 
     def __post_init__(self):
         machine, work, gpus, per_node = self.machine, self.work, self.gpus, self.machine.per_node
-        recipe, longest = work.parallel.float8, work.model.config.max_seq_len
-        if self.adapters and recipe != "none":
-            raise UserError("--float8 is for training all weights: leave out --lora")
-        if recipe not in ("none", *machine.recipes):
-            known = f"of 8 bits it has {', '.join(machine.recipes) or 'nothing'}"
-            if machine.measured:
-                known = "bench.py comm does not measure products in 8 bits"
-            raise UserError(f"no plan with --float8 {recipe} for {machine.name}: {known}")
+        longest = work.model.config.max_seq_len
+        if reason := machine.refuses(work.parallel):
+            raise UserError(f"no plan: {reason}")
         if gpus > per_node and gpus % per_node:
             nodes = math.ceil(gpus / per_node)
             raise UserError(
@@ -85,8 +78,7 @@ class Question:
         return min(self.gpus, self.machine.per_node)
 
     def plans(self) -> Iterator[Plan]:
-        in_4_bits = any(not p.is_floating_point() for p in self.work.model.parameters())
-        more = [nf4.TECHNIQUE] if in_4_bits else []
+        more = [nf4.TECHNIQUE] if self.base_bits == 4 else []
         return every_plan(self.work, self.gpus, self.machine, self.wanted, *more)
 
     def fits(self, **changes) -> bool:
@@ -102,9 +94,9 @@ def plan_cluster(
     json_file: Path | None,
     check: bool,
 ) -> str:
-    """Return the output of `bench.py plan`: the best plans of `top` meshes, and what a run on
-    `tokens` takes, and costs at so many `dollars` for a GPU and hour. With `json_file`, also write
-    all plans to it; with `check`, emulate the best.
+    """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
+    takes, and costs at so many `dollars` for a GPU and hour; then the best plans of `top` meshes.
+    With `json_file`, also write all plans to it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable("--json", json_file)
@@ -113,8 +105,7 @@ def plan_cluster(
     if not plans:
         raise UserError(explain_no_plan(question))
     if not plans[0].fits:
-        smallest = min(plans, key=lambda plan: plan.memory["peak"])
-        raise UserError(explain_nothing_fits(question, smallest))
+        raise UserError(explain_nothing_fits(question, plans[0]))
     if json_file:  # here alone each plan is timed, whether it fits or not
         write_json(json_file, [json_row(plan) for plan in sorted(plans, key=lambda p: p.seconds)])
     # Of plans with the same mesh, as of DDP and ZeRO-1, only the best of all stays.
@@ -123,67 +114,199 @@ def plan_cluster(
         sizes = tuple(getattr(plan.work.parallel, dim) for dim in DIMS)
         best_of_mesh.setdefault(sizes, plan)
     best, shown = plans[0], list(best_of_mesh.values())[:top]
+    machine = question.machine
     lines = [
-        headline(question, len(plans)),
-        "",
-        *table(shown, question.machine),
-        "",
-        f"{len(shown)} of {len(best_of_mesh)} meshes; --top shows more, --json FILE has all plans.",
+        *([f"{machine.name}: {machine.caveat}"] if machine.caveat else []),
+        describe_best(best, question),
         *([about_run(best, tokens, dollars)] if tokens else []),
-        describe_best(best),
-        *filter(None, [prediction_note()]),
         "",
         *commands(best, question),
+        "",
+        f"Of {len(plans):,} plans the best of {len(shown)} of {len(best_of_mesh)} meshes (more by "
+        f"--top, all by --json FILE):",
+        *table(shown, machine),
+        "",
+        describe_machine(machine),
+        *filter(None, [prediction_note()]),
     ]
-    if check:
-        lines += ["", *emulation_table(best.work)]
-    return "\n".join(lines)
+    return "\n".join(lines + (["", *emulation_table(best.work)] if check else []))
 
 
-# ------------------------------------------------------------------------------ reasons in words
+# ------------------------------------------------------------------------------ the best in words
 
 PART_NAMES = {
     "products": "matrix products",
-    "recompute": "recomputation",
-    "passes": "memory-bound operations",
+    "recompute": "recomputing",
+    "passes": "memory traffic",
     "optimizer": "the optimizer",
-    "handling": "FSDP overhead",
-    "to the CPU": "waiting for the CPU's memory",
-    "pp": "waiting for other stages",
+    "handling": "FSDP's code",
+    "cpu": "copies to the CPU",
+    "pp": "waiting for stages",
     "tp": "waiting for tp",
-    "cp": "waiting for keys and values",
+    "cp": "waiting for cp",
     "shard": "waiting for shard",
     "replicate": "waiting for replicate",
 }
+
+
+def describe_best(plan: Plan, question: Question) -> str:
+    """Return the best plan in sentences: what it is, its time with its error bar, and why."""
+    work, parallel = plan.work, plan.work.parallel
+    dtype = str(parallel.dtype).removeprefix("torch.")
+    what = f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
+    if lora := question.adapters:
+        kind = "DoRA" if lora.dora else "LoRA"
+        what += f", {kind} of rank {lora.rank} beside a base in {question.base_bits} bits"
+    largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
+    sentences = [
+        f"{what}, on {question.gpus} x {plan.machine.name}: {name_of(plan)}, "
+        f"activations {activations(parallel)}, microbatches of {work.microbatch}: "
+        f"{plan.seconds:,.3g} s a step, "
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu_of(plan)}.",
+        f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
+        f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
+    ]
+    if not (plan.machine.measured or plan.machine.caveat):
+        spread = SPREAD[kind_of(parallel)]
+        sentences.append(
+            f"Nine of ten published speeds are within {spread:.0%} of such a prediction (fitted "
+            f"{FITTED}; newer software is faster)."
+        )
+    return "\n".join(sentences)
+
+
+def name_of(plan: Plan) -> str:
+    """Return a plan's strategy and mesh, such as `hsdp 4 x 8, tp 2`: copies x ranks that share one
+    copy, and other dimensions with more than one rank."""
+    parallel = plan.work.parallel
+    sizes = [parallel.replicate] * (parallel.replicate > 1) + [parallel.shard] * (
+        parallel.shard > 1
+    )
+    name = f"{parallel.dp} {' x '.join(map(str, sizes or [1]))}"
+    name += "".join(
+        f", {dim} {n}" for dim in ("tp", "cp", "pp") if (n := getattr(parallel, dim)) > 1
+    )
+    return name
+
+
+def activations(parallel: ParallelConfig) -> str:
+    """Return how activations are kept: the value of --checkpointing, and where."""
+    kept = "all saved" if parallel.checkpointing == "none" else parallel.checkpointing
+    return f"{kept}, on CPU" if parallel.offload_activations else kept
+
+
+def mfu_of(plan: Plan) -> str:
+    if plan.machine.measured:  # its peak is unknown
+        return ""
+    flops = flops_per_token(plan.work.model, plan.work.document or plan.work.seq_len)
+    return f", MFU {flops * plan.tokens_per_second / plan.machine.peak:.0%}"
+
+
+def about_run(plan: Plan, tokens: float, dollars: float | None) -> str:
+    """Return in a sentence what training on so many tokens takes."""
+    hours = tokens / (plan.work.batch * plan.work.seq_len) * plan.seconds / 3600
+    gpu_hours = hours * plan.work.parallel.size
+    cost = f", ${gpu_hours * dollars:,.0f}" if dollars else ""
+    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours{cost}."
+
+
+def commands(plan: Plan, question: Question) -> list[str]:
+    """Return the lines that start a plan: the command of the first node, and of the others."""
+    work, lora = plan.work, question.adapters
+    nodes, per_node = question.gpus // question.per_node, question.per_node
+    if lora:
+        what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
+        what += " --base-bits 4" * (question.base_bits == 4) + " --dora" * lora.dora
+    else:
+        what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
+        what += " --document-mask" * (work.document > 0)  # which conversations always have
+    parameters = sum(parameter.numel() for parameter in work.model.parameters())
+    rates = LEARNING_RATES_OF_ADAPTERS if lora else LEARNING_RATES
+    what += next((f" --lr {rate:g}" for least, rate in rates.items() if parameters >= least), "")
+    train = (
+        f"{what} --out out/{question.preset} --batch {work.batch} --microbatch {work.microbatch} "
+        f"--seq-len {work.seq_len} {flags_of(work.parallel)}"
+    )
+    if nodes == 1:
+        return [f"torchrun --nproc-per-node {per_node} {train}"]
+    place = f"--nnodes {nodes} --nproc-per-node {per_node} --node-rank 0 --master-addr HOST"
+    others = "1" if nodes == 2 else f"1 to {nodes - 1}"
+    return [
+        f"torchrun {place} {train}",
+        f"and on the other nodes the same with --node-rank {others}",
+    ]
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def table(ranked: list[Plan], machine: Machine) -> list[str]:
+    """Return the lines of a table, aligned: memory of a rank, and what it sends in a step; in a
+    pipeline, of the rank with the most."""
+    rows = [
+        ["strategy and mesh", "activations", "batch", "GB", "sends GB", "seconds", "it loses by"]
+    ]
+    for plan in ranked:
+        rows.append(
+            [
+                name_of(plan),
+                activations(plan.work.parallel),
+                f"{plan.work.microbatch}",
+                f"{plan.memory['peak'] / 1e9:,.3g}",
+                f"{sum(plan.sent.values()) / 1e9:,.3g}",
+                f"{plan.seconds:,.3g}",
+                reason(plan, ranked[0], machine),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def reason(plan: Plan, best: Plan, machine: Machine) -> str:
     """Return why a plan loses against the best: the memory that it lacks, or the part of a step
     that takes the most additional time. Within the error of predictions it is a tie."""
     if not plan.fits:
-        return memory_needed(plan, machine)
+        return f"it needs more than {USABLE_FRACTION * machine.memory / 1e9:,.3g} GB"
     if plan is best:
         return "the fastest"
     additional = {part: s - best.parts.get(part, 0.0) for part, s in plan.parts.items()}
     part = max(additional, key=additional.get)
-    if not machine.measured and plan.seconds < best.seconds * (
-        1 + SPREAD[kind_of(plan.work.parallel)]
-    ):
-        return f"a tie, {additional[part]:+.2g} s of {PART_NAMES[part]}"
-    return f"{additional[part]:+.2g} s of {PART_NAMES[part]}"
+    spread = 0.0 if machine.measured else SPREAD[kind_of(plan.work.parallel)]
+    tie = "a tie, " if plan.seconds < best.seconds * (1 + spread) else ""
+    return f"{tie}{additional[part]:+.2g} {PART_NAMES[part].removeprefix('waiting for ')}"
 
 
-def memory_needed(plan: Plan, machine: Machine) -> str:
-    """Describe the memory that a plan needs, the usable memory, and the two largest kinds."""
-    kinds = {kind: nbytes for kind, nbytes in plan.memory.items() if kind != "peak"}
-    largest = sorted(kinds, key=kinds.get, reverse=True)[:2]
-    mostly = " and ".join(f"{kinds[kind] / 1e9:,.3g} for {kind}" for kind in largest)
-    usable = USABLE_FRACTION * machine.memory / 1e9
-    return f"needs {plan.memory['peak'] / 1e9:,.4g} GB of {usable:,.4g}: {mostly}"
+def describe_machine(machine: Machine) -> str:
+    return (
+        f"{machine.name}, {'measured' if machine.measured else 'as published steps reach it'}: "
+        f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of products, "
+        f"{machine.bandwidth / 1e9:,.0f} GB/s of memory, {machine.node_link / 1e9:,.3g} GB/s in a "
+        f"node of {machine.per_node}, {machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
+    )
+
+
+def json_row(plan: Plan) -> dict:
+    """Return a plan as --json writes it, in bytes and seconds."""
+    names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
+    return {name: getattr(plan.work.parallel, name) for name in (*DIMS, *names)} | {
+        "microbatch": plan.work.microbatch,
+        "fits": plan.fits,
+        "bytes": plan.memory,
+        "sent": plan.sent,
+        "seconds": plan.seconds,
+        "parts": plan.parts,
+        "tokens_per_second_per_gpu": plan.tokens_per_second,
+    }
+
+
+# ----------------------------------------------------------------------------- where nothing fits
 
 
 def explain_no_plan(question: Question) -> str:
     """Return the error message for flags that leave no plan."""
+    if reason := refusal(question.work):
+        return reason
     config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
     given = {name: value for name, value in question.wanted.items() if value}
     largest = math.gcd(gpus, config.n_kv_heads, config.ffn_dim)
@@ -207,12 +330,18 @@ def savings(question: Question) -> Iterator[tuple[str, str, dict]]:
     def changed(**fields) -> dict:
         return dict(work=replace(work, parallel=replace(work.parallel, **fields)))
 
+    def with_adapters(adapters: LoRA, base_bits: int) -> dict:
+        model = build_on_meta(work.model.config, adapters, base_bits)
+        plain = ParallelConfig(dtype=work.parallel.dtype, compile=work.parallel.compile)
+        smaller = replace(work, model=model, parallel=plain)
+        return dict(work=smaller, adapters=adapters, base_bits=base_bits)
+
     yield "state", "--moments bfloat16", changed(optimizer="adamw", moments="bfloat16")
-    if question.adapters:
-        model = build_on_meta(work.model.config, question.adapters, base_bits=4)
-        yield "base", "--base-bits 4", dict(work=replace(work, model=model))
-    elif work.parallel.dp != "diloco":
-        yield "state", "--optimizer muon", changed(optimizer="muon", moments="float32")
+    if not question.adapters:
+        yield "adapters", "--lora", with_adapters(LoRA(), 16)
+        yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), 4)
+    elif question.adapters and question.base_bits == 16:
+        yield "base", "--base-bits 4", with_adapters(question.adapters, 4)
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
         if gpus <= machine.per_node or gpus % machine.per_node == 0:
@@ -231,176 +360,12 @@ def explain_nothing_fits(question: Question, smallest: Plan) -> str:
     for kind, flags, fields in savings(question):
         if kind not in remedies and question.fits(**fields):
             remedies[kind] = flags
-    needed = smallest.memory["peak"] / USABLE_FRACTION / 1e9  # GB, as in data sheets
-    large = [name for name, gpu in GPUS.items() if gpu.memory >= needed]
+    needed, usable = smallest.memory["peak"], USABLE_FRACTION * question.machine.memory
+    large = [name for name, gpu in GPUS.items() if gpu.memory >= needed / USABLE_FRACTION / 1e9]
     if large and not question.machine.measured:
         remedies["GPU"] = f"--gpu {large[0]}"
     return (
-        f"nothing fits: a GPU of the smallest plan ({short_name(smallest)}) "
-        f"{memory_needed(smallest, question.machine)}; what would fit: "
+        f"nothing fits: a GPU of the smallest plan ({name_of(smallest)}) needs "
+        f"{needed / 1e9:,.4g} GB of {usable / 1e9:,.4g}; what would fit: "
         f"{', or '.join(remedies.values()) or 'a smaller model'}"
     )
-
-
-# ------------------------------------------------------------------------------------------ output
-
-
-def headline(question: Question, n_plans: int) -> str:
-    work, machine = question.work, question.machine
-    rates = (
-        f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of matrix products, "
-        f"{machine.bandwidth / 1e9:,.0f} GB/s of memory bandwidth"
-    )
-    if not machine.measured:
-        rates += (
-            f", {machine.node_link / 1e9:,.0f} GB/s within a node of {question.per_node}, "
-            f"{machine.link / 1e9:,.3g} GB/s per GPU to other nodes"
-        )
-    else:
-        rates += ", links; assumed: that attention is as fast as other products"
-    dtype, float8 = str(work.parallel.dtype).removeprefix("torch."), work.parallel.float8
-    if float8 != "none":
-        dtype += f" and {float8} float8"
-    if lora := question.adapters:
-        dtype += f", {'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank} beside a frozen base"
-        dtype += " in 4 bits" * (question.base_bits == 4)
-    return (
-        f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}, "
-        f"on {question.gpus} x {machine.name} "
-        f"({'measured' if machine.measured else 'as published steps reach it'}: {rates}). "
-        f"Of {n_plans:,} plans the best of each mesh:"
-    )
-
-
-def table(ranked: list[Plan], machine: Machine) -> list[str]:
-    """Return the lines of a table: memory of a rank, and what it sends in a step; in a pipeline, of
-    the rank with the most."""
-    rows = []
-    for plan in ranked:
-        work, parallel = plan.work, plan.work.parallel
-        flops = flops_per_token(work.model, work.document or work.seq_len)
-        mfu = "unknown"  # as is the peak of a measured machine
-        if not machine.measured:
-            mfu = f"{flops * plan.tokens_per_second / machine.peak:.1%}"
-        state = ("parameters", "gradients", "optimizer")
-        gigabytes = {
-            "weights, gradients, AdamW": sum(plan.memory[kind] for kind in state),
-            **{kind: plan.memory[kind] for kind in ("gathered", "activations", "peak")},
-            "sends over pp": plan.sent.get("pp", 0),
-            **{dim: plan.sent.get(dim, 0) for dim in DIMS[1:]},
-        }
-        rows.append(
-            {
-                "pp (schedule) x replicate x shard x tp": plan.mesh,
-                "--dp": parallel.dp,
-                "checkpointing": activations(parallel),
-                "microbatch": work.microbatch,
-                "reshard": parallel.reshard if parallel.shard > 1 else "-",
-                **{f"{name} GB": f"{nbytes / 1e9:,.3g}" for name, nbytes in gigabytes.items()},
-                "step s": f"{plan.seconds:,.3g}{error_bar(plan)}",
-                "MFU": mfu,
-                "reason": reason(plan, ranked[0], machine),
-            }
-        )
-    return markdown_table([*rows[0]], [[*row.values()] for row in rows])
-
-
-def error_bar(plan: Plan) -> str:
-    return "" if plan.machine.measured else f" ±{SPREAD[kind_of(plan.work.parallel)]:.0%}"
-
-
-def json_row(plan: Plan) -> dict:
-    """Return a plan as --json writes it, in bytes and seconds."""
-    names = "dp schedule stages_per_rank reshard checkpointing offload_activations".split()
-    return {name: getattr(plan.work.parallel, name) for name in (*DIMS, *names)} | {
-        "microbatch": plan.work.microbatch,
-        "fits": plan.fits,
-        "bytes": plan.memory,
-        "sent": plan.sent,
-        "seconds": plan.seconds,
-        "parts": plan.parts,
-        "tokens_per_second_per_gpu": plan.tokens_per_second,
-    }
-
-
-def short_name(plan: Plan) -> str:
-    parallel = plan.work.parallel
-    return (
-        f"{plan.mesh} with --dp {parallel.dp}, checkpointing {activations(parallel)}, "
-        f"microbatches of {plan.work.microbatch}"
-    )
-
-
-def activations(parallel: ParallelConfig) -> str:
-    return parallel.checkpointing + " and offloaded" * parallel.offload_activations
-
-
-def about_run(plan: Plan, tokens: float, dollars: float | None) -> str:
-    """Return in a sentence what training on so many tokens takes."""
-    work = plan.work
-    hours = tokens / (work.batch * work.seq_len) * plan.seconds / 3600
-    gpu_hours = hours * work.parallel.size
-    cost = f", ${gpu_hours * dollars:,.0f}" if dollars else ""
-    return (
-        f"{tokens:.4g} tokens take {hours / 24:,.1f} days{error_bar(plan)}, "
-        f"{gpu_hours:,.0f} GPU-hours{cost}."
-    )
-
-
-def describe_best(plan: Plan) -> str:
-    """Return the best plan in a sentence, with the share of each part in its time."""
-    parts = sorted(plan.parts.items(), key=lambda item: -item[1])
-    shares = ", ".join(
-        f"{PART_NAMES[part]} {seconds / plan.seconds:.0%}" for part, seconds in parts if seconds
-    )
-    return (
-        f"Best: {short_name(plan)}: {plan.seconds:,.3g} s{error_bar(plan)} a step, "
-        f"{plan.tokens_per_second:,.0f} tokens/s per GPU. Its time: {shares}. Start it with:"
-    )
-
-
-def commands(plan: Plan, question: Question) -> list[str]:
-    """Return the lines that start a plan: the command of the first node, and of the others."""
-    work, parallel, lora = plan.work, plan.work.parallel, question.adapters
-    nodes, per_node = question.gpus // question.per_node, question.per_node
-    what = f"train.py --model {question.preset}"
-    if lora:
-        what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
-        what += " --base-bits 4" * (question.base_bits == 4) + " --dora" * lora.dora
-    train = (
-        f"{what} --batch {work.batch} --microbatch {work.microbatch} --seq-len {work.seq_len} "
-        f"{flags_of(parallel)}"
-    )
-    train += " --document-mask" * (work.document > 0 and not lora)  # else always
-    if nodes == 1:
-        return [f"torchrun --nproc-per-node {per_node} {train}"]
-    place = f"--nnodes {nodes} --nproc-per-node {per_node} --node-rank 0 --master-addr HOST"
-    others = "1" if nodes == 2 else f"1 to {nodes - 1}"
-    return [
-        f"torchrun {place} {train}",
-        f"and on the other nodes the same with --node-rank {others}",
-    ]
-
-
-def emulation_table(planned: Work) -> list[str]:
-    """Return the lines of the table for --check: what rank 0 of a plan communicates and holds,
-    predicted and counted in an emulated step (see instruments.emulate).
-
-    The emulation runs uncompiled blocks on a CPU, so the prediction here is for those."""
-    parallel = replace(planned.parallel, compile=False)
-    work = replace(planned, parallel=parallel, document=0, on_gpu=False)
-    traffic, memory = sends(work, 0), holds(work, 0)
-    if needs_real_tensors(parallel) and memory["peak"] > 4e9:
-        return [
-            f"--check: not done, since --dp {parallel.dp} can be emulated only with real tensors, "
-            f"and these would take {memory['peak'] / 1e9:,.3g} GB (at most 4 are allowed)"
-        ]
-    counted_traffic, counted_memory = emulate(work)
-    rows = []
-    for dim, collective in sorted(traffic | counted_traffic):
-        costs = (source.get((dim, collective), (0, 0)) for source in (traffic, counted_traffic))
-        cells = [f"{nbytes:,} bytes in {calls:,} calls" for calls, nbytes in costs]
-        rows.append([f"payload of {collective} over {dim}", *cells])
-    for kind, nbytes in counted_memory.items():
-        rows.append([kind, f"{memory[kind]:,} bytes", f"{nbytes:,} bytes"])
-    return markdown_table(["emulated, in one process", "predicted", "counted"], rows)

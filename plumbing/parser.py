@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         """End the help of every flag with its default, if it has one and the help does not."""
         for action in self._actions:
             is_off = action.default in (None, [], argparse.SUPPRESS) or action.default is False
-            if not is_off and "(default" not in action.help:
+            if action.help and not is_off and "(default" not in action.help:
                 action.help += " (default: %(default)s)"
         return super().format_help()
 

@@ -88,6 +88,7 @@ def check_training_flags(
     model.requires_grad_("targets" not in args)  # --targets is LoRA's, whose base is frozen
     work = requested_work(args, model, process)
     check_parallel(work, args.shard, process)
+    check_batch(work)
     check_work(work, *more)
     if checkpoints(args.out) and not args.resume:
         raise UserError(
@@ -117,8 +118,8 @@ def choose_steps(args: argparse.Namespace, sequences: int) -> None:
         check_steps(args)
 
 
-def check_work(work: Work, *more: Technique) -> None:
-    """Raise UserError for a step that cannot be split as it is asked for, also by `more`."""
+def check_batch(work: Work) -> None:
+    """Raise UserError for sequences that are too long, or that ranks cannot share evenly."""
     longest = work.model.config.max_seq_len
     if work.seq_len > longest:
         raise UserError(
@@ -135,6 +136,10 @@ def check_work(work: Work, *more: Technique) -> None:
             f"--microbatch {work.microbatch} does not divide the {work.sequences} sequences of a "
             f"rank (--batch {work.batch} over {ranks} ranks)"
         )
+
+
+def check_work(work: Work, *more: Technique) -> None:
+    """Raise UserError for a step that cannot be split as it is asked for, also by `more`."""
     if reason := refusal(work, *more):
         raise UserError(reason)
 

@@ -53,7 +53,7 @@ def refuses(work: Work) -> str:
             return f"--dp diloco does not combine with {flag}: use --dp hsdp"
     if parallel.optimizer != "adamw":
         return "--dp diloco trains by AdamW: give --optimizer adamw"
-    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+    if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--dp diloco is not for adapters, which send little: use --dp ddp"
     return ""
 

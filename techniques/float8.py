@@ -173,10 +173,9 @@ def use_float8(model: Llama, world) -> None:
 
 def refuses(work: Work) -> str:
     parallel, recipe = work.parallel, work.parallel.float8
-    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+    if any(not parameter.requires_grad for parameter in work.model.parameters()):
         return "--float8 is for train.py: with adapters, products are not in 8 bits"
-    fast = has_float8(torch.device("cuda" if work.on_gpu else "cpu"), parallel.dtype, recipe)
-    multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if fast else 1
+    multiple = BLOCK if recipe == "mxfp8" else MULTIPLE if work.on_gpu else 1
     tokens = work.seq_len // parallel.cp
     tokens = work.microbatch * (-(-tokens // parallel.tp) if parallel.async_tp else tokens)
     if tokens % multiple:

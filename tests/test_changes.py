@@ -21,7 +21,9 @@ from torch.func import functional_call
 from workers.lion_reference import plain_lion
 from workers.train_cases import batch_of
 
+from files import published
 from model import IGNORE, FeedForward, Llama, LlamaConfig
+from runs.changed import prediction_note
 
 NAMES = sorted(path.stem for path in CHANGES.glob("*.patch"))
 CONFIG = LlamaConfig(**GROUPED)
@@ -280,6 +282,13 @@ def test_a_change_with_another_effect_than_it_seems_is_told(edits, float8, note,
     given = flags(corpus, tmp_path / "run", steps=1, float8=float8, dim=32, ffn_dim=64)
     notes = re.findall("note: (.*)", succeed(*changed, "train.py", *given).out)
     assert len(notes) == bool(note) and all(text.startswith(note) for text in notes), notes
+
+
+def test_a_prediction_says_that_the_model_is_no_llama(monkeypatch):
+    assert prediction_note() == ""
+    published.small_logits.cache_clear()
+    monkeypatch.setattr(FeedForward, "forward", lambda m, x: m.w2(m.w1(x) * m.w3(x)))
+    assert "model.py was changed: bench.py step counts" in prediction_note()
 
 
 def test_other_code_than_trained_a_run_is_told(corpus, sums, tmp_path):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from config import ParallelConfig
+from config import ParallelConfig, Work
 from costs.machines import assumed_machine
 from costs.seconds import collective_time, compute_time
 from labs.machinery.clock import COLLECTIVES, Clock
@@ -105,7 +105,7 @@ def test_a_model_takes_as_long_as_its_products():
     model.init_weights(0)
     with Clock(MACHINE, RANKS) as clock:
         model(tokens, tokens).backward()
-    parts = compute_time(config, ParallelConfig(), tokens.numel(), 13, MACHINE)
+    parts = compute_time(Work(model, ParallelConfig(), 2, 2, 13), MACHINE)
     assert clock.now == pytest.approx(parts["products"], rel=1e-12)
     assert {span.name for span in clock.spans} == {"forward", "backward"}
     assert [s.start for s in clock.spans[1:]] == [s.end for s in clock.spans[:-1]]

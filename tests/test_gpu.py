@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import finish, metrics, start, step_of, succeed
-from costs.memory import predict_memory
 from test_documents import random_positions
 from test_train import flags
 
 import checkpoint
 import model as model_py
 from config import ParallelConfig
+from costs.page import holds
 from generate import generate
 from lora import LoRA
 from model import LlamaConfig, rope_angles, sum_of_losses
@@ -263,7 +263,7 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     lora = options.pop("lora", None)
     parallel = ParallelConfig(**options)
     model = build_on_meta(BIG, lora)
-    predicted = predict_memory(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
+    predicted = holds(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
     gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
     moments = parallel.moments

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from costs.machines import peak_flops
-from costs.traffic import flops_per_token
+from costs.shapes import flops_per_token
 from files.formats import hf_name, to_hf_rows
 from generate import generate, sample
 from model import IGNORE, PRESETS, KVCache, Llama, LlamaConfig, Vocabulary

@@ -14,6 +14,7 @@ from techniques.schedules import (
     draw_text,
     held,
     make_schedule,
+    most_held,
     read_schedule,
 )
 
@@ -44,6 +45,7 @@ def test_schedules_hold_and_wait_as_they_say(name):
                 timeline = check_schedule(schedule, m, p * v)
                 for rank, order in enumerate(schedule):
                     assert held(order) == HOLDS[name](rank, p, m, v)
+                    assert most_held(name, p, m, v, rank, has_w=True) == held(order)
                 end = max(spans[-1].end for spans in timeline)
                 assert end == 3 * m * v + WAITS[name](p, m)
                 assert bubble(timeline) == pytest.approx(1 - 3 * m * v / end)

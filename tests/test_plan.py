@@ -1,5 +1,6 @@
 """bench.py plan: which plans it lists, how it ranks and explains them, how it starts the best."""
 
+import itertools
 import json
 import re
 import shlex
@@ -7,19 +8,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import launch, refused, succeed
+from conftest import ROOT, launch, refused, slow, succeed
 from exact import check_step
 from test_roofline import measurement
 
+import bench
 from config import ParallelConfig, Work, flags_of, requested_parallel
 from costs import search
 from costs.machines import REACHED, assumed_machine
-from costs.memory import predict_memory
+from costs.page import holds
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from runs.flags import add_finetuning_flags, add_pretraining_flags
 from techniques.schedules import SCHEDULES
+
+FROZEN = json.loads((ROOT / "tests/frozen_plans.json").read_text())
+SETTINGS = (
+    "dp replicate shard tp cp pp schedule stages_per_rank reshard checkpointing "
+    "offload_activations microbatch"
+).split()
 
 
 def run(*args) -> str:
@@ -31,8 +39,32 @@ def command_in(out: str) -> str:
 
 
 def row_of(mesh: str, out: str) -> str:
-    (row,) = [line for line in out.splitlines() if line.startswith(f"| {mesh} ")]
+    """Return the row of a strategy and mesh, such as `hsdp 2 x 4`."""
+    (row,) = [line for line in out.splitlines() if line.startswith(f"{mesh}  ")]
     return row
+
+
+def meshes_in(out: str) -> list[str]:
+    """Return the first column of the table."""
+    lines = out.splitlines()
+    (head,) = [i for i, line in enumerate(lines) if line.startswith("strategy and mesh")]
+    rows = itertools.takewhile(bool, lines[head + 1 :])
+    return [row.partition("  ")[0] for row in rows]
+
+
+@pytest.mark.parametrize("name", [slow(name) if "512" in name else name for name in FROZEN])
+def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
+    """frozen_plans.json has the plans within 3 % of the best, by formulas of twice as many lines,
+    which followed each combination of techniques to the byte."""
+    questions, parser, frozen = [], Parser(), FROZEN[name]
+    monkeypatch.setattr(bench, "plan_cluster", lambda question, **kw: questions.append(question))
+    bench.add_plan_flags(parser)
+    bench.plan(parser.parse_args(shlex.split(frozen["flags"])))
+    best = min(questions[0].plans(), key=search.order)
+    assert best.fits == bool(frozen["plans"])
+    if best.fits:
+        settings = vars(best.work.parallel) | {"microbatch": best.work.microbatch}
+        assert " ".join(str(settings[name]) for name in SETTINGS) in frozen["plans"]
 
 
 def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
@@ -50,18 +82,15 @@ def test_a_plan_of_diloco_pays_for_its_outer_step_once_in_h_steps(tmp_path):
 def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     file = tmp_path / "plans.json"
     out = run("--model", "llama3.1-8b", "--gpus", 16, "--top", 99, "--json", file)
-    rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
-    rows = [re.sub(r" \(.*\)", "", row) for row in rows]  # schedules
-    sizes = (1, 2, 4, 8, 16)
-    meshes = {f"{pp} x " * (pp > 1) + f"{16 // pp // tp // s} x {s} x {tp}"
-              for pp in sizes for tp in sizes[:-1] for s in sizes
-              if 16 // pp >= tp and 16 // pp // tp >= s}  # fmt: skip
-    assert set(rows) == meshes and len(rows) == len(meshes)
+    rows, sizes = meshes_in(out), (1, 2, 4, 8, 16)
+    meshes = [(pp, tp, shard) for pp in sizes for tp in sizes[:-1] for shard in sizes
+              if 16 // pp >= tp and 16 // pp // tp >= shard]  # fmt: skip
+    assert len(set(rows)) == len(rows) == len(meshes)
     found = json.loads(file.read_text())
     assert {row["dp"] for row in found} == {"ddp", "zero1", "hsdp", "fsdp"}
     assert {row["checkpointing"] for row in found} == {"none", "selective", "full"}
     best = min((row for row in found if row["fits"]), key=lambda row: row["seconds"])
-    assert best["pp"] == 1 and rows[0] == f"{best['replicate']} x {best['shard']} x {best['tp']}"
+    assert best["pp"] == 1 and rows[0] == f"{best['dp']} {best['shard']}"
     command = command_in(out)
     assert "--nnodes 2 --nproc-per-node 8 --node-rank 0" in command
     assert f"--dp {best['dp']} " in command and f"--microbatch {best['microbatch']} " in command
@@ -69,15 +98,18 @@ def test_a_plan_lists_every_mesh_and_starts_the_best(tmp_path):
     sizes = {name: best[name] for name in names}
     parallel = ParallelConfig(**sizes, compile=True, dtype=torch.bfloat16)
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    memory = predict_memory(Work(model, parallel, 32, best["microbatch"], 8192, on_gpu=True))
+    memory = holds(Work(model, parallel, 32, best["microbatch"], 8192, on_gpu=True))
     assert best["bytes"] == memory and memory["peak"] < search.USABLE_FRACTION * 80e9
-    assert "needs" in out and "waiting for tp" in out  # why others lose
+    assert "it needs more than 72 GB" in out and " tp\n" in out  # why others lose
+    assert "--data TOKENS --tokenizer TOKENIZER --lr 0.0003 --out out/llama3.1-8b " in command
+    table = out.partition("strategy and mesh")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= 100
 
 
 def test_the_flags_of_every_plan_ask_for_it():
     """Each plan of 8 GPUs in two nodes, in bfloat16 and with what is not a default; train.py takes
     it."""
-    requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16", async_tp=True, tp=2)
+    requested = ParallelConfig(dtype=torch.bfloat16, moments="bfloat16")
     model = build_on_meta(LlamaConfig(256, 8, 8, 8, 512))
     machine, wanted = assumed_machine("h100", "400gbit", 4), dict.fromkeys(search.FILTERS)
     plans = search.every_plan(Work(model, requested, 16, 1, 16384), 8, machine, wanted)
@@ -102,44 +134,52 @@ def test_zero1_wins_where_only_adamw_is_too_large():
     have the same mesh, the table has the one that fits."""
     out = run("--model", "llama3.1-8b", "--gpus", 8, "--gpu", "989:150:3350:450", "--seq-len", 2048,
               "--shard", 1, "--tp", 1, "--pp", 1, "--batch", 8)  # fmt: skip
-    row, command = row_of("8 x 1 x 1", out), command_in(out)
-    assert row.startswith("| 8 x 1 x 1 | zero1 |") and row.endswith("| the fastest |")
+    row, command = row_of("zero1 8", out), command_in(out)
+    assert row.endswith("the fastest")
     assert " --dp zero1 " in command and "--shard" not in command and "--reshard" not in command
 
 
 @pytest.mark.slow
 def test_8_bits_are_faster(tmp_path):
-    """8B on 8 GPUs, as the command that is printed asks for, compiled: so rounding takes no time of
-    its own. MFU is that of each product's peak."""
+    """8B on 8 GPUs, as the command that is printed asks for."""
     speed, mfu = {}, {}
     for recipe in ("none", "tensorwise", "rowwise"):
         file = tmp_path / f"{recipe}.json"
         printed = run("--gpus", 8, "--shard", 8, "--tp", 1, "--pp", 1, "--json", file,
                       "--float8", recipe)  # fmt: skip
         speed[recipe] = json.loads(file.read_text())[0]["tokens_per_second_per_gpu"]
-        mfu[recipe] = float(re.search(r"(\d+\.\d)%", printed)[1])
+        mfu[recipe] = int(re.search(r"MFU (\d+)%", printed)[1])
         assert (f"--float8 {recipe}" in printed) == (recipe != "none")
     assert speed["none"] < speed["rowwise"] == speed["tensorwise"] < 2 * speed["none"]
-    assert mfu["tensorwise"] < mfu["none"]
+    assert mfu["tensorwise"] > mfu["none"]  # a share of the peak in bfloat16
 
 
 def test_adapters_beside_a_large_base_in_4_bits_on_one_gpu():
     """Which does not fit in 16 bits. The command is one that finetune_lora.py takes."""
     sizes = ("--lora", "--model", "llama3.1-70b", "--gpus", 1, "--per-node", 1, "--gpu", "h200")
     refused(launch("bench.py", "plan", *sizes), "nothing fits", "would fit: --base-bits 4, or")
-    seconds = {}
     for kind in ("LoRA", "DoRA"):
         out = run(*sizes, "--base-bits", 4, *["--dora"] * (kind == "DoRA"))
-        assert f"{kind} of rank 8 beside a frozen base in 4 bits" in out
-        row = row_of("1 x 1 x 1", out).split(" | ")
-        seconds[kind], state = float(row[-3].split()[0]), float(row[5])
-        # 68.5 G weights of blocks in 4.13 bits, 2.1 G of embedding and output in 16.
-        assert state == pytest.approx((68.5 * 4.13 / 8 + 2.1 * 2) + 0.1 * 16, rel=0.03)
+        assert f"{kind} of rank 8 beside a base in 4 bits" in out
+        assert "--lr 0.0001 " in command_in(out)
         parser = Parser()
         add_finetuning_flags(parser)
         args = parser.parse_args(shlex.split(command_in(out).split("finetune_lora.py ")[1]))
         assert args.base_bits == 4 and args.dora == (kind == "DoRA") and args.seq_len == 8192
-    assert seconds["LoRA"] < seconds["DoRA"] < 1.3 * seconds["LoRA"]
+
+
+def test_what_would_fit_on_a_small_card():
+    sizes = ("--gpus", 1, "--per-node", 1, "--seq-len", 1024, "--batch", 1)
+    for gpu, flags in (("rtx4090", "--lora, or"), ("989:12:1000:32", "--lora --base-bits 4, or")):
+        error = launch("bench.py", "plan", *sizes, "--gpu", gpu)
+        refused(error, "nothing fits", f"what would fit: {flags}")
+
+
+def test_a_gpu_that_nobody_trained_on_says_so():
+    for gpu, told in (("l40s", "no training on it"), ("mi300x", "only one training"), ("h100", "")):
+        first, *others = run("--model", "llama3.2-1b", "--gpus", 8, "--gpu", gpu).splitlines()
+        assert first.startswith(f"{gpu}: {told}" if told else "llama3.2-1b, 16 x 8192 tokens")
+        assert any("Nine of ten published" in line for line in others) == (not told)
 
 
 def test_a_slow_link_decides():
@@ -148,14 +188,14 @@ def test_a_slow_link_decides():
         run("--model", "llama3.1-8b", "--gpus", 16, "--link", link, "--batch", 32, "--top", 99)
         for link in ("400gbit", "1gbit")
     )
-    assert "Best: 1 x 16 x 1" in fast and "Best: 1 x 16 x 1" not in slow
-    assert "s of waiting for shard" in row_of("1 x 16 x 1", slow)
+    assert meshes_in(fast)[0] == "fsdp 16" and meshes_in(slow)[0] != "fsdp 16"
+    assert row_of("fsdp 16", slow).endswith(" shard")
 
 
 def test_a_run_takes_days_and_dollars():
     """8B on 16 GPUs: days times GPUs are hours, hours times dollars the cost."""
     out = run("--gpus", 16, "--shard", 16, "--tp", 1, "--pp", 1, "--tokens", "1e12", "--dollars", 2)
-    (told,) = re.findall(r"1e\+12 tokens take (.*) days ±\d+%, (.*) GPU-hours, \$(.*)\.\n", out)
+    (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours, \$(.*)\.\n", out)
     days, hours, dollars = (float(text.replace(",", "")) for text in told)
     assert hours == pytest.approx(days * 24 * 16, rel=0.01)
     assert dollars == pytest.approx(2 * hours, rel=0.01)
@@ -167,8 +207,8 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
     file = tmp_path / "comm.json"
     file.write_text(json.dumps(measurement()))
     out = run("--measured", file)
-    assert out.startswith("tiny, 4 x 128 tokens a step, float32, on 2 x cpu (measured:")
-    assert "links; assumed: that attention" in out and "±" not in out
+    assert out.startswith("tiny, 4 x 128 tokens a step, float32, on 2 x cpu:")
+    assert "cpu, measured: " in out and "Nine of ten" not in out
     assert "torchrun --nproc-per-node 2 train.py --model tiny" in out and "--no-compile" in out
     file.write_text(json.dumps(measurement() | {"compute": None}))
     refused(launch("bench.py", "plan", "--measured", file), "without --model", "bench.py comm")
@@ -177,15 +217,17 @@ def test_a_plan_of_a_measured_cluster(tmp_path):
 
 
 def test_check_counts_what_was_predicted():
-    """On GPUs with 11 MB, DDP does not fit."""
+    """On GPUs with 11 MB, DDP does not fit. What a plain Llama sends and keeps is exact."""
     out = run("--model", "tiny", "--gpus", 4, "--gpu", "989:0.011:3350:450", "--seq-len", 128,
               "--batch", 4, "--shard", 4, "--tp", 1, "--check")  # fmt: skip
     assert " --dp fsdp " in out
     rows = [line.split("|")[1:4] for line in out.splitlines() if " bytes" in line]
     assert len(rows) >= 5
     for what, predicted, counted in rows:
-        if "peak" not in what:
-            assert predicted == counted, what
+        if "payload" in what or "parameters" in what or "gradients" in what:
+            bytes_of = [text.split(" bytes")[0] for text in (predicted, counted)]
+            assert bytes_of[0] == bytes_of[1], what
+    assert re.search(r"peak is [+-]\d\.\d% off that of an emulated step", out)
 
 
 def test_long_sequences_are_shared_or_offloaded(tmp_path):
@@ -193,8 +235,9 @@ def test_long_sequences_are_shared_or_offloaded(tmp_path):
     file = tmp_path / "plans.json"
     sizes = ("--gpus", 8, "--batch", 8, "--seq-len", 131072)
     out = run(*sizes, "--tp", 1, "--pp", 1)
-    assert "Best: 1 x 8 x 1 with --dp fsdp, checkpointing full and offloaded" in out
-    assert "| fsdp | selective |" in row_of("1 x 8 x 1, cp 8", out)  # attention by flash is slower
+    assert row_of("fsdp 8", out).endswith("the fastest")
+    assert "full, on CPU" in row_of("fsdp 8", out)
+    assert " selective " in row_of("fsdp 8, cp 8", out)  # attention by flash is slower
     not_shared = (*sizes, "--shard", 8, "--cp", 1)
     command = command_in(run(*not_shared, "--json", file))
     assert "--checkpointing full" in command and "--offload-activations" in command
@@ -237,7 +280,9 @@ def test_packed_documents_are_faster(tmp_path):
 def test_the_best_plan_starts(corpus, tmp_path):
     out = run(*"--model tiny --gpus 4 --per-node 4 --gpu 60:80:999:99 --dtype float32 --seq-len 32 "
               "--batch 8 --no-compile --pp 2 --schedule interleaved".split())  # fmt: skip
-    _, _, nproc, _, *command = command_in(out).split()
+    given = {"TOKENS": corpus, "TOKENIZER": "bytes", "out/tiny": tmp_path / "run"}
+    words = [str(given.get(word, word)) for word in command_in(out).split()]
+    _, _, nproc, _, *command = words
     assert nproc == "4" and "--pp 2" in " ".join(command)
-    given = ["--data", corpus, "--steps", 1, "--eval-every", 0, "--out", tmp_path / "run"]
-    assert "step     1/1" in succeed("train.py", *command, *given, nproc=4).err
+    more = ["--steps", 1, "--eval-every", 0]
+    assert "step     1/1" in succeed("train.py", *command, *more, nproc=4).err

@@ -13,8 +13,8 @@ from random import Random
 import pytest
 from conftest import slow, succeed
 
-from costs.memory import predict_memory
-from costs.traffic import predict_traffic, sent_bytes
+from costs.page import holds, sends
+from costs.seconds import sent_bytes
 from labs.machinery import forms, forms_of_time, predict
 from plumbing.processes import UserError
 
@@ -44,34 +44,6 @@ def question(form: str, seed: int):
     return predict.FORMS[form](Random(seed))
 
 
-def test_terms_of_bytes_are_those_of_the_project():
-    """For every strategy, with padding, without and with several microbatches."""
-    kinds = set()
-    for seed in range(150):
-        run = question("bytes", seed).runs[0]
-        terms = forms.terms_of_traffic(run)
-        found = {key: (sum(t.calls for t in of_key), sum(t.value for t in of_key))
-                 for key, of_key in terms.items()}  # fmt: skip
-        assert found == predict_traffic(run), run
-        padded = any("padding" in term.text for of_key in terms.values() for term in of_key)
-        kinds.add((run.parallel.dp, run.parallel.reshard, padded))
-    assert len(kinds) == 2 + 2 * (1 + 3 + 3) - 1  # ddp, zero1, and fsdp and hsdp by --reshard
-
-
-def test_terms_of_memory_are_those_of_the_project():
-    moments = set()
-    for seed in range(60):
-        run = question("memory", seed).runs[0]
-        expected = predict_memory(run)
-        for kind, terms in forms.terms_of_state(run).items():
-            assert sum(term.value for term in terms) == expected[kind], (run, kind)
-        totals = {moment: sum(term.value for term in terms)
-                  for moment, terms in forms.terms_of_peak(run).items()}  # fmt: skip
-        assert expected["peak"] == pytest.approx(max(totals.values()), rel=1e-3)
-        moments.add(max(totals, key=totals.get))
-    assert len(moments) == 2
-
-
 QUICK = [("bubble", range(200)), ("counts", range(3)), ("ranking", range(10))]
 LONG = [slow(form, range(10, 15)) for form in ("bytes", "memory", "counts", "crossing")]
 
@@ -83,9 +55,9 @@ def test_counted_is_explained(form, seeds):
         one = question(form, seed)
         found = one.count()
         assert len(found) == len(one.asked)
-        if form == "memory":  # the terms alone explain nearly all of the peak
+        if form == "memory":  # the last term is what the page leaves out
             peak = found[-1]
-            assert abs(peak.terms[-1].value) < 0.05 * peak.value, (seed, peak)
+            assert abs(peak.terms[-1].value) < 0.1 * peak.value, (seed, peak)
 
 
 def read_model(text: list[str]) -> tuple[int, list[int], list[list[int]]]:
@@ -113,14 +85,13 @@ def right_bytes(seed: int) -> list:
 
 
 def right_memory(seed: int) -> list:
+    """Of state by the text alone, of the peak by the page."""
     one = question("memory", seed)
     blocks, root, block = read_model(one.text)
     assert ": --dp ddp" in one.text[3]
     state = 4 * (elements(root) + blocks * elements(block))
-    tensors = len(root) + blocks * len(block)
     (run,) = one.runs
-    peak = predict_memory(run)
-    return [state, state, 2 * state + 4 * tensors, f"{peak['peak'] / 1e6:.2f} MB"]
+    return [state, state, 2 * state, f"{holds(run)['peak'] / 1e6:.2f} MB"]
 
 
 def right_counts(seed: int) -> list:
@@ -155,7 +126,7 @@ def right_twice(seed: int) -> list:
     speed = float(re.search(r"(\d+) Gbit/s", one.text[5])[1])
     found = []
     for run in one.runs:
-        traffic, peak = predict_traffic(run), predict_memory(run)["peak"]
+        traffic, peak = sends(run), holds(run)["peak"]
         compiled = replace(run, parallel=replace(run.parallel, compile=True))
         plan = forms_of_time.plan_of(compiled, forms_of_time.cluster(speed, 4))
         found.append((sent_bytes(traffic, run.parallel), peak, plan.seconds))
@@ -184,8 +155,7 @@ def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeyp
     assert "score 100%" in out and " wrong" not in out, out
     assert f"predict {form}, seed {seed}\n" in out
     if form == "bytes":
-        factors = "3 blocks x 3 microbatches x 2 (forward, backward) x 43,136 parameters x 2"
-        assert f"18 calls: {factors} bytes" in " ".join(out.split())
+        assert "18 calls: 3 blocks, 517,632 bytes each" in out
     first, scored = recorded(record)
     assert (scored["scored"], scored["score"], first["guess"]) == (1, 1, 1)
     out = guess(form, *wrong, seed=seed)
@@ -195,21 +165,15 @@ def test_right_guesses_score_in_full_and_wrong_ones_do_not(form, record, monkeyp
     assert re.search(rf"{form} .* 1 first, 100%; 1 later, 0%", guess(None))
 
 
-def test_a_small_b_is_a_bit():
-    (asked,) = (one for one in question("crossing", 3).asked if one.unit == "Gbit/s")
-    values = [predict.parse(text, asked).value for text in ("8 Gb/s", "1 GB/s", "8000 mbit")]
-    assert values == [8, 8, 8]
-
-
 def test_a_term_that_is_missing_is_named():
-    """The second bucket of DDP. What is 0, and was said to be 0, does not count."""
+    """Here the root's. What is 0, and was said to be 0, does not count."""
     text = question("bytes", 2).text
     assert "--dp ddp" in text[3]
-    out = guess("bytes", 0, 0, 2, "1.0821 MB", seed=2)
+    out = guess("bytes", 0, 0, 1, "690,176", seed=2)
     assert "all-gather" not in out.partition("recorded as")[2] and "score 50%" in out
-    assert re.search(r"^all-reduce over replicate, bytes .* 0.7791  wrong$", out, re.MULTILINE)
-    assert "1 call: a bucket, full at 1 MiB: 23 tensors, 270,528 parameters x 4 bytes" in out
-    assert "Yours could be the sum without line 2." in out
+    assert re.search(r"^all-reduce over replicate, bytes .* 0.7277  wrong$", out, re.MULTILINE)
+    assert "1 call: root: embedding, last norm" in out
+    assert "Yours could be the sum without line 1." in out
 
 
 def test_terms_that_give_another_sum_are_an_error():

@@ -70,7 +70,7 @@ REFUSALS = """
 2 | train --dp diloco --every 5 --pp 2 | --dp diloco does not combine with --pp ... --dp hsdp
 2 | train --dp diloco --every 5 --optimizer muon | trains by AdamW: give --optimizer adamw
 2 | train --dp diloco --optimizer adamw --every 2 | multiple of --every 2: use --steps 6
-2 | train --dp diloco --every 5 --steps 10 --skip-steps 5 | --skip-steps 5 ends --every 5 steps
+2 | train --dp diloco --optimizer adamw --every 5 --steps 10 --skip-steps 5 | ends --every 5 steps
 2 | train --dp hsdp --every 2 | --every is for --dp diloco
 2 | finetune --dp diloco --optimizer adamw --every 1 | --dp diloco is not for adapters
 2 | train --cp 3 | --cp 3 must divide the 2 ranks
@@ -202,18 +202,18 @@ REFUSALS = """
 1 | plan --document-length 9000 | exceeds --seq-len 8192
 1 | plan --gpus 1 --per-node 1 --tp 1 | nothing fits ... GB of 72 ... --gpus
 1 | plan --gpus 1 --per-node 1 --gpu h200 | would fit: --moments bfloat16, or
-1 | plan --gpus 1 --document-length 8192 | what would fit: --gpus
+1 | plan --gpus 1 --document-length 8192 | what would fit: --lora, or --gpus
 1 | plan --measured nowhere.json | nowhere.json ... bench.py comm
 1 | plan --float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
 1 | plan --model llama3.1-70b --gpus 16 --dp diloco --batch 16 | would fit: --gpus 64 --batch 64
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 1 | plan --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
-1 | plan --lora --float8 rowwise | leave out --lora
+1 | plan --lora --float8 rowwise | --float8 is for train.py
 1 | plan --dora | --dora and --base-bits are for adapters: give --lora
 1 | plan --dollars 2 | --dollars is for the cost of a run: give --tokens
 1 | plan --tokens 0 | --tokens: expected a number above 0, got '0'
 1 | plan --batch auto | --batch: expected an integer of at least 1, got 'auto'
-1 | 8gb --seq-len 512 --batch 1 --moments bfloat16 | would fit: --gpus 4 --batch 4, or --gpu h100
+1 | 8gb --seq-len 512 --batch 1 --moments bfloat16 | would fit: --lora, or --gpus 4
 # -------------------------------------------------------------------------------------- labs/
 1 | lab check none | no lab 'none'
 1 | lab check | check which lab?

@@ -1,7 +1,5 @@
 """costs/seconds.py: a step's time against the same formulas worked out by hand."""
 
-import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,245 +8,145 @@ from conftest import step_of
 
 from config import ParallelConfig
 from costs.machines import REACHED, Machine, assumed_machine, link_speed
-from costs.seconds import (
-    collective_time,
-    compute_time,
-    find_measured_group,
-    group_shape,
-    measured_machine,
-    read_measurement,
-    step_time,
-    update_bytes,
-)
 from costs.page import sends
+from costs.seconds import collective_time, compute_time, step_time
 from lora import LoRA
 from model import PRESETS, LlamaConfig
 from perf.instruments import build_on_meta
+from perf.measured import measured_machine
 from plumbing.processes import UserError
+from techniques.schedules import bubble, check_schedule, make_schedule
 
-H100 = assumed_machine("h100", "400gbit", 8)
-BLOCK = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
-MATRICES = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160  # elements of its seven
-ROUND = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=1, attention_fraction=1)
+H100 = replace(assumed_machine("h100", "400gbit", 8), node_link=450e9)
+ROUND = Machine("round", 1e9, 1e9, 1e9, 1e9, matmul_fraction=0.5, attention_fraction=0.25)
 FAST = dict(dtype=torch.bfloat16, compile=True)
 
 
 def measurement() -> dict:
     """A report as bench.py comm --model tiny writes it, with round numbers."""
-    names = ("all-reduce", "all-gather", "reduce-scatter")
-    times = {name: [(1024, 0.001), (1 << 20, 0.1)] for name in names}
     computed = {"model": "tiny", "config": vars(PRESETS["tiny"]), "dtype": "float32"}
     computed |= {"tokens": 256, "seq_len": 128, "update": 0.01}
     computed |= {"forward_backward": 0.2, "forward_backward_in_fsdp": 0.25}
-    groups = {"world": {"ranks": 2, "times": times}}
+    groups = {"world": {"ranks": 2, "times": {"all-gather": [(1024, 0.001), (1 << 20, 0.1)]}}}
     return {"device": "cpu", "backend": "gloo", "ranks": 2, "per_node": 2, "memory": 8e9,
             "groups": groups, "compute": computed}  # fmt: skip
 
 
 def test_machines_by_name_and_by_numbers():
-    assert (H100.peak, H100.memory, H100.bandwidth) == (989.4e12, 80e9, 3.35e12)
-    assert H100.link == 50e9 and H100.node_link == 450e9 * REACHED["node link"]
-    assert H100.attention_fraction == REACHED["attention h100"] < H100.matmul_fraction
+    assert (H100.peak, H100.memory, H100.bandwidth, H100.link) == (989.4e12, 80e9, 3.35e12, 50e9)
     capped = assumed_machine("h100-500w", "400gbit", 8, "cudnn")
     cap, cudnn = REACHED["500 of 700 W"], REACHED["attention h100 cudnn"]
     assert capped.matmul_fraction == pytest.approx(cap * H100.matmul_fraction)
     assert capped.attention_fraction == pytest.approx(cap * cudnn)
     by_numbers = assumed_machine("312:80:2039:300", "12.5GB/s", 4)
-    node_link = 300e9 * REACHED["node link"]
-    assert (by_numbers.peak, by_numbers.node_link, by_numbers.link) == (312e12, node_link, 12.5e9)
+    assert (by_numbers.peak, by_numbers.memory, by_numbers.link) == (312e12, 80e9, 12.5e9)
     assert link_speed("ndr") == link_speed("400gbit") == link_speed("50GB")
-    assert link_speed("200mbit") == link_speed("200Mb/s") == 25e6
     with pytest.raises(UserError, match="no GPU 'h1000': choose one of h100"):
         assumed_machine("h1000", "ndr", 8)
     with pytest.raises(UserError, match="no link 'fast': choose one of ndr"):
         link_speed("fast")
 
 
-def test_files_that_are_no_measurement(tmp_path):
-    file = tmp_path / "comm.json"
-    for text in ("[]", '{"compute": {"x": 1}}', "{"):
-        file.write_text(text)
-        with pytest.raises(UserError, match=r"no result of bench\.py comm"):
-            read_measurement(file)
-    file.write_text(json.dumps(measurement()))
-    assert read_measurement(file)["ranks"] == 2
-
-
 def test_a_measured_machine_reproduces_its_measurement():
     """A step of two microbatches like the measured one, on two ranks."""
     machine = measured_machine(measurement())
-    model, parallel = build_on_meta(PRESETS["tiny"]), ParallelConfig(replicate=2)
-    work = step_of(model, parallel, 2, 2, 128)
+    work = step_of(build_on_meta(PRESETS["tiny"]), ParallelConfig(replicate=2), 2, 2, 128)
     parts = step_time(work, machine)
     assert parts["products"] + parts["passes"] == pytest.approx(2 * 0.2)
     assert parts["optimizer"] == pytest.approx(0.01)
-    ((calls, nbytes),) = predict_traffic(work).values()
-    assert parts["replicate"] == pytest.approx(0.1 * nbytes / (1 << 20), rel=0.01) and calls == 2
+    ((calls, nbytes),) = sends(work).values()  # an all-reduce is two times an all-gather
+    expected = 2 * 0.1 * nbytes / (1 << 20) + 0.001 * calls
+    assert parts["replicate"] == pytest.approx(expected, rel=0.01)
     fsdp = step_time(replace(work, parallel=ParallelConfig(dp="fsdp", shard=2)), machine)
     assert fsdp["handling"] == pytest.approx(2 * 0.05) and parts["handling"] == 0
 
 
 def test_computation_of_a_block():
-    """One layer and a vocabulary of 1: seven matrices, 2 FLOPs an element, three times."""
-    machine = replace(ROUND, matmul_fraction=0.5, attention_fraction=0.25)
+    """Seven matrices and a vocabulary of 1: 2 FLOPs an element in forward, twice that in backward;
+    attention over half the square. LoRA adds its factors; frozen matrices have no gradient."""
+    config = LlamaConfig(64, 1, 4, 2, 160, vocab_size=1)
+    matrices, tokens = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160, 128
 
-    def seconds(**options) -> dict[str, float]:
-        return compute_time(BLOCK, ParallelConfig(compile=True, **options), 10, 128, machine)
+    def seconds(lora: LoRA | None = None, **options) -> dict[str, float]:
+        parallel = ParallelConfig(compile=True, **options)
+        return compute_time(step_of(build_on_meta(config, lora), parallel, 1, 1, tokens), ROUND)
 
-    scores = 2 * 2 * 64 * 128 / 2 / 0.25e9  # and weighted sums, half the square
-    products = 10 * (3 * 2 * (MATRICES + 64) / 0.5e9 + 3.5 * scores)
+    attention = 2 * tokens * 64 / 0.25e9  # 4 H E for scores and sums, over half of the tokens
+    products = tokens * (3 * 2 * (matrices + 64) / 0.5e9 + 3.5 * attention)
     assert seconds()["products"] == pytest.approx(products) and seconds()["recompute"] == 0
-    recompute = 10 * (2 * MATRICES / 0.5e9 + scores)
-    assert seconds(checkpointing="full")["recompute"] == pytest.approx(recompute)
     assert seconds(tp=2)["products"] == pytest.approx(products / 2)
-
-
-def test_adapters_of_a_block():
-    """Frozen matrices take 4 FLOPs an element, factors 6. Of 4 bits 0.52 bytes are read, and the
-    numbers written, twice; DoRA reads and writes numbers in float32, and handles each output."""
-    given = (BLOCK, ParallelConfig(compile=True), 10, 128, ROUND, None)
-    widths, attention = 4 * 64 + 2 * 96 + 3 * 224, 10 * 3.5 * 2 * 64 * 128
-    plain, lora = compute_time(*given), compute_time(*given, LoRA(4))
-    assert plain["products"] == pytest.approx((10 * 6 * (MATRICES + 64) + attention) / 1e9)
-    products = 10 * (4 * (MATRICES + 64) + 6 * 4 * widths) + attention
-    assert lora["products"] == pytest.approx(products / 1e9)
-    assert lora["passes"] == plain["passes"]
-    in_4_bits, dora = (
-        1e9 * (compute_time(*given, *more)["passes"] - lora["passes"])
-        for more in ((LoRA(4), True), (LoRA(4, dora=True), False))
-    )
-    assert in_4_bits == pytest.approx(2 * MATRICES * (0.52 + 4))
-    assert dora == pytest.approx(MATRICES * (4 + 16) + 10 * 4 * 2.5 * widths)
+    again = tokens * (2 * matrices / 0.5e9 + attention)
+    assert seconds(checkpointing="full")["recompute"] == pytest.approx(again)
+    again = tokens * 2 * 64 * (64 + 32 + 160) / 0.5e9  # wq, wv and w1
+    assert seconds(checkpointing="selective")["recompute"] == pytest.approx(again)
+    frozen = tokens * (2 * 2 * (matrices + 64) / 0.5e9 + 3.5 * attention)
+    assert seconds(LoRA(4))["products"] == pytest.approx(frozen)
+    elements = 10 * 64 + 2 * (64 + 32) + 3 * 160  # norms, sums, RoPE, SwiGLU; loss of 1 entry
+    moved = tokens * (3 * 4 * elements + (2 * 4 + 16) * 1)
+    assert seconds()["passes"] == pytest.approx(moved / 1e9)
 
 
 def test_collectives_of_1_gb():
-    """An all-gather over the 8 GPUs of a node sends 7/8 over NVLink. Over two nodes it is limited
-    by their 8 links together, if NVLink is faster. An all-reduce sends twice as much, and here over
-    one link."""
-    machine = replace(H100, node_link=450e9)
+    """An all-gather over the 8 GPUs of a node sends 7/8 over NVLink; over two nodes their 8 links
+    limit it. An all-reduce sends twice as much, here over one link. Of an all-to-all over two
+    nodes, 8 of 15 parts go to the other node, over a rank's own link."""
     node, two_nodes = ParallelConfig(dp="fsdp", shard=8), ParallelConfig(dp="fsdp", shard=16)
     across = ParallelConfig(dp="hsdp", replicate=2, shard=8)
-
-    def seconds(collective, dim, parallel):
-        return collective_time(collective, 1e9, dim, parallel, machine)
-
-    assert seconds("all-gather", "shard", node) == pytest.approx(7 / 8 / 450, rel=0.02)
-    assert seconds("all-gather", "shard", two_nodes) == pytest.approx(15 / 16 / 400, rel=0.05)
-    assert seconds("all-reduce", "replicate", across) == pytest.approx(1 / 50, rel=0.01)
-
-
-def test_measured_times_are_interpolated():
-    groups = {"world": {"ranks": 2, "times": {"all-reduce": [(1000, 1.0), (3000, 2.0)]}}}
-    machine = Machine("cpu", 1, 1, 1, 1, per_node=2, measured=groups)
-    parallel = ParallelConfig(replicate=2)
-    for nbytes, expected in [(0, 1.0), (1000, 1.0), (2000, 1.5), (3000, 2.0), (6000, 4.0)]:
-        seconds = collective_time("all-reduce", nbytes, "replicate", parallel, machine)
-        assert seconds == pytest.approx(expected)
-
-
-def test_groups_match_measured_ones_by_size_and_nodes():
-    """4 ranks in 2 nodes: replicas and shards lie as measured; tp of 4 is the world."""
-    ranks = {"world": 4, "node": 2, "across": 2}
-    groups = {name: {"ranks": n} for name, n in ranks.items()}
-    machine = Machine("cpu", 1, 1, 1, 1, per_node=2, measured=groups)
-    for dim, parallel, expected in [
-        ("replicate", ParallelConfig(replicate=4), "world"),
-        ("shard", ParallelConfig(dp="hsdp", replicate=2, shard=2), "node"),
-        ("replicate", ParallelConfig(dp="hsdp", replicate=2, shard=2), "across"),
-        ("tp", ParallelConfig(tp=4), "world"),
-        ("shard", ParallelConfig(dp="fsdp", shard=2, tp=2), "across"),
-        ("shard", ParallelConfig(dp="fsdp", shard=3), None),
+    for collective, dim, parallel, expected in [
+        ("all-gather", "shard", node, 7 / 8 / 450),
+        ("all-gather", "shard", two_nodes, 15 / 16 / 400),
+        ("all-reduce", "replicate", across, 2 * 1 / 2 / 50),
+        ("all-to-all", "shard", two_nodes, 8 / 15 / 50),
+        ("send", "shard", node, 1 / 450),
     ]:
-        assert find_measured_group(*group_shape(dim, parallel, machine), machine) == expected
+        seconds = collective_time(collective, 1e9, dim, parallel, H100)
+        assert seconds == pytest.approx(expected, rel=0.05), (collective, dim)
 
 
 def test_fsdp_hides_behind_computation_and_tensor_parallelism_does_not():
     model = build_on_meta(PRESETS["llama3.1-8b"])
-    fsdp = ParallelConfig(dp="fsdp", shard=8, **FAST)
-    work = step_of(model, fsdp, 2, 1, 8192)
-    quick = step_time(work, H100)
-    assert quick["shard"] < 0.05 * quick["products"]  # only the first and the last are exposed
+    work = step_of(model, ParallelConfig(dp="fsdp", shard=8, **FAST), 2, 1, 8192)
+    calls = [(name, nbytes / n) for (_, name), (n, nbytes) in sends(work).items()]
+    exposed = 2 * sum(collective_time(*call, "shard", work.parallel, H100) for call in calls)
+    assert step_time(work, H100)["shard"] == pytest.approx(exposed)  # the first and the last
     slow = step_time(work, replace(H100, node_link=1e9))
-    payload = sum(nbytes for _, nbytes in predict_traffic(work).values())
-    hidden = slow["products"] + slow["recompute"] + slow["passes"]
+    payload = sum(nbytes for _, nbytes in sends(work).values())
+    hidden = slow["products"] + slow["passes"]
     assert slow["shard"] == pytest.approx(7 / 8 * payload / 1e9 - hidden, rel=0.02)
-    tp = step_of(model, replace(fsdp, shard=1, tp=8), 2, 1, 8192)
-    traffic = predict_traffic(tp)
-    payload = sum(nbytes for (dim, _), (_, nbytes) in traffic.items() if dim == "tp")
+    tp = replace(work, parallel=ParallelConfig(tp=8, **FAST))
+    payload = sum(nbytes for (dim, _), (_, nbytes) in sends(tp).items() if dim == "tp")
     on_links = 7 / 8 * payload / H100.node_link
     assert on_links < step_time(tp, H100)["tp"] < 1.2 * on_links
+    asynchronous = replace(tp, parallel=replace(tp.parallel, async_tp=True))
+    assert step_time(asynchronous, H100)["tp"] < step_time(tp, H100)["tp"] / 3
 
 
-def seconds_of_collectives(work, machine: Machine) -> dict[tuple[str, str], tuple[int, float]]:
-    """Return how many collectives of each kind a step has, and the seconds of one."""
-    return {
-        (dim, name): (calls, collective_time(name, nbytes / calls, dim, work.parallel, machine))
-        for (dim, name), (calls, nbytes) in predict_traffic(work).items()
-    }
+def test_a_pipeline_waits_for_its_bubble():
+    """Of equal stages (p - 1) / (m + p - 1) of the time, if messages are quick. Zero-bubble saves
+    nothing beside a frozen base, whose matrices have no gradients to put off."""
+    model = build_on_meta(LlamaConfig(1024, 4, 8, 8, 4096, vocab_size=8))
+    machine = replace(H100, node_link=1e15, latency=0)
+    work = step_of(model, ParallelConfig(pp=4, **FAST), 1, 8, 4096)
+    parts = step_time(work, machine)
+    busy = parts["products"] + parts["passes"]
+    share = bubble(check_schedule(make_schedule("1f1b", 4, 8), 8, 4))
+    assert parts["pp"] / (parts["pp"] + busy) == pytest.approx(share, rel=0.02)
+    zero = replace(work, parallel=replace(work.parallel, schedule="zero-bubble"))
+    assert step_time(zero, machine)["pp"] < 0.5 * parts["pp"]
+    frozen = build_on_meta(model.config, LoRA(8))
+    times = [step_time(replace(one, model=frozen), machine) for one in (work, zero)]
+    assert times[0]["pp"] == times[1]["pp"]
 
 
-def test_asynchronous_messages_hide_beside_products():
-    """On a fast link all of them, but not the collectives of embedding and loss; on a slow one as
-    much as the products of wq, wo, w1 and w2 take, of all chunks but the last."""
-    model = build_on_meta(LlamaConfig(512, 4, 8, 4, 1536, vocab_size=512))
-    machine = Machine("gpu", 1e14, 1e11, 3e12, node_link=4e11, matmul_fraction=0.7)
-    plain = step_of(model, ParallelConfig(tp=4, **FAST), 8, 2, 2048)
-    work = replace(plain, parallel=replace(plain.parallel, async_tp=True))
-    products = 3 * 2 * 2 * (512 * 512 + 512 * 1536) * 4 * 2 * 8 * 2048 / 4 * 3 / 4 / 0.7e14
-    for link, hidden in ((machine, math.inf), (replace(machine, node_link=1e9), products)):
-        found = seconds_of_collectives(work, link)
-        calls, message = found.pop(("tp", "send"))
-        ends = sum(calls * seconds for calls, seconds in found.values())
-        exposed = max(0, calls * message - hidden)
-        assert step_time(work, link)["tp"] == pytest.approx(ends + exposed)
-    assert step_time(work, machine)["tp"] < step_time(plain, machine)["tp"] / 3
-
-
-def test_zero1_hides_its_gradients_and_never_its_weights():
-    """With much computation a ZeRO-1 step waits for every all-gather, and for one reduce-scatter;
-    a rank updates an eighth of the parameters."""
-    model = build_on_meta(PRESETS["llama3.2-1b"])
-    ddp = step_of(model, ParallelConfig(replicate=8, dtype=torch.bfloat16), 8, 1, 8192)
-    zero1 = replace(ddp, parallel=replace(ddp.parallel, dp="zero1"))
-    seconds = seconds_of_collectives(zero1, H100)
-    calls, gather = seconds["replicate", "all-gather"]
-    _, scatter = seconds["replicate", "reduce-scatter"]
-    parts = step_time(zero1, H100)
-    assert parts["replicate"] == pytest.approx(calls * gather + scatter)
-    parameters = sum(p.numel() for p in model.parameters())
-    assert parts["optimizer"] == pytest.approx(update_bytes(4) * parameters / 8 / H100.bandwidth)
-    assert step_time(ddp, H100)["optimizer"] == pytest.approx(8 * parts["optimizer"])
-
-
-def test_zero_bubble_saves_nothing_beside_a_frozen_base():
-    """Its matrices have no gradients, which W would compute while a rank waits."""
-
-    def waits(schedule: str, lora: LoRA | None) -> float:
-        model = build_on_meta(PRESETS["llama3.2-1b"], lora)
-        parallel = ParallelConfig(pp=4, schedule=schedule, dtype=torch.bfloat16)
-        return step_time(step_of(model, parallel, 1, 8, 4096), H100)["pp"]
-
-    assert waits("zero-bubble", LoRA(8)) == waits("1f1b", LoRA(8))
-    assert waits("zero-bubble", None) < 0.8 * waits("1f1b", None)
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_offloaded_activations_hide_beside_computation(checkpointing):
-    """The 1B on 8,192 tokens: with full checkpointing D elements a token and block move, and take
-    less time than the computation; without it ten times as many, and take longer."""
-    model, tokens = build_on_meta(PRESETS["llama3.2-1b"]), 8192
-    parallel = ParallelConfig(dp="fsdp", checkpointing=checkpointing, **FAST)
-    work = step_of(model, parallel, 1, 2, tokens)
-    without = step_time(work, H100)
-    offloaded = replace(parallel, offload_activations=True)
-    offloading = step_time(replace(work, parallel=offloaded), H100)
-    forward = (without["products"] + without["passes"]) / 3
-    backward = 2 * forward + without["recompute"]
-    # Inputs and outputs of two norms, q and attention's output; k, v; gate, up, their product; lse
-    # in float32.
-    elements = 6 * 2048 + 2 * 512 + 3 * 8192 + 2 * 32 if checkpointing == "none" else 2048
-    moved = 2 * 16 * tokens * 2 * elements / 50e9  # two microbatches, 16 layers, 2 bytes
-    expected = max(0, moved - forward) + max(0, moved - backward)
-    assert offloading["to the CPU"] == pytest.approx(expected)
-    assert (expected > 0) == (checkpointing == "none") and without["to the CPU"] == 0
-    assert sum(offloading.values()) == pytest.approx(sum(without.values()) + expected)
+def test_offloaded_activations_hide_beside_computation():
+    """16 layers of the 1B on 8,192 tokens, 2 bytes an element: all that blocks save takes longer
+    to move than forward; with full checkpointing a twentieth moves, in less time."""
+    model, moved = build_on_meta(PRESETS["llama3.2-1b"]), 6 * 2048 + 2 * 512 + 3 * 8192
+    parallel = ParallelConfig(dp="fsdp", offload_activations=True, **FAST)
+    work = step_of(model, parallel, 1, 1, 8192)
+    parts, seconds = step_time(work, H100), 16 * 8192 * 2 * moved / 50e9
+    forward = (parts["products"] + parts["passes"]) / 3
+    expected = seconds - forward + max(0, seconds - 2 * forward)
+    assert parts["cpu"] == pytest.approx(expected, rel=0.01)
+    full = replace(work, parallel=replace(parallel, checkpointing="full"))
+    assert step_time(full, H100)["cpu"] == 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from config import ParallelConfig
-from costs.traffic import Traffic
+from costs.page import Traffic
 from labs.machinery.compare import Property
 from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
@@ -22,9 +22,9 @@ FUNCTION = "traffic"
 ABOUT = "the calls and bytes of a step"
 NEEDS = "ceiling division, the payload of a collective"
 POINT = "what is kept need not be sent again"
-LEADS_TO = "costs/traffic.py", "predict_traffic"
+LEADS_TO = "costs/page.py", "sends"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "costs.traffic.predict_traffic", "costs.traffic._fsdp", "perf.instruments.emulate"
+BARRED = "costs.page.sends", "costs.page._of_gradients", "perf.instruments.emulate"
 HINTS = (
     "Look at the docstring of `fsdp`: what does each value of `reshard` free after use? What is "
     "freed has to be gathered again, or sent at once.",

@@ -45,12 +45,12 @@ def memory(
     Elements a token, with D, F and V as in model.py and K = n_kv_heads head_dim:
         a block saves             8 D + 2 K + 4 F; under full checkpointing its input alone, D
         backward of a block needs D + 2 F, and what it has to compute again
-        the loss needs            4 D + 3 V, for the last norm, logits and their gradient;
-                                  and once 2 V D, for the gradient of the output matrix
+        the loss needs            3 D + 3 V, for the last norm, logits and their gradient;
+                                  and once V D, for the gradient of the output matrix
 
     Example: LlamaConfig(16, 3, 2, 1, 32, 32), root=1040, block=2336, dp="ddp", ranks=4, no
     checkpointing and 1 microbatch of 32 tokens give parameters 32192, gradients 32192, optimizer
-    64384, sums 32192, gathered 0, activations 104448, computing 24576. The peak is 259092.
+    64384, sums 32192, gathered 0, activations 104448, computing 20480. The peak is 259092.
     """
     # >>>
     D, F, V = config.dim, config.ffn_dim, config.vocab_size
@@ -64,7 +64,7 @@ def memory(
     saved = everything = 8 * D + 2 * config.n_kv_heads * config.head_dim + 4 * F
     if checkpointing == "full":
         saved = D
-    loss = tokens * (4 * D + 3 * V) + 2 * V * D
+    loss = 3 * tokens * (D + V) + V * D
     backward = tokens * (everything - saved + D + 2 * F)
     return {
         "parameters": 4 * P // shards,

@@ -22,9 +22,9 @@ FUNCTION = "memory"
 ABOUT = "bytes by kind, and at the peak"
 NEEDS = "elements a token, AdamW's state"
 POINT = "sharding divides state, not activations or logits"
-LEADS_TO = "costs/memory.py", "predict_memory"
+LEADS_TO = "costs/page.py", "holds"
 SIZES = (1,)  # the other ranks of a mesh do not exist
-BARRED = "costs.memory.predict_memory", "costs.memory._memory_of_rank", "perf.instruments.emulate"
+BARRED = "costs.page.holds", "costs.page.saved", "perf.instruments.emulate"
 HINTS = (
     "Look at the picture in the docstring of `fsdp`: what does a rank hold a part of? And which of "
     "the seven kinds come from a rank's own sequences, which nobody else has?",
@@ -203,8 +203,8 @@ def known_mistakes(step: Step) -> tuple[dict[str, float], dict[str, dict[str, fl
     everything = 8 * D + 2 * c.n_kv_heads * c.head_dim + 4 * F
     saved = L * tokens * 4 * (D if step.checkpointing == "full" else everything)
     recomputed = L * tokens * 4 * everything - saved
-    matrix, logits = 4 * 2 * V * D, 4 * tokens * 3 * V
-    loss = matrix + logits + 4 * tokens * 4 * D
+    matrix, logits = 4 * V * D, 4 * tokens * 3 * V
+    loss = matrix + logits + 4 * tokens * 3 * D
     backward = recomputed / L + 4 * tokens * (D + 2 * F)
     right = {
         "sums": whole if in_buckets or adds_up else whole // n * (m > 1),
