@@ -3,8 +3,8 @@
 python bench.py limit [--lora]
                             a training step beside the bare matrix products of a step, and beside
                             transformers' step or peft's
-torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp hsdp] [--lora]
-                            the same step, distributed in different ways
+torchrun --nproc-per-node 4 bench.py compare [one ddp fsdp "fsdp --reshard none"] [--lora]
+                            the same step, distributed and computed in different ways
 torchrun --nproc-per-node 4 bench.py comm [--out comm.json]
                             latency and bandwidth of the links between ranks
 torchrun --nproc-per-node 4 bench.py step [flags of train.py]
@@ -31,25 +31,24 @@ import torch
 
 import finetune_lora
 import train
-from config import Work, add_parallel_flags, requested_parallel
+from config import Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
-from costs.search import FILTERS, SAME_TRAINING
+from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
 from data import read_ahead, row_of
 from lora import LoRA
 from model import PRESETS
 from parallel import with_mesh
 from perf.comm import measure_comm
-from perf.compare import CONTESTANTS, measure_compare
-from perf.instruments import Task, build_on_meta, check_writable
-from perf.limit import measure_limit
+from perf.compare import NAMES, default_contestants, measure_compare, tasks_of
+from perf.instruments import Task, Training, build_on_meta, check_writable
 from perf.measured import measured_machine, read_measurement
 from perf.plan import Question, plan_cluster
-from perf.step import Training, measure_step
-from plumbing.devices import has_bfloat16
+from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
-from plumbing.processes import UserError, init_distributed, print_rank_zero, run
+from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from runs.rules import check_batch, check_parallel, check_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
@@ -69,20 +68,21 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def add_size_flags(
     parser: argparse.ArgumentParser, model: str, batch: int, seq_len: int, repeats: int
 ) -> None:
-    """Add the flags for the size of a step and for the number of its repetitions."""
+    """Add the flags for a step of limit and compare, and for the number of its repetitions."""
     parser.add_argument("--model", choices=PRESETS, default=model, help="preset")
     add_integers(parser, batch=(batch, "sequences per step, over all processes"),
                  seq_len=(seq_len, "tokens per sequence"),
                  repeats=(repeats, "rounds of all contestants"))
     add_parallel_flags(parser, ["dtype"])
     add_optimizer_flags(parser)
+    add_adapter_flags(parser)
     parser.set_defaults(lr=1e-4, dtype="float32")
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
-    add_adapter_flags(parser)
-    parser.add_argument("--compile", action="store_true", help="also measure compiled blocks")
+    parser.add_argument("--compile", action="store_true", dest="also_compiled",
+                        help="also measure compiled blocks")
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,18 +95,15 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("contestants", nargs="*", metavar="NAME",
-        help=f"contestants, from {', '.join(CONTESTANTS)}. one: rank 0 alone; bare: its matrix "
-             "products alone; transformers: transformers' model and peft's adapters; fsdp-X: fsdp "
-             "with --reshard X; wrong: hsdp that shards across nodes; tp: tensor parallelism over "
-             "all processes; async-tp: the same, sending while it multiplies; cp: fsdp whose ranks "
-             "in a node share sequences; pp: a stage on each node, or process; selective, full, "
-             "offloaded, compiled, float8: ddp with that checkpointing, with full and offloaded "
-             "activations, with compiled blocks, or with those and products in 8 bits (default: "
-             "those that differ on these processes; all are in memory at once)")
+    parser.add_argument("contestants", nargs="*", metavar="CONTESTANT",
+        help="a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
+             f"'tp --compile'. Names: {', '.join(NAMES)}. one: rank 0 alone; bare: its matrix "
+             "products alone; transformers: transformers' model and peft's adapters; wrong: hsdp "
+             "that shards across nodes; tp: over all processes; cp: fsdp whose ranks in a node "
+             "share sequences; pp: a stage on each node, or process (default: those that differ "
+             "on these processes; all are in memory at once)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
-    add_adapter_flags(parser)
     add_json_flag(parser)
 
 
@@ -117,7 +114,6 @@ def add_comm_flags(parser: argparse.ArgumentParser) -> None:
     add_integers(parser, repeats=(11, "rounds of all collectives"),
                  microbatch=(1, "sequences of that microbatch"),
                  seq_len=(512, "tokens per sequence of that microbatch"))
-    add_optimizer_flags(parser)
 
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
@@ -171,71 +167,75 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 # ------------------------------------------------------------------------------ the commands
 
 
-def check_adamw(args: argparse.Namespace) -> None:
-    if args.optimizer == "muon":
-        raise UserError("this command measures AdamW: leave out --optimizer muon")
-
-
-def check_same_step(args: argparse.Namespace) -> None:
-    if args.dp not in ("auto", *SAME_TRAINING):
-        raise UserError(f"--dp {args.dp} is another training, which this command does not know")
+def check_same_step(dp: str) -> None:
+    if dp not in ("auto", *SAME_TRAINING):
+        raise UserError(f"--dp {dp} is another training, which this command does not know")
 
 
 def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
     """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
     if not args.lora and (args.dora or args.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
-    if args.lora and args.optimizer == "muon":
-        raise UserError("--optimizer muon is for whole matrices: leave it out with --lora")
+    if args.lora and args.optimizer not in (None, "adamw"):
+        raise UserError(f"--optimizer {args.optimizer} is for whole matrices, not for adapters: "
+                        "leave it out with --lora")  # fmt: skip
     return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
 
 
-def task_of(
-    args: argparse.Namespace, microbatch: int, lora: LoRA | None = None, base_bits: int = 16
-) -> Task:
-    """Return the step that flags ask for."""
-    return Task(
-        model=build_on_meta(PRESETS[args.model], lora, base_bits),
-        parallel=replace(requested_parallel(args), compile=False),  # --compile adds a contestant
+def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
+    """Return the step of limit or compare that some more `flags` ask for on these processes."""
+    parser = Parser()
+    add_parallel_flags(parser)
+    parser.set_defaults(dp="ddp", reshard="weights")
+    # Flags that a contestant does not have are those of the command.
+    args = parser.parse_args(flags.split(), argparse.Namespace(**vars(args)))
+    check_same_step(args.dp)
+    if args.reshard == "adapters" and not args.lora:
+        raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
+    parallel = requested_parallel(args)
+    task = Task(
+        model=build_on_meta(PRESETS[args.model], *adapters_of(args)),
+        parallel=parallel,
         batch=args.batch,
-        microbatch=microbatch,
+        microbatch=args.microbatch,
         seq_len=args.seq_len,
-        on_gpu=torch.cuda.is_available(),
-        name=args.model,
+        on_gpu=process.device.type == "cuda",
         optimizer_of=partial(train.make_optimizer, args=args),
     )
+    check_parallel(task, args.shard, process)
+    sizes = process.size, process.per_node, args.shard
+    task = replace(task, parallel=with_mesh_sizes(parallel, *sizes))
+    check_batch(task)
+    check_work(task)
+    return task
 
 
 def limit(args: argparse.Namespace) -> str:
-    check_adamw(args)
-    lora, base_bits = adapters_of(args)
-    return measure_limit(task_of(args, args.batch, lora, base_bits), args.repeats, args.compile)
+    if args.optimizer not in (None, "adamw"):
+        raise UserError(f"this command measures AdamW: leave out --optimizer {args.optimizer}")
+    args.contestants = ["bare", "transformers", "one", *["one --compile"] * args.also_compiled]
+    args.microbatch, args.json = args.batch, None
+    return compare(args)
 
 
 def compare(args: argparse.Namespace) -> str:
-    if unknown := set(args.contestants) - CONTESTANTS.keys():
-        raise UserError(f"no contestant {min(unknown)}: choose from {', '.join(CONTESTANTS)}")
-    names = "model batch microbatch seq_len lora rank dora base_bits dtype optimizer moments"
-    flags = {name: getattr(args, name) for name in names.split()}
-    lora, base_bits = adapters_of(args)
-    task = task_of(args, args.microbatch, lora, base_bits)
-    return measure_compare(args.contestants, task, args.repeats, flags, args.json)
+    process = init_distributed()
+    check_writable("--json", args.json)
+    names = args.contestants or default_contestants(process, args.lora)
+    tasks = tasks_of(names, partial(task_of, args), process, leave_out=not args.contestants)
+    flags = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
+    return measure_compare(tasks, process, args.repeats, flags, args.json)
 
 
 def comm(args: argparse.Namespace) -> str:
-    check_adamw(args)
-    world, task = with_mesh(init_distributed()), None
+    world = with_mesh(init_distributed())
     world.check_same_flags(vars(args) | {"nproc_per_node": world.per_node})
-    if args.model:  # every rank computes a microbatch
-        args.batch = args.microbatch * world.size
-        args.dtype = "bfloat16" if has_bfloat16(world.device) else "float32"
-        task = task_of(args, args.microbatch)
-    return measure_comm(world, task, args.repeats, args.out)
+    return measure_comm(world, args.model, args.microbatch, args.seq_len, args.repeats, args.out)
 
 
 def step(args: argparse.Namespace) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
-    check_same_step(args)
+    check_same_step(args.dp)
     if args.lora:
         finetune_lora.complete(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
@@ -258,26 +258,18 @@ def step(args: argparse.Namespace) -> str:
     read = partial(train.local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
         training = Training(
-            world=world,
-            job=job,
-            runner=runner,
-            optimizer=optimizer,
-            batches=batches,
-            work=work,
-            clip=args.clip,
+            world, job.model, runner, optimizer, batches, work.microbatch, args.clip
         )
-        return measure_step(training, args.repeats, args.json)
+        return measure_step(training, work, args.repeats, args.json)
 
 
 def equal(args: argparse.Namespace) -> str:
-    check_same_step(args)
+    check_same_step(args.dp)
     args.out, args.resume = args.out or Path("out"), True  # nothing is written
-    args.dtype, args.compile, args.float8 = "float64", False, "none"
-    args.offload = args.offload_activations = False
     process = setup(args)
     job = prepare_pretraining(args, process)
     work, _ = choose_work(args, job.whole, job.train_set.document_mask, process)
-    world = with_mesh(process, work.parallel)
+    world = with_mesh(process, in_float64(work.parallel))
     rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
     batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
 

@@ -107,7 +107,7 @@ def row_sums(
     finally:
         model.loss = whole_loss
     if world.size > 1:
-        dist.all_reduce(sums, group=world.group)
+        dist.all_reduce(sums)
     # Ranks along tp have the same losses and targets, along pp the same targets.
     return sums[: len(rows)] / sums.new_tensor([tp, tp * pp, tp * pp])
 

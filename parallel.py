@@ -92,7 +92,6 @@ class World(Process):
 
     parallel: ParallelConfig
     mesh: DeviceMesh
-    group: dist.ProcessGroup | None = None  # a subset of the processes; None: all of them
     cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one, if any
     stage_group: dist.ProcessGroup | None = None  # the ranks with the same layers; None: all
 
@@ -124,7 +123,7 @@ class World(Process):
             return row[None]
         rows = row.new_empty(self.size * len(row))
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
-        all_gather(rows, row, self.group)  # 8 bytes a scalar and rank
+        all_gather(rows, row)  # 8 bytes a scalar and rank
         return rows.view(self.size, -1)
 
 
@@ -158,6 +157,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
+# They divide sizes by the ranks along a mesh dimension.
+DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
 
 
 def used_techniques(parallel: ParallelConfig) -> list[Technique]:
@@ -167,8 +168,7 @@ def used_techniques(parallel: ParallelConfig) -> list[Technique]:
 def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can.
     `more` are techniques of a script that parallelism does not know."""
-    others = parallel_layers, context_parallel, pipeline, zero1
-    asked = *others, *used_techniques(work.parallel), *more
+    asked = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
     reasons = (part.refuses(work) for part in asked)
     return next(filter(None, reasons), "")
 

@@ -80,10 +80,9 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 def seconds_of(operation, burst: int = 10) -> float:
     """Return the median time of an operation. A burst of them hides the start of the first."""
-    bursts = instruments.time_interleaved(
-        {"": lambda: [operation() for _ in range(burst)]}, repeats=7
-    )
-    return statistics.median(bursts[""]) / burst
+    bursts = {"burst": lambda: [operation() for _ in range(burst)]}
+    rounds = instruments.run_in_turns(bursts, repeats=7)
+    return statistics.median(rounds["burst"]["step"]) / burst
 
 
 def measure_rates() -> dict[str, str]:
@@ -115,11 +114,9 @@ def measure_kernels() -> dict[str, float]:
     flags = Parser.defaults(add_optimizer_flags, lr=1e-5, moments="bfloat16")
     settings = dict(checkpointing="selective", moments=flags.moments)
     parallel = ParallelConfig(dtype=DTYPE, compile=ON_GPU, **settings)
-    optimizer_of, model = (
-        partial(make_optimizer, args=flags),
-        instruments.build_on_meta(PRESETS[name]),
-    )
-    task = instruments.Task(model, parallel, 4, 2, seq_len, name=name, optimizer_of=optimizer_of)
+    optimizer_of = partial(make_optimizer, args=flags)
+    model = instruments.build_on_meta(PRESETS[name])
+    task = instruments.Task(model, parallel, 4, 2, seq_len, optimizer_of=optimizer_of)
     batch = instruments.random_batch(model.config, task.batch, seq_len).to(DEVICE)
     step = instruments.make_step(task, with_mesh(init_distributed(), parallel), batch)
     seconds = {"the step": seconds_of(step, burst=1)}

@@ -14,8 +14,8 @@ import json
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,12 +26,15 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
+import bench  # noqa: E402
 from config import ParallelConfig, Work  # noqa: E402
 from costs.page import holds, sends  # noqa: E402
 from costs.seconds import sent_bytes  # noqa: E402
 from model import PRESETS  # noqa: E402
-from perf.compare import configure  # noqa: E402
+from perf.compare import tasks_of  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
+from plumbing.parser import Parser  # noqa: E402
+from plumbing.processes import Process  # noqa: E402
 from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
@@ -105,17 +108,15 @@ def draw_loss(path: Path) -> None:
 def draw_strategies(path: Path) -> None:
     """Peak memory of a rank and the bytes that it sends, by strategy: measured and predicted."""
     report = json.loads((MEASURED / "strategies.json").read_text())
-    model = build_on_meta(PRESETS[report["model"]])
     names = list(report["strategies"])
-    sizes = dict(size=report["ranks"], per_node=report["per_node"])
-    base = SimpleNamespace(parallel=ParallelConfig(), **sizes)
+    step = {name: report[name] for name in ("model", "batch", "microbatch", "seq_len")}
+    args = Parser.defaults(bench.add_compare_flags, **step)
+    process = Process(0, report["ranks"], 0, report["per_node"], torch.device("cpu"))
     counted = report["strategies"].values()
     memory, traffic = [], []
-    for name in names:
-        parallel = configure(name, base)
-        work = Work(model, parallel, report["batch"], report["microbatch"], report["seq_len"])
+    for work in tasks_of(names, partial(bench.task_of, args), process).values():
         memory.append(holds(work)["peak"] / 1e9)
-        traffic.append(sent_bytes(sends(work), parallel) / 1e9)
+        traffic.append(sent_bytes(sends(work), work.parallel) / 1e9)
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)
     bars(left, names, [row["peak_bytes"] / 1e9 for row in counted], memory, BLUE)
     bars(right, names, [row["sends"] / 1e9 for row in counted], traffic, ORANGE)

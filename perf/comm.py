@@ -12,8 +12,6 @@ All groups of a kind run at once, as they do in training: so links that they sha
 
 import math
 import statistics
-import sys
-from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,47 +21,49 @@ import torch.distributed as dist
 
 from config import ParallelConfig
 from costs.search import USABLE_FRACTION, usable_memory
-from model import Llama
-from parallel import World, parallelize, with_mesh
+from model import PRESETS
+from parallel import World, with_mesh
 from perf.instruments import (
     Contestants,
     Task,
+    Training,
     build_on_meta,
     check_writable,
     describe_machine,
+    make_step,
     markdown_table,
     random_batch,
-    time_interleaved,
+    run_in_turns,
     write_json,
 )
-from plumbing.processes import UserError, print_rank_zero
-from plumbing.shards import assign_shard
-from text.batch import Batch
-from train import accumulate
+from plumbing.devices import has_bfloat16
+from plumbing.parser import Parser
+from plumbing.processes import UserError
+from runs.flags import add_optimizer_flags
+from train import accumulate, make_optimizer
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
 
-Times = dict[str, list[tuple[int, float]]]  # collective -> payload bytes and seconds, by size
 
-
-def measure_comm(world: World, task: Task | None, repeats: int, out: Path | None) -> str:
-    """Measure the links between all ranks, and the computation of a task; return the results as
-    text and write them to --out."""
+def measure_comm(
+    world: World, preset: str | None, microbatch: int, seq_len: int, repeats: int, out: Path | None
+) -> str:
+    """Measure the links between all ranks, and the computation of a microbatch of a preset; return
+    the results as text and write them to --out."""
     if world.size < 2:
         raise UserError(
             "comm needs at least two processes: torchrun --nproc-per-node 2 bench.py comm"
         )
     check_writable("--out", out)
-    groups = {}
-    for name, group in process_groups(world).items():
-        print_rank_zero(f"{name}: {number_of_groups(world.size, group.size())}", file=sys.stderr)
-        times = time_collectives(group, repeats, world)
-        groups[name] = {"ranks": group.size(), "times": times}
+    groups = {
+        name: {"ranks": group.size(), "times": time_collectives(group, repeats, world)}
+        for name, group in process_groups(world).items()
+    }
     report = describe_machine(world) | {
         "backend": "nccl" if world.device.type == "cuda" else "gloo",
         "memory": usable_memory(world.device, world.per_node) / USABLE_FRACTION,
         "groups": groups,
-        "compute": time_computation(task, repeats, world) if task else None,
+        "compute": time_computation(preset, microbatch, seq_len, repeats, world),
     }
     write_json(out, report)
     return text_report(report)
@@ -81,26 +81,29 @@ def process_groups(world: World) -> dict[str, dist.ProcessGroup]:
     return groups
 
 
-def time_collectives(group: dist.ProcessGroup, repeats: int, world: World) -> Times:
-    """Time each collective with payloads of SIZES.
+def time_slowest(contestants: Contestants, repeats: int, world: World) -> dict[str, float]:
+    """Return for each contestant the median, over the rounds, of the longest time of any rank."""
+    medians = {}
+    for name, seconds in run_in_turns(contestants, repeats).items():
+        slowest = world.all_gather_scalars(seconds["step"]).amax(0)
+        medians[name] = statistics.median(slowest.tolist())
+    return medians
 
-    A time is the median, over the rounds, of the slowest rank's. Sizes are rounded up so that every
-    rank of the group has an equal number of float32 elements."""
-    times = defaultdict(list)
+
+# ----------------------------------------------------------------------------------- the links
+
+
+def time_collectives(group: dist.ProcessGroup, repeats: int, world: World) -> dict[str, list]:
+    """Return by collective, for each payload of SIZES, its bytes and the seconds that it takes.
+    Sizes are rounded up so that every rank of the group has an equal number of float32 elements."""
+    times = {}
     for size in SIZES:
         multiple = 4 * group.size()
         nbytes = math.ceil(size / multiple) * multiple
-        contestants = collectives(group, nbytes, world.device)
-        for name, seconds in time_slowest(contestants, repeats, world).items():
-            times[name].append((nbytes, seconds))
+        medians = time_slowest(collectives(group, nbytes, world.device), repeats, world)
+        for name, seconds in medians.items():
+            times.setdefault(name, []).append((nbytes, seconds))
     return times
-
-
-def time_slowest(contestants: Contestants, repeats: int, world: World) -> dict[str, float]:
-    """Return for each contestant the median, over the rounds, of the longest time of any rank."""
-    seconds = time_interleaved(contestants, repeats)
-    slowest = {name: world.all_gather_scalars(own).amax(0) for name, own in seconds.items()}
-    return {name: statistics.median(times.tolist()) for name, times in slowest.items()}
 
 
 def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Contestants:
@@ -129,49 +132,6 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
     }
 
 
-def time_computation(task: Task, repeats: int, world: World) -> dict:
-    """Return the seconds that one microbatch and one update take without communication.
-
-    Every rank trains a model of its own, all at once, since ranks of a node share its processors.
-    It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
-    Times are medians of the slowest rank's, since a training step waits for that rank."""
-    config, dtype = task.model.config, task.parallel.dtype
-    batch = random_batch(config, task.microbatch, task.seq_len).to(world.device)
-    contestants = {}
-    for dp in ("fsdp", "ddp"):
-        # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
-        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
-        model = build_on_meta(config)
-        parallelize(model, alone, partial(Llama.init_weights, assign=assign_shard))
-        contestants[dp] = partial(forward_and_backward, model, batch, alone)
-    optimizer = task.optimizer_of(model)  # of the last model, ddp's
-    contestants["update"] = partial(clip_and_update, optimizer)
-    medians = time_slowest(contestants, repeats, world)
-    return {
-        "model": task.name,
-        "config": asdict(config),
-        "dtype": str(dtype).removeprefix("torch."),
-        "moments": task.parallel.moments,
-        "tokens": task.microbatch * task.seq_len,
-        "seq_len": task.seq_len,
-        "forward_backward": medians["ddp"],
-        "forward_backward_in_fsdp": medians["fsdp"],
-        "update": medians["update"],
-    }
-
-
-def forward_and_backward(model: Llama, batch: Batch, world: World) -> None:
-    model.zero_grad()
-    accumulate(model, batch, len(batch.tokens), world)
-
-
-def clip_and_update(optimizer: torch.optim.Optimizer) -> None:
-    """Run what train.update computes on one rank: gradient norm, scaling, AdamW."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    torch._foreach_mul_(gradients, 1 / (1 + torch.nn.utils.get_total_norm(gradients)))
-    optimizer.step()
-
-
 def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float:
     """Return the bytes per second that each rank's link carries, as nccl-tests define it.
 
@@ -184,6 +144,7 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
 
 
 def text_report(report: dict) -> str:
+    """Return a table for each kind of group, with a row for each size."""
     lines = [
         f"{report['ranks']} ranks, {report['per_node']} per node, {report['backend']} on "
         f"{report['device']}. MB/s are bus bandwidth: payload per second, times 2(n-1)/n for an "
@@ -191,23 +152,63 @@ def text_report(report: dict) -> str:
         "time of the smallest message is the latency."
     ]
     for name, group in report["groups"].items():
-        lines += ["", f"{name}: {number_of_groups(report['ranks'], group['ranks'])}", ""]
-        lines += collectives_table(group["ranks"], group["times"])
+        n, times, rows = group["ranks"], group["times"], []
+        for of_size in zip(*times.values()):
+            row = [f"{of_size[0][0]:,}"]
+            for kind, (nbytes, seconds) in zip(times, of_size):
+                speed = bus_bandwidth(kind, n, nbytes, seconds) / 1e6
+                row.append(f"{1e3 * seconds:,.3f} ms, {speed:,.1f} MB/s")
+            rows.append(row)
+        at_once = f"{report['ranks'] // n} group(s) of {n} ranks at once"
+        lines += ["", f"{name}: {at_once}", "", *markdown_table(["bytes", *times], rows)]
     return "\n".join(lines)
 
 
-def number_of_groups(size: int, n: int) -> str:
-    return f"{size // n} groups of {n} ranks at once" if n < size else f"all {n} ranks"
+# --------------------------------------------------------------------------------- computation
 
 
-def collectives_table(n: int, times: Times) -> list[str]:
-    """Return the lines of a table with one row per size, one column per collective."""
-    rows = []
-    for by_collective in zip(*times.values()):
-        nbytes, _ = by_collective[0]
-        cells = [
-            f"{1e3 * seconds:,.3f} ms, {bus_bandwidth(name, n, nbytes, seconds) / 1e6:,.1f} MB/s"
-            for name, (_, seconds) in zip(times, by_collective)
-        ]
-        rows.append([f"{nbytes:,}", *cells])
-    return markdown_table(["bytes", *times], rows)
+def time_computation(
+    preset: str | None, microbatch: int, seq_len: int, repeats: int, world: World
+) -> dict | None:
+    """Return the seconds that one microbatch and one update take without communication.
+
+    Every rank trains a model of its own, all at once, since ranks of a node share its processors.
+    It does so as plain modules, and in FSDP over one rank, which adds the time of FSDP's own code.
+    Times are medians of the slowest rank's, since a training step waits for that rank."""
+    if not preset:
+        return None
+    dtype = torch.bfloat16 if has_bfloat16(world.device) else torch.float32
+    optimizer_of = partial(make_optimizer, args=Parser.defaults(add_optimizer_flags))
+    model, trainings = build_on_meta(PRESETS[preset]), {}
+    for dp in ("ddp", "fsdp"):
+        # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
+        alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
+        parallel, batch = alone.parallel, random_batch(model.config, microbatch, seq_len)
+        task = Task(model, parallel, microbatch, microbatch, seq_len, optimizer_of=optimizer_of)
+        trainings[dp] = make_step(task, alone, batch.to(world.device))
+    contestants = {dp: partial(forward_and_backward, t) for dp, t in trainings.items()}
+    contestants["update"] = partial(clip_and_update, trainings["ddp"])
+    medians = time_slowest(contestants, repeats, world)
+    return {
+        "model": preset,
+        "config": asdict(model.config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": microbatch * seq_len,
+        "seq_len": seq_len,
+        "forward_backward": medians["ddp"],
+        "forward_backward_in_fsdp": medians["fsdp"],
+        "update": medians["update"],
+    }
+
+
+def forward_and_backward(training: Training) -> None:
+    training.model.zero_grad()
+    accumulate(training.runner, next(training.batches), training.microbatch, training.world)
+
+
+def clip_and_update(training: Training) -> None:
+    """Run what train.update computes on one rank: gradient norm, scaling, AdamW."""
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    torch._foreach_mul_(gradients, 1 / (1 + torch.nn.utils.get_total_norm(gradients)))
+    training.optimizer.step()

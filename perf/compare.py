@@ -1,9 +1,13 @@
-"""`bench.py compare`: the same training step, distributed in different ways.
+"""`bench.py compare` and `limit`: the same training step, distributed and computed in many ways.
 
-Contestants are the strategies of parallel.py and some variants of them. All start from the same
-weights and train on the same batch: so their losses must agree, and they differ in time, memory and
-communication. Two are for scale: the bare matrix products of a step, and transformers' step with
-weights of its own. They run in turns and stay in memory together.
+    torchrun --nproc-per-node 2 bench.py compare ddp fsdp "fsdp --reshard none" "tp --async-tp"
+    python bench.py limit --lora        how far a step is from what the machine can do
+
+A contestant is a name, of a strategy of parallel.py for example, and flags of train.py that say how
+a step is split and computed. All start from the same weights and train on the same batch: so their
+losses must agree, and they differ in time, memory and communication. Two are for scale: the bare
+matrix products of a step, and transformers' step with weights of its own (perf/rivals.py). They run
+in turns and stay in memory together.
 """
 
 import statistics
@@ -13,161 +17,112 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import STRATEGIES, ParallelConfig
+from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig
 from costs.page import Traffic, holds
-from costs.search import SAME_TRAINING, with_mesh_sizes
+from costs.search import SAME_TRAINING
 from costs.seconds import sent_bytes
-from lora import adapter_settings
 from parallel import World, with_mesh
 from perf.instruments import (
-    Counted,
-    Live,
-    Seconds,
+    Rounds,
     Task,
-    check_writable,
+    Training,
     describe_machine,
     make_step,
+    markdown_table,
     megabytes,
+    quartiles,
     random_batch,
-    ratios_to_first,
-    time_interleaved,
-    timing_table,
+    run_in_turns,
     traffic_in_words,
     write_json,
 )
-from perf.limit import bare_step, transformers_step
-from plumbing.processes import UserError, print_rank_zero
-from runs.rules import check_parallel, check_work
+from perf.rivals import bare_step, transformers_step
+from plumbing.processes import Process, UserError, print_rank_zero
 from techniques.context_parallel import share_sequences
-from techniques.float8 import has_float8
 
-# Relative; sums in a different order differ by less, and those of products in 8 bits by less than
-# is allowed in bfloat16.
-LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+# Relative: what sums in another order differ by, and (True) bfloat16 or different arithmetics.
+LOSS_TOLERANCE = {False: 1e-4, True: 1e-2}
+# What rank 0 runs alone, with the whole batch -> what makes its step.
+ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
+NAMES = {  # of contestants -> the flags that they stand for
+    "one": "",
+    **{name: f"--dp {name}" for name in SAME_TRAINING},
+    "fsdp-none": "--dp fsdp --reshard none",
+    "fsdp-adapters": "--dp fsdp --reshard adapters",
+    "wrong": "--dp hsdp",  # all-gathers weights across nodes, all-reduces gradients in them
+    "tp": "--tp {ranks}",
+    "cp": "--dp fsdp --cp {per_node}",
+    "pp": "--dp fsdp --pp {stages}",
+    "selective": "--checkpointing selective",
+    "full": "--checkpointing full",
+    "compiled": "--compile",
+    "bare": "",
+    "transformers": "",
+}
 
 # ------------------------------------------------------------------------------- contestants
 
 
-CONTESTANTS = {  # without the mesh sizes, which depend on the processes
-    "one": ParallelConfig(),
-    **{name: ParallelConfig(dp=name) for name in SAME_TRAINING},
-    "fsdp-none": ParallelConfig(dp="fsdp", reshard="none"),
-    "fsdp-adapters": ParallelConfig(dp="fsdp", reshard="adapters"),
-    "wrong": ParallelConfig(dp="hsdp"),  # all-gathers weights across nodes, all-reduces in them
-    "tp": ParallelConfig(),  # over all processes
-    "async-tp": ParallelConfig(tp=2, async_tp=True),  # likewise
-    "cp": ParallelConfig(dp="fsdp"),  # over the processes of a node
-    "pp": ParallelConfig(dp="fsdp"),  # over all nodes; on one node, over all processes
-    "pp-zero-bubble": ParallelConfig(dp="fsdp", schedule="zero-bubble"),
-    "selective": ParallelConfig(checkpointing="selective"),
-    "full": ParallelConfig(checkpointing="full"),
-    "offloaded": ParallelConfig(checkpointing="full", offload_activations=True),
-    "compiled": ParallelConfig(compile=True),
-    "float8": ParallelConfig(compile=True, float8="tensorwise"),
-    "bare": ParallelConfig(),  # the matrix products and the attention of a step
-    "transformers": ParallelConfig(),  # with peft's adapters
-}
-ON_REQUEST = "wrong async-tp cp pp pp-zero-bubble bare transformers".split()  # never by default
-# Those that rank 0 runs alone, with the whole batch -> what makes their step.
-ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
+def flags_of_contestant(contestant: str, process: Process) -> str:
+    """Return all flags that a contestant stands for: those of its name, and its own."""
+    if contestant.startswith("--"):
+        return contestant
+    name, _, more = contestant.partition(" ")
+    if name not in NAMES:
+        raise UserError(f"no contestant {name}: choose from {', '.join(NAMES)}; or give flags")
+    nodes = process.size // process.per_node
+    stages = nodes if nodes > 1 else process.size
+    sizes = dict(ranks=process.size, per_node=process.per_node, stages=stages)
+    return f"{NAMES[name].format(**sizes)} {more}"
 
 
-def configure(name: str, base: World) -> ParallelConfig:
-    """Return a contestant's configuration. `base` is the world of all processes, in any mesh, with
-    the dtypes and the optimizer of the flags."""
-    given = {key: getattr(base.parallel, key) for key in ("dtype", "optimizer", "moments")}
-    parallel, nodes = replace(CONTESTANTS[name], **given), base.size // base.per_node
-    if name in ALONE:
-        return parallel
-    if name in ("tp", "async-tp"):
-        parallel = replace(parallel, tp=base.size)
-    if name == "cp":
-        parallel = replace(parallel, cp=base.per_node)
-    if name.startswith("pp"):
-        parallel = replace(parallel, pp=nodes if nodes > 1 else base.size)
-    return with_mesh_sizes(parallel, base.size, base.per_node)
+def is_alone(contestant: str) -> bool:
+    return contestant.split()[0] in ALONE
 
 
-def runs_by_default(name: str, lora: bool, base: World) -> bool:
-    """Return whether a contestant differs from the others on these processes."""
-    on_gpu, parallel = base.device.type == "cuda", CONTESTANTS[name]
-    # With one rank a node HSDP is DDP, with one node FSDP.
-    is_another = STRATEGIES[parallel.dp].copy_per != "node" or 1 < base.per_node < base.size
-    exceptions = {
-        **dict.fromkeys(ON_REQUEST, False),
-        "one": base.size == 1,
-        "fsdp-adapters": lora and base.size > 1,
-        "selective": True,
-        "full": True,
-        "offloaded": on_gpu,
-        "compiled": on_gpu,
-        "float8": has_float8(base.device, base.parallel.dtype, CONTESTANTS["float8"].float8),
-    }
-    return exceptions.get(name, base.size > 1 and is_another)
+def default_contestants(process: Process, lora: bool) -> list[str]:
+    """Return the contestants that differ from each other on these processes."""
+    several_nodes = 1 < process.per_node < process.size  # else HSDP is DDP or FSDP
+    names = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_per != "node"]
+    names += ["fsdp-none", *["fsdp-adapters"] * lora, "tp"]
+    others = ["selective", "full", *["compiled"] * (process.device.type == "cuda")]
+    return (names if process.size > 1 else ["one"]) + others
 
 
-def world_of(name: str, base: World) -> World:
-    """Return the processes in the mesh of a contestant."""
-    parallel, group = configure(name, base), {}
-    if name in ALONE:
-        ranks, group = torch.zeros(1, 1, 1, 1), dict(size=1, group=dist.new_group([0]))
-    elif name == "wrong":  # the ranks of a node lie along replicate, and shard crosses nodes
-        ranks = torch.arange(base.size).view(1, parallel.shard, parallel.replicate, 1)
-        ranks = ranks.transpose(1, 2)
-    else:
-        return with_mesh(base, parallel)
-    mesh = DeviceMesh(base.device.type, ranks.int(), mesh_dim_names=base.mesh.mesh_dim_names)
-    return replace(base, parallel=parallel, mesh=mesh, **group)
-
-
-# ---------------------------------------------------------------------------------- choosing
-
-
-def choose_contestants(names: list[str], task: Task, base: World) -> list[str]:
-    """Return the contestants that the user named; without names, the default ones that are
-    possible. Raises UserError where a named one is not. All are in memory at the same time."""
-    if task.seq_len > task.model.config.max_seq_len:
-        raise UserError(
-            f"--seq-len {task.seq_len} is too long: --model {task.name} takes at most "
-            f"--seq-len {task.model.config.max_seq_len}"
-        )
+def tasks_of(
+    names: list[str], task_of: Callable, process: Process, leave_out: bool = False
+) -> dict[str, Task]:
+    """Return the step of each contestant; task_of(flags, process) returns what flags ask for.
+    Raises UserError where one is impossible, or is told to leave those out, and none is left."""
+    tasks, left_out = {}, []
     for name in names:
-        check_contestant(name, task, base)
-    if names:
-        return names
-    chosen, left_out = [], []
-    for name in CONTESTANTS:
-        if runs_by_default(name, adapter_settings(task.model) is not None, base):
-            try:
-                check_contestant(name, task, base)
-                chosen.append(name)
-            except UserError as error:
-                left_out.append(f"{name} ({error})")
+        try:
+            on = replace(process, size=1) if is_alone(name) else process
+            tasks[name] = task_of(flags_of_contestant(name, process), on)
+        except UserError as error:
+            if not leave_out:
+                raise
+            left_out.append(f"{name} ({error})")
     reasons = "; ".join(left_out)
-    if not chosen:
+    if not tasks:
         raise UserError(f"nothing is left to compare: without {reasons}")
     if reasons:
         print_rank_zero(f"left out: {reasons}", file=sys.stderr)
-    return chosen
+    return tasks
 
 
-def check_contestant(name: str, task: Task, base: World) -> None:
-    """Raise UserError where a contestant cannot run on these processes, model or batch."""
-    parallel = configure(name, base)
-    work = replace(task, parallel=parallel)
-    data_ranks = parallel.replicate * parallel.shard // parallel.cp
-    if parallel.reshard == "adapters" and not adapter_settings(task.model):
-        raise UserError(f"{name} is for --lora: without frozen weights it is the same as fsdp")
-    check_parallel(work, None, base)
-    check_work(work)
-    if task.batch % (data_ranks * task.microbatch):
-        raise UserError(
-            f"{name}: --batch {task.batch} must be a multiple of {data_ranks * task.microbatch}: "
-            f"{data_ranks} data-parallel ranks x --microbatch {task.microbatch}"
-        )
+def world_of(name: str, parallel: ParallelConfig, process: Process) -> World:
+    """Return the processes in the mesh of a contestant. Alone, rank 0 communicates with nobody."""
+    world = with_mesh(replace(process, size=parallel.size), parallel)
+    if name.split()[0] != "wrong":
+        return world
+    # The ranks of a node lie along replicate, and shard crosses nodes.
+    ranks = torch.arange(process.size, dtype=torch.int)
+    ranks = ranks.view(1, parallel.shard, parallel.replicate, 1).transpose(1, 2)
+    names = world.mesh.mesh_dim_names
+    return replace(world, mesh=DeviceMesh(process.device.type, ranks, mesh_dim_names=names))
 
 
 # --------------------------------------------------------------------------------- measuring
@@ -184,77 +139,78 @@ class Cost:
 
 
 def measure_compare(
-    names: list[str], task: Task, repeats: int, flags: dict, json_file: Path | None
+    tasks: dict[str, Task], process: Process, repeats: int, flags: dict, json_file: Path | None
 ) -> str:
     """Run the contestants; return the results as text, and write them to --json with the flags."""
-    base = task.start_world()
-    check_writable("--json", json_file)
-    batch, steps, costs = random_batch(task.model.config, task.batch, task.seq_len), {}, {}
-    for name in choose_contestants(names, task, base):
+    steps, costs = {}, {}
+    for name, task in tasks.items():
         print_rank_zero(f"counting {name}", file=sys.stderr)
-        world, make = world_of(name, base), ALONE.get(name, make_step)
-        if name in ALONE and base.rank > 0:  # rank 0 runs it, the others wait
-            steps[name], costs[name] = lambda: None, Cost(world.parallel)
-            continue
-        share = batch.microbatches(task.batch // world.data_size)[world.data_rank]
-        before = torch.cuda.memory_allocated() if base.device.type == "cuda" else 0
-        steps[name] = make(task, world, share_sequences(share, world).to(base.device))
-        costs[name] = count_costs(steps[name], make is make_step, world, before)
-    seconds = time_interleaved(steps, repeats)
-    if base.rank > 0:
-        return ""
-    strategies = {"strategies": results_of(task, seconds, costs)}
-    write_json(json_file, flags | describe_machine(base) | strategies)
-    return text_report(task.batch * task.seq_len, seconds, costs)
+        world = world_of(name, task.parallel, process)
+        steps[name], costs[name] = lambda: None, Cost(task.parallel)
+        if process.rank == 0 or not is_alone(name):  # the other ranks wait for rank 0
+            make = ALONE.get(name.split()[0], make_step)
+            batch = random_batch(task.model.config, task.batch, task.seq_len)
+            share = batch.microbatches(task.batch // world.data_size)[world.data_rank]
+            before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
+            steps[name] = make(task, world, share_sequences(share, world).to(world.device))
+            costs[name] = count_costs(steps[name], world, before)
+    rounds = run_in_turns(steps, repeats)
+    text, results = report(tasks, rounds, costs)
+    write_json(json_file, flags | describe_machine(process) | {"strategies": results})
+    return text
 
 
-def count_costs(step: Callable[[], object], is_ours: bool, world: World, before: int) -> Cost:
-    """Run a contestant's first steps and count in the last of them. The peak is that of the rank
-    with most: uneven shards differ in size. `before` are the bytes that the GPU held already."""
+def count_costs(step: Callable[[], object], world: World, before: int) -> Cost:
+    """Run a contestant's first steps and count the last of them. The peak is that of the rank with
+    most: uneven shards differ in size. `before` are the bytes that the GPU held already."""
     first = step()
-    loss = first.mean_loss if is_ours else None
     step()  # DDP makes its final buckets in step 2
-    traffic = None
-    if is_ours and not world.parallel.compile:  # whose block would run eagerly under Counted, Live
-        with Live() as live:
-            step()  # only at its end does Live see AdamW's moments, and count them from then on
-            with Counted(world) as counted:
-                step()
-        traffic, peak = counted.sent, live.peak
-    elif world.device.type == "cuda":
+    loss = traffic = peak = None
+    if isinstance(step, Training):
+        loss, (counted, memory) = first.mean_loss, step.count()
+        traffic, peak = counted and counted.sent, memory["peak"]
+    if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         peak = torch.cuda.max_memory_allocated() - before
-    else:
-        return Cost(world.parallel, loss)
-    peak = world.all_gather_scalars([peak]).amax().item()
-    return Cost(world.parallel, loss, traffic, round(peak))
+    if peak is not None:
+        peak = round(world.all_gather_scalars([peak]).amax().item())
+    return Cost(world.parallel, loss, traffic, peak)
 
 
 # --------------------------------------------------------------------------------- reporting
 
 
-def text_report(tokens: int, seconds: Seconds, costs: dict[str, Cost]) -> str:
-    """Return a table, whether the losses agree, and each contestant's traffic."""
-    columns = {
-        "peak memory": [megabytes(cost.peak) for cost in costs.values()],
-        "sends": [sent_text(cost) for cost in costs.values()],
-        "loss": ["-" if cost.loss is None else f"{cost.loss:.5f}" for cost in costs.values()],
-    }
-    traffic = [
-        f"{name} sends {traffic_in_words(cost.traffic, cost.parallel)}"
-        for name, cost in costs.items()
-        if name not in ALONE
-    ]
-    table = timing_table(seconds, tokens, columns)
-    return "\n".join([*table, "", compare_losses(costs), *traffic])
-
-
-def sent_text(cost: Cost) -> str:
-    if not cost.traffic:
-        return "-" if cost.traffic is None else "nothing"
-    calls = sum(calls for calls, _ in cost.traffic.values())
-    return f"{megabytes(sent_bytes(cost.traffic, cost.parallel))}, {calls} calls"
+def report(tasks: dict[str, Task], rounds: Rounds, costs: dict[str, Cost]) -> tuple[str, dict]:
+    """Return the results as text, and for --json: a table, whether the losses agree, and each
+    contestant's traffic."""
+    columns = "step, seconds, tokens/s, ratio to the first (quartiles), peak memory, sends, loss"
+    rows, traffic, results = [], [], {}
+    first = next(iter(rounds.values()))["step"]
+    for name, task in tasks.items():
+        cost, seconds = costs[name], rounds[name]["step"]
+        ratios = quartiles(own / of_first for own, of_first in zip(seconds, first))
+        median = statistics.median(seconds)
+        speed, payload = task.batch * task.seq_len / median, cost.traffic or {}
+        sends = None if cost.traffic is None else sent_bytes(cost.traffic, cost.parallel)
+        loss = "-" if cost.loss is None else f"{cost.loss:.5f}"
+        ratio = "{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios)
+        row = [name, f"{median:.3f}", f"{speed:,.0f}", ratio, megabytes(cost.peak)]
+        rows.append([*row, megabytes(sends), loss])
+        if not is_alone(name):
+            traffic.append(f"{name} sends {traffic_in_words(cost.traffic, cost.parallel)}")
+        results[name] = {
+            "seconds": seconds,
+            "tokens_per_second": speed,
+            "ratio": ratios[1],
+            "peak_bytes": cost.peak,
+            "predicted_peak_bytes": None if cost.loss is None else holds(task)["peak"],
+            "sends": sends,
+            "payload": {" ".join(key): list(value) for key, value in payload.items()},
+            "loss": cost.loss,
+        }
+    table = markdown_table(columns.split(", "), rows)
+    return "\n".join([*table, "", compare_losses(costs), *traffic]), results
 
 
 def compare_losses(costs: dict[str, Cost]) -> str:
@@ -263,29 +219,11 @@ def compare_losses(costs: dict[str, Cost]) -> str:
     if not costs:
         return "no contestant trains flatllama's model"
     (first, reference), *_ = costs.items()
-    rounded = any(cost.parallel.float8 != "none" for cost in costs.values())
-    tolerance = LOSS_TOLERANCE[torch.bfloat16 if rounded else reference.parallel.dtype]
+    arithmetic = [name for name, field in FLAGS.items() if field.metadata["kind"] == ARITHMETIC]
+    kinds = {tuple(getattr(cost.parallel, name) for name in arithmetic) for cost in costs.values()}
+    is_rough = len(kinds) > 1 or reference.parallel.dtype == torch.bfloat16
     errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
-    if different := [name for name, error in errors.items() if error > tolerance]:
+    if different := [name for name in errors if errors[name] > LOSS_TOLERANCE[is_rough]]:
         losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)
         return f"losses of the first step DO NOT AGREE: {losses}, but {first} {reference.loss:.5f}"
     return f"losses of the first step agree to {max(errors.values()):.0e}"
-
-
-def results_of(task: Task, seconds: Seconds, costs: dict[str, Cost]) -> dict:
-    """Return what was measured of each contestant, for --json."""
-    results = {}
-    for name, cost in costs.items():
-        traffic = cost.traffic or {}
-        predicted = holds(replace(task, parallel=cost.parallel))["peak"]
-        results[name] = {
-            "seconds": seconds[name],
-            "tokens_per_second": task.batch * task.seq_len / statistics.median(seconds[name]),
-            "ratio": statistics.median(ratios_to_first(seconds, name)),
-            "peak_bytes": cost.peak,
-            "predicted_peak_bytes": predicted if cost.loss is not None else None,
-            "sends": cost.traffic and sent_bytes(cost.traffic, cost.parallel),
-            "payload": {" ".join(key): list(value) for key, value in traffic.items()},
-            "loss": cost.loss,
-        }
-    return results

@@ -1,6 +1,6 @@
 """Measuring instruments, and what the commands of bench.py share.
 
-    time_interleaved    seconds of several contestants, run in turns
+    run_in_turns        seconds of several contestants, a round after the other
     Counted             collectives of a rank and their payload
     Live                bytes of the tensors on a rank, and their peak
     silenced            a step whose collectives return at once
@@ -12,14 +12,15 @@ process, and a result is the median, over all rounds, of the ratio of two times 
 
 import contextlib
 import copy
+import itertools
 import json
 import statistics
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,52 +40,46 @@ from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import World, allocate, parallelize, with_mesh
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError, init_distributed, is_rank_zero, with_progress
+from plumbing.processes import Process, UserError, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
 from runs.records import describe_traffic, write_atomically
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
-from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
 
 # ---------------------------------------------------------------------------------------- timing
 
-Contestants = dict[str, Callable[[], object]]  # name -> what runs its step
-Seconds = dict[str, list[float]]  # contestant -> its time in each round
+# Name -> what runs a step. It may return a function that gives the seconds of parts of the step.
+Contestants = dict[str, Callable[[], object]]
+Rounds = dict[str, dict[str, list[float]]]  # contestant -> part -> its seconds in each round
 
 
-def time_interleaved(contestants: Contestants, repeats: int) -> Seconds:
+def run_in_turns(contestants: Contestants, repeats: int) -> Rounds:
     """Call every contestant once in each of `repeats` rounds, after one that warms up and does not
-    count."""
-    seconds = {name: [] for name in contestants}
-    for _ in with_progress(range(repeats + 1), "rounds"):
-        for name, step in contestants.items():
+    count. The part `step` is the whole call."""
+    rounds = {name: defaultdict(list) for name in contestants}
+    for i in with_progress(range(repeats + 1), "rounds"):
+        for name, run_step in contestants.items():
             if dist.is_initialized():
                 dist.barrier()  # a rank that still runs the previous contestant would disturb
             start = time.perf_counter()
-            step()
+            result = run_step()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: times[1:] for name, times in seconds.items()}
+            seconds = {"step": time.perf_counter() - start}
+            if callable(result):  # time stamps, which are read when the clock has stopped
+                seconds |= result()
+            for part, time_of_part in seconds.items() if i > 0 else ():
+                rounds[name][part].append(time_of_part)
+    return rounds
 
 
-def timing_table(
-    seconds: Seconds, tokens: int, columns: dict[str, list[str]] | None = None
-) -> list[str]:
-    """Return the lines of a table with one row per contestant: its median time, tokens per second,
-    and its ratio to the first contestant. A step has `tokens` tokens; `columns` maps the heading of
-    an additional column to its cells, one per contestant."""
-    columns, rows = columns or {}, []
-    for (name, times), *cells in zip(seconds.items(), *columns.values()):
-        median = statistics.median(times)
-        lower, middle, upper = quartiles(ratios_to_first(seconds, name))
-        ratio = f"{middle:.3f} ({lower:.3f}-{upper:.3f})"
-        rows.append([name, f"{median:.3f}", f"{tokens / median:,.0f}", ratio, *cells])
-    headings = ["step", "seconds", "tokens/s", "ratio to the first (quartiles)", *columns]
-    return markdown_table(headings, rows)
+def quartiles(values: Iterable[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    values = list(values)
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
 def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
@@ -93,88 +88,112 @@ def markdown_table(headings: list[str], rows: list[list]) -> list[str]:
     return [lines[0], f"|---|{'--:|' * (len(headings) - 1)}", *lines[1:]]
 
 
-def ratios_to_first(seconds: Seconds, name: str) -> list[float]:
-    """Return, for each round, the time of contestant `name` divided by the first contestant's."""
-    first = next(iter(seconds.values()))
-    return [own_time / first_time for own_time, first_time in zip(seconds[name], first)]
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-
-
-def megabytes(nbytes: int | None) -> str:
+def megabytes(nbytes: float | None) -> str:
     return "-" if nbytes is None else f"{nbytes / 1e6:,.2f} MB"
 
 
-def traffic_in_words(counted: Traffic | None, parallel: ParallelConfig) -> str:
-    if counted is None:
-        return "an unknown amount: blocks are compiled"
-    return describe_traffic(counted, parallel)
+def traffic_in_words(traffic: Traffic | None, parallel: ParallelConfig) -> str:
+    unknown = "an unknown amount: blocks are compiled"
+    return unknown if traffic is None else describe_traffic(traffic, parallel)
+
+
+def describe_machine(process: Process) -> dict:
+    """Return the part of a JSON report that says where and when something was measured."""
+    on_gpu = process.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(process.device) if on_gpu else "cpu",
+        "ranks": process.size,
+        "per_node": process.per_node,
+        "torch": str(torch.__version__),
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def check_writable(flag: str, file: Path | None) -> None:
+    """Raise UserError where rank 0 could not write the results to the file that a flag names."""
+    if file and is_rank_zero():
+        if not file.parent.is_dir():
+            raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")
+        if file.is_dir():
+            raise UserError(f"{flag} {file} is a directory: give a file in it")
+
+
+def write_json(file: Path | None, results: object) -> None:
+    """Write results on rank 0, if a flag names a file for them."""
+    if file and is_rank_zero():
+        write_atomically(file, json.dumps(results, indent=1, default=str) + "\n")
 
 
 # ----------------------------------------------------------------------- counting collectives
+
+
+class Instrument(TorchDispatchMode):
+    """A context that shows every operator that runs in it, and its result, to `see`. Avoid when
+    blocks are compiled: under a dispatch mode they would run uncompiled."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.see(op, args, kwargs, result)
+        return result
+
 
 # Each is run by several of torch's operators, such as all_gather_into_tensor and _allgather_base_.
 # An operator whose name has none of these is counted under its own.
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
 
 
-class Counted(TorchDispatchMode):
-    """A context that counts this rank's collectives, and its forward runs of attention.
+class Counted(Instrument):
+    """Counts this rank's collectives, and its forward runs of attention.
 
     `sent` is a Traffic of costs/page.py: (mesh dimension, collective) -> (calls, payload bytes).
     A group of all ranks that is no dimension of the mesh is called "world", that of the ranks with
     the same layers "stage"; one without a name, as all are without a `world`, is a tuple of ranks.
-    Collectives in a group of one rank are not counted. Avoid when blocks are compiled: under a
-    dispatch mode they would run uncompiled.
+    Collectives in a group of one rank are not counted.
     """
 
     def __init__(self, world: World | None):
         super().__init__()
+        self.sent: Traffic = {}
+        self.attentions = 0
         self.group_names = {}  # ranks of a group -> its name
         self.cp_group = ""  # torch's name for it: the same ranks may also be a group of the mesh
         if world:
-            for name, group in (("stage", world.stage_group), ("world", None)):
-                self.group_names[tuple(dist.get_process_group_ranks(group))] = name
             self.cp_group = world.cp_mesh.get_group().group_name if world.cp_mesh else ""
-            for dim in world.mesh.mesh_dim_names:
-                group = world.mesh.get_group(dim)
-                self.group_names[tuple(dist.get_process_group_ranks(group))] = dim
-        self.sent: Traffic = {}
-        self.attentions = 0
+            groups = {"stage": world.stage_group, "world": None}
+            groups |= {dim: world.mesh.get_group(dim) for dim in world.mesh.mesh_dim_names}
+            for name, group in groups.items():  # the last of several names counts
+                self.group_names[tuple(dist.get_process_group_ranks(group))] = name
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        name = op._opname
+    def see(self, op, args, kwargs, result) -> None:
+        name, group = op._opname, _group_of(op, args)
+        self.attentions += is_attention(name)
+        ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
+        if len(ranks) < 2 or name == "recv_":  # which is counted where it is sent
+            return
+        # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
+        payload = max(
+            sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
+            for operand in (*args, result)
+        )
         if name == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # to one rank
             name = "send"
-        if op.namespace in ("c10d", "_c10d_functional") and (group := _group_of(op, args)):
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if len(ranks) > 1 and name != "recv_":  # counted where it is sent
-                # The payload is the larger side: an all-gather's output, a reduce-scatter's input.
-                payload = max(
-                    sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(operand))
-                    for operand in (*args, result)
-                )
-                if name == "alltoall_base_":  # but here what goes to others
-                    _, given, _, _, to_each = args[:5]
-                    payload = given.nbytes - to_each[group.rank()] * given.itemsize
-                    name = "all-to-all"
-                is_cp = group.group_name == self.cp_group
-                dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
-                letters = name.replace("_", "")
-                known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
-                key = dim, next(known, name)
-                calls, nbytes = self.sent.get(key, (0, 0))
-                self.sent[key] = calls + 1, nbytes + payload
-        self.attentions += is_attention(name)
-        return result
+        if name == "alltoall_base_":  # but here what goes to others
+            _, given, _, _, to_each = args[:5]
+            payload = given.nbytes - to_each[group.rank()] * given.itemsize
+            name = "all-to-all"
+        is_cp = group.group_name == self.cp_group
+        dim = "cp" if is_cp else self.group_names.get(ranks, ranks)
+        letters = name.replace("_", "")
+        known = (kind for kind in COLLECTIVES if kind.replace("-", "") in letters)
+        key = dim, next(known, name)
+        calls, nbytes = self.sent.get(key, (0, 0))
+        self.sent[key] = calls + 1, nbytes + payload
 
 
 def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
     """Return the process group in which an operator communicates, None if it does not."""
+    if op.namespace not in ("c10d", "_c10d_functional"):
+        return None
     named = {argument.name: value for argument, value in zip(op._schema.arguments, args)}
     if "group_name" in named:
         return dist.distributed_c10d._resolve_process_group(named["group_name"])
@@ -184,12 +203,11 @@ def _group_of(op, args: tuple) -> dist.ProcessGroup | None:
 # ---------------------------------------------------------------------------- counting memory
 
 
-class Live(TorchDispatchMode):
-    """A context that counts the bytes of tensors on this rank: `now`, and at their `peak`.
+class Live(Instrument):
+    """Counts the bytes of tensors on this rank: `now`, and at their `peak`.
 
     It counts the tensors `held` from the start, and every tensor that an operator touches, until
-    the tensor's storage is freed. It does not see what a kernel allocates for itself. Avoid when
-    blocks are compiled, like Counted."""
+    the tensor's storage is freed. It does not see what a kernel allocates for itself."""
 
     def __init__(self, held: Iterable[Tensor] = ()):
         super().__init__()
@@ -198,14 +216,12 @@ class Live(TorchDispatchMode):
         self.now = self.peak = 0
         self._count_tensors(held)
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def see(self, op, args, kwargs, result) -> None:
         if op.namespace in ("fsdp", "c10d"):  # FSDP allocates and frees by resizing storages
             for address, (reference, _) in list(self.storages.items()):
                 if (storage := reference()) is not None:  # another thread may just have freed it
                     self._count_storage(address, storage)
-        result = op(*args, **(kwargs or {}))
         self._count_tensors(tree_leaves((args, kwargs, result)))
-        return result
 
     def _count_tensors(self, values: Iterable) -> None:
         for value in values:
@@ -227,10 +243,54 @@ class Live(TorchDispatchMode):
         self.now -= self.storages.pop(address)[1]
 
 
+# ------------------------------------------------------------------------------------- a training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Work):
+    """A training step to measure."""
+
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]  # make_optimizer with its flags
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training as train.py sets it up. A call runs its step on the next batch."""
+
+    world: World
+    model: Llama  # what this rank has of it
+    runner: nn.Module  # what parallelize returned
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Batch]  # this rank's sequences of each step
+    microbatch: int
+    clip: float = 1.0
+
+    def __call__(self) -> Totals:
+        batch, size = next(self.batches), self.microbatch
+        return train_step(self.runner, self.optimizer, batch, size, self.clip, self.world, step=1)
+
+    def count(self) -> tuple[Counted | None, dict[str, int | None]]:
+        """Run a step without clipping under counters. Return what was counted, and the bytes of
+        parameters, gradients and optimizer state, and at the `peak`. None stands for unknown: under
+        counters compiled blocks would run uncompiled."""
+        counted = live = None
+        with contextlib.ExitStack() as counters:
+            if not self.world.parallel.compile:
+                state = tree_leaves(state_tensors(self.model, self.optimizer))
+                counted = counters.enter_context(Counted(self.world))
+                live = counters.enter_context(Live(state))
+            accumulate(self.runner, next(self.batches), self.microbatch, self.world)
+            kinds = state_tensors(self.model, self.optimizer)
+            self.optimizer.step()
+            zero_gradients(self.optimizer, self.world)
+        memory = {kind: sum(to_local(t).nbytes for t in kinds[kind]) for kind in kinds}
+        return counted, memory | {"peak": live and live.peak}
+
+
 def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the parameters, the gradients (as the optimizer sees them: ZeRO-1's are sharded), and
     the optimizer state."""
-    updated = optimizer_parameters(model).values()
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         "parameters": list(model.parameters()),
         "gradients": [p.grad for p in updated if p.grad is not None],
@@ -238,10 +298,48 @@ def state_tensors(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, l
     }
 
 
-def state_bytes(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes of each kind of state_tensors on this rank."""
-    kinds = state_tensors(model, optimizer)
-    return {kind: sum(to_local(t).nbytes for t in tensors) for kind, tensors in kinds.items()}
+class WithoutInit(TorchFunctionMode):
+    """Leaves out the functions of torch.nn.init, which on meta begin by importing the compiler."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
+    """Return a model, with adapters or without, whose parameters have shapes and no memory."""
+    with torch.device("meta"), WithoutInit():
+        model = Llama(config)
+        if lora:
+            add_adapters(model, lora, base_bits)
+    return model
+
+
+def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
+    """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
+    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
+
+
+def make_step(task: Task, world: World, batch: Batch) -> Training:
+    """Return a training of a new model, with adapters or without, on `world`. In every step `batch`
+    holds this rank's sequences."""
+    model = copy.deepcopy(task.model)
+
+    def random_matrix(name: str) -> Tensor:
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        return torch.randn(layer.out_features, layer.in_features, device=world.device) / 50
+
+    def initialize(model: Llama) -> None:
+        model.init_weights(assign=assign_shard)
+        quantize_base(model, random_matrix, assign_shard)
+        init_adapters(model, assign=assign_shard, device=world.device)
+
+    runner = parallelize(model, world, initialize)
+    optimizer = task.optimizer_of(model)
+    return Training(world, model, runner, optimizer, itertools.repeat(batch), task.microbatch)
 
 
 # --------------------------------------------------------------------------------------- silencing
@@ -312,18 +410,14 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
                 allocate(model, world.device)
 
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
-    flags = dict(optimizer=parallel.optimizer, moments=parallel.moments)
     with mode:
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
+        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **vars(parallel)))
+        batches = itertools.repeat(batch)
+        training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
         for _ in range(3 if needs_real_tensors(parallel) else 2):
-            kinds = state_tensors(model, optimizer)
-            with Counted(world) as counted, Live(tree_leaves(kinds)) as live:
-                accumulate(runner, batch, work.microbatch, world)
-                held = state_bytes(model, optimizer)
-                optimizer.step()
-                zero_gradients(optimizer, world)
-    return counted.sent, held | {"peak": live.peak}
+            counted, memory = training.count()
+    return counted.sent, memory
 
 
 def needs_real_tensors(parallel: ParallelConfig) -> bool:
@@ -339,90 +433,3 @@ def all_reduce_at_once(
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
-
-
-# ------------------------------------------------------------------------------- shared pieces
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task(Work):
-    """A training step to measure. The mesh sizes in its `parallel` do not count."""
-
-    name: str  # of the model
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]  # make_optimizer with its flags
-
-    def start_world(self) -> World:
-        """Join the other processes, all of them replicas."""
-        process = init_distributed()
-        return with_mesh(process, replace(self.parallel, replicate=process.size))
-
-
-class WithoutInit(TorchFunctionMode):
-    """Leaves out the functions of torch.nn.init, which on meta begin by importing the compiler."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", "") == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
-
-
-def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
-    """Return a model, with adapters or without, whose parameters have shapes and no memory."""
-    with torch.device("meta"), WithoutInit():
-        model = Llama(config)
-        if lora:
-            add_adapters(model, lora, base_bits)
-    return model
-
-
-def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
-    """Return a batch of random tokens on the CPU, the same in every call and on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (sequences, seq_len + 1), generator=generator)
-    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
-
-
-def make_step(task: Task, world: World, batch: Batch) -> Callable[[], Totals]:
-    """Return a function that runs train.py's training step of a new model, with adapters or
-    without, on `world`. `batch` holds this rank's sequences of the step."""
-    model = copy.deepcopy(task.model)
-
-    def random_matrix(name: str) -> Tensor:
-        layer = model.get_submodule(name.removesuffix(".weight"))
-        return torch.randn(layer.out_features, layer.in_features, device=world.device) / 50
-
-    def initialize(model: Llama) -> None:
-        model.init_weights(assign=assign_shard)
-        quantize_base(model, random_matrix, assign_shard)
-        init_adapters(model, assign=assign_shard, device=world.device)
-
-    runner, microbatch = parallelize(model, world, initialize), task.microbatch
-    optimizer = task.optimizer_of(model)
-    return partial(train_step, runner, optimizer, batch, microbatch, 1.0, world, step=0)
-
-
-def describe_machine(world: World) -> dict:
-    """Return the part of a JSON report that says where and when something was measured."""
-    on_gpu = world.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
-        "ranks": world.size,
-        "per_node": world.per_node,
-        "torch": str(torch.__version__),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
-def check_writable(flag: str, file: Path | None) -> None:
-    """Raise UserError where rank 0 could not write the results to the file that a flag names."""
-    if file and is_rank_zero():
-        if not file.parent.is_dir():
-            raise UserError(f"{flag} {file}: there is no directory {file.parent}; make it first")
-        if file.is_dir():
-            raise UserError(f"{flag} {file} is a directory: give a file in it")
-
-
-def write_json(file: Path | None, results: object) -> None:
-    """Write results on rank 0, if a flag names a file for them."""
-    if file and is_rank_zero():
-        write_atomically(file, json.dumps(results, indent=1) + "\n")

@@ -77,10 +77,6 @@ def check_training_flags(
 ) -> None:
     """Raise UserError for flags that cannot work together; the message suggests values. `more` are
     techniques that the script joins to those of parallel.py."""
-    if args.seq_len > config.max_seq_len:
-        raise UserError(
-            f"--seq-len {args.seq_len} exceeds the model's maximum: --seq-len {config.max_seq_len}"
-        )
     if not args.epochs:
         check_steps(args)
     if args.keep_best and not args.eval_every:
@@ -92,17 +88,7 @@ def check_training_flags(
     model.requires_grad_("targets" not in args)  # --targets is LoRA's, whose base is frozen
     work = requested_work(args, model, process)
     check_parallel(work, args.shard, process)
-    ranks = work.parallel.replicate // args.cp
-    if args.batch % ranks:
-        raise UserError(
-            f"--batch {args.batch} is no multiple of the {ranks} ranks that share it: "
-            f"use --batch {math.ceil(args.batch / ranks) * ranks}"
-        )
-    if work.sequences % work.microbatch:
-        raise UserError(
-            f"--microbatch {args.microbatch} does not divide the {work.sequences} sequences of a "
-            f"rank (--batch {args.batch} over {ranks} ranks)"
-        )
+    check_batch(work)
     check_work(work, *more)
     if checkpoints(args.out) and not args.resume:
         raise UserError(
@@ -130,6 +116,26 @@ def choose_steps(args: argparse.Namespace, sequences: int) -> None:
             raise UserError("--steps and --epochs exclude each other: give one of them")
         args.steps = math.ceil(args.epochs * sequences / args.batch)
         check_steps(args)
+
+
+def check_batch(work: Work) -> None:
+    """Raise UserError for sequences that are too long, or that ranks cannot share evenly."""
+    longest = work.model.config.max_seq_len
+    if work.seq_len > longest:
+        raise UserError(
+            f"--seq-len {work.seq_len} exceeds the model's maximum: --seq-len {longest}"
+        )
+    ranks = work.parallel.replicate * work.parallel.shard // work.parallel.cp
+    if work.batch % ranks:
+        raise UserError(
+            f"--batch {work.batch} is no multiple of the {ranks} ranks that share it: "
+            f"use --batch {math.ceil(work.batch / ranks) * ranks}"
+        )
+    if work.sequences % work.microbatch:
+        raise UserError(
+            f"--microbatch {work.microbatch} does not divide the {work.sequences} sequences of a "
+            f"rank (--batch {work.batch} over {ranks} ranks)"
+        )
 
 
 def check_work(work: Work, *more: Technique) -> None:

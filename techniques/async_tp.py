@@ -245,4 +245,10 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     yield "tp", "send", (gathers + scatters + repeated) * (n - 1) * calls, message
 
 
-TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, holds, sends)
+def suggests(facts) -> str:
+    if facts.parallel.async_tp:
+        return ""
+    return facts.waits("tp", "plain collectives", "--async-tp sends while it multiplies")
+
+
+TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, holds, sends, suggests=suggests)

@@ -68,6 +68,13 @@ def refuses(work: Work) -> str:
     return ""
 
 
+def suggests(facts) -> str:
+    lever = "a smaller --cp, if memory allows, waits less, and needs a larger --batch"
+    if facts.crosses_nodes("cp"):
+        lever = f"--cp {facts.per_node // facts.parallel.tp} or less stays within a node"
+    return facts.waits("cp", "keys and values", lever)
+
+
 def chunks_of(rank: int, n: int) -> tuple[int, int]:
     """Return which of the 2 n chunks of a sequence a rank has."""
     return rank, 2 * n - 1 - rank

@@ -203,4 +203,10 @@ def refuses(work: Work) -> str:
     )
 
 
-TECHNIQUE = Technique("offload_activations", offload_activations, refuses)
+def suggests(facts) -> str:
+    is_used = facts.parallel.offload_activations
+    note = facts.fit_note(offload_activations=False) if is_used else ""
+    return f"without --offload-activations nothing is copied, and a step {note}" if note else ""
+
+
+TECHNIQUE = Technique("offload_activations", offload_activations, refuses, suggests=suggests)

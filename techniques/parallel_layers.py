@@ -42,6 +42,15 @@ def refuses(work: Work) -> str:
     return ""
 
 
+def suggests(facts) -> str:
+    # With fewer ranks along tp, more ranks need sequences of their own.
+    larger = "" if facts.work.sequences > 1 else " with a larger --batch"
+    lever = f"a smaller --tp{larger}, if memory allows, waits less"
+    if facts.crosses_nodes("tp"):
+        lever = f"--tp {facts.per_node} or less stays within a node"
+    return facts.waits("tp", "all-gathers and reduce-scatters", lever)
+
+
 def writes_to_stream(model: nn.Module, name: str) -> bool:
     """Return whether a layer adds to the residual stream: tensor parallelism shards its input
     features, and of other layers the output features."""

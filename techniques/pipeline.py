@@ -73,6 +73,17 @@ def refuses(work: Work) -> str:
     return ""
 
 
+def suggests(facts) -> str:
+    levers = []
+    if facts.work.sequences > facts.work.microbatches:
+        levers.append("a smaller --microbatch makes more microbatches")
+    if facts.parallel.schedule in ("gpipe", "1f1b"):
+        levers.append("--schedule interleaved, with several stages on each rank, waits less")
+    return facts.waits(
+        "pp", "other stages", *levers or ["a larger --batch makes more microbatches"]
+    )
+
+
 def layers_of(stage: int, stages: int, n_layers: int) -> range:
     """Return the layers of a stage: consecutive ones, as many as in the others or one more."""
     each, more = divmod(n_layers, stages)

@@ -111,4 +111,21 @@ def apply(model: Llama, world) -> None:
     recompute_and_compile(model, world.parallel.checkpointing, world.parallel.compile)
 
 
-TECHNIQUE = Technique("", apply)  # also where nothing is recomputed, for --compile
+def suggests(facts) -> str:
+    """Name a checkpoint that no flag asks for; or the weakest checkpointing that fits in memory."""
+    kind = facts.parallel.checkpointing
+    needed = 2 if kind == "full" else 1
+    if facts.attentions > needed:
+        return (
+            f"attention runs forward {facts.attentions:g} times a layer and microbatch, and "
+            f"--checkpointing {kind} needs {needed}: the model has one more checkpoint"
+        )
+    for weaker in ("none", "selective"):
+        if weaker != kind and (note := facts.fit_note(checkpointing=weaker)):
+            return facts.takes(
+                "recompute", "recomputes activations", f"--checkpointing {weaker} {note}"
+            )
+    return ""
+
+
+TECHNIQUE = Technique("", apply, suggests=suggests)  # also without checkpointing, for --compile

@@ -80,6 +80,13 @@ def refuses(work: Work) -> str:
     return ""
 
 
+def suggests(facts) -> str:
+    if facts.parallel.dp != "zero1" or not (note := facts.fit_note(dp="ddp")):
+        return ""
+    lever = f"--dp ddp sends only gradients, and a whole copy {note}"
+    return facts.takes("optimizer", "updates and all-gathers weights", lever, least=0.15)
+
+
 def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
     """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -2,21 +2,23 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import slow, succeed
-from costs.traffic import predict_traffic, sent_bytes
 
+import bench
 from config import ParallelConfig, Work
-from lora import LoRA
+from costs.page import sends
+from costs.seconds import sent_bytes
 from model import PRESETS, Llama
 from perf import compare
-from perf.instruments import Task, build_on_meta
-from plumbing.processes import UserError
+from perf.instruments import build_on_meta
+from plumbing.parser import Parser
+from plumbing.processes import Process, UserError
 
 
 def compare_two_ranks(directory: Path, *args) -> tuple[str, dict]:
@@ -31,13 +33,13 @@ CONTESTANTS = {
     "ddp": ParallelConfig(replicate=2),
     "fsdp": ParallelConfig(dp="fsdp", shard=2),
     "zero1": ParallelConfig(dp="zero1", replicate=2),
-    "fsdp-none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
+    "fsdp --reshard none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
     "wrong": ParallelConfig(dp="hsdp", shard=2),
     "tp": ParallelConfig(tp=2),
-    "async-tp": ParallelConfig(tp=2, async_tp=True),
+    "--tp 2 --async-tp": ParallelConfig(tp=2, async_tp=True),
     "cp": ParallelConfig(dp="fsdp", shard=2, cp=2),
     "pp": ParallelConfig(dp="fsdp", pp=2),
-    "pp-zero-bubble": ParallelConfig(dp="fsdp", pp=2, schedule="zero-bubble"),
+    "pp --schedule zero-bubble": ParallelConfig(dp="fsdp", pp=2, schedule="zero-bubble"),
     "selective": ParallelConfig(replicate=2, checkpointing="selective"),
     "full": ParallelConfig(replicate=2, checkpointing="full"),
 }
@@ -56,12 +58,11 @@ def test_contestants_have_the_same_loss_and_send_what_is_predicted(names, tmp_pa
     for name, result in results["strategies"].items():
         parallel = CONTESTANTS[name]
         assert result["loss"] == pytest.approx(loss, rel=1e-5), name
-        scalars = 2 * 40  # all-gathered in each step
-        payload = sum(nbytes for _, nbytes in result["payload"].values()) - scalars
-        predicted = predict_traffic(Work(model, parallel, 4, 1, 16), pp_rank=0)
+        payload = sum(nbytes for _, nbytes in result["payload"].values())
+        predicted = sends(Work(model, parallel, 4, 1, 16), 0)
         assert payload == sum(nbytes for _, nbytes in predicted.values()), name
         sent = sent_bytes(predicted, parallel)
-        assert result["sends"] == sent + scalars / 2
+        assert result["sends"] == sent
         assert len(result["seconds"]) == 1 and result["tokens_per_second"] > 0, name
         assert f"| {result['peak_bytes'] / 1e6:.2f} MB |" in out
         assert f"{name} sends {sent / 1e6:.2f} MB; payload " in out
@@ -73,7 +74,7 @@ def test_contestants_have_the_same_loss_and_send_what_is_predicted(names, tmp_pa
     if "zero1" in names:
         assert state <= peaks["full"] <= peaks["ddp"]
         # Beside its half of the state, a rank of FSDP has whole gradients, and what it gathers.
-        assert peaks["fsdp"] < peaks["fsdp-none"] < peaks["ddp"]
+        assert peaks["fsdp"] < peaks["fsdp --reshard none"] < peaks["ddp"]
         # ZeRO-1 shards AdamW's moments, half of the state, over two ranks.
         assert 0.75 * state < peaks["zero1"] < peaks["ddp"]
 
@@ -104,32 +105,45 @@ def test_compare_adapters(tmp_path):
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-def task_of(batch: int = 8, lora: LoRA | None = None) -> Task:
-    model = build_on_meta(PRESETS["tiny"], lora)
-    return Task(model, ParallelConfig(), batch, 1, 16, name="tiny", optimizer_of=None)
-
-
 def test_what_is_compared_by_default(monkeypatch):
     printed = []
     monkeypatch.setattr(compare, "print_rank_zero", lambda text, **where: printed.append(text))
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
 
-    def chosen(nodes: int, per_node: int, device=cpu, names=(), **given) -> str:
-        sizes = dict(size=nodes * per_node, per_node=per_node)
-        base = SimpleNamespace(device=device, parallel=ParallelConfig(), minimum=int, **sizes)
-        return " ".join(compare.choose_contestants(names, task_of(**given), base))
+    def chosen(nodes: int, per_node: int, *flags: str, device: str = "cpu") -> str:
+        parser = Parser()
+        bench.add_compare_flags(parser)
+        args = parser.parse_args([*flags, "--seq-len", "16"])
+        process = Process(0, nodes * per_node, 0, per_node, torch.device(device))
+        names = args.contestants or compare.default_contestants(process, args.lora)
+        leave_out = not args.contestants
+        return " ".join(compare.tasks_of(names, partial(bench.task_of, args), process, leave_out))
 
     assert chosen(1, 1) == "one selective full"
     assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
-    assert chosen(2, 1, lora=LoRA(8)) == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
-    assert chosen(1, 2, gpu) == "ddp zero1 fsdp fsdp-none tp selective full offloaded compiled"
-    assert chosen(1, 2, names=["full", "wrong"]) == "full wrong" and not printed
+    assert chosen(2, 1, "--lora") == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
+    assert chosen(1, 2, device="cuda") == "ddp zero1 fsdp fsdp-none tp selective full compiled"
+    assert chosen(1, 2, "full", "wrong") == "full wrong" and not printed
     assert chosen(2, 2) == "ddp zero1 hsdp fsdp fsdp-none selective full"
     assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")
-    assert chosen(1, 2, batch=3) == "tp"
-    assert printed[1].startswith("left out: ddp (ddp: --batch 3 must be a multiple of 2: 2 data-")
+    assert chosen(1, 2, "--batch=3") == "tp"
+    assert printed[1].startswith("left out: ddp (--batch 3 is no multiple of the 2 ranks that")
     with pytest.raises(UserError, match="nothing is left to compare: without ddp"):
-        chosen(1, 4, batch=3)
+        chosen(1, 4, "--batch=3")
+
+
+@pytest.mark.parametrize(
+    "contestant, flags",
+    [
+        ("hsdp", "--dp hsdp "),
+        ("tp --async-tp", "--tp 4 --async-tp"),
+        ("pp", "--dp fsdp --pp 2 "),
+        ("cp", "--dp fsdp --cp 2 "),
+        ("--tp 2 --dp fsdp", "--tp 2 --dp fsdp"),
+    ],
+)
+def test_a_contestant_stands_for_flags(contestant, flags):
+    process = Process(0, 4, 0, 2, torch.device("cpu"))
+    assert compare.flags_of_contestant(contestant, process) == flags
 
 
 def test_losses_that_do_not_agree_are_named():
@@ -139,20 +153,14 @@ def test_losses_that_do_not_agree_are_named():
     assert told == "losses of the first step DO NOT AGREE: tp 7.01000, but one 7.00000"
     del costs["tp"]
     assert compare.compare_losses(costs) == "losses of the first step agree to 2e-07"
-    costs["float8"] = compare.Cost(ParallelConfig(float8="tensorwise"), 7.01)
+    costs["in 8 bits"] = compare.Cost(ParallelConfig(float8="tensorwise"), 7.01)
     assert compare.compare_losses(costs) == "losses of the first step agree to 1e-03"
 
 
-@pytest.mark.parametrize(
-    "flags, rows",
-    [
-        ("", ["transformers", "flatllama"]),
-        slow("--lora --compile", ["peft", "flatllama", "flatllama, all weights"]),
-    ],
-)
-def test_limit(flags, rows):
+@pytest.mark.parametrize("flags", ["", slow("--lora --compile")])
+def test_limit(flags):
     out = succeed("bench.py", "limit", "--model", "tiny", "--batch=1", "--seq-len=64",
                   "--repeats=2", *flags.split()).out  # fmt: skip
     found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    rows += ["flatllama, compiled blocks"] * ("--compile" in flags)
-    assert found[2:] == ["bare matrix products and attention", *rows]
+    rows = ["bare", "transformers", "one"] + ["one --compile"] * ("--compile" in flags)
+    assert found[2:] == rows and "losses of the first step agree" in out

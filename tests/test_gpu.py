@@ -269,8 +269,8 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     moments = parallel.moments
     args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
     batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
-    settings = dict(name="big", optimizer_of=partial(make_optimizer, args=args))
-    task = Task(model, parallel, 4 * microbatches, 4, 1024, **settings)
+    optimizer_of = partial(make_optimizer, args=args)
+    task = Task(model, parallel, 4 * microbatches, 4, 1024, optimizer_of=optimizer_of)
     step = make_step(task, with_mesh(process, parallel), batch)
     for _ in range(2):
         step()

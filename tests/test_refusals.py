@@ -168,9 +168,12 @@ REFUSALS = """
 1 | step --repeats 0 | expected an integer of at least 1
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
-1 | bench.py compare ddp --seq-len 9999 | at most --seq-len 2048
+1 | bench.py compare ddp --seq-len 9999 | maximum: --seq-len 2048
 1 | bench.py compare ddp quick | no contestant quick: choose from one, ddp
-1 | bench.py compare fsdp-adapters | fsdp-adapters is for --lora
+1 | bench.py compare fsdp-adapters | --reshard adapters is for --lora
+1 | bench.py compare "fsdp --cp 3" | --cp 3 must divide
+1 | bench.py compare "--dp diloco" | --dp diloco is another training
+1 | bench.py compare "ddp --cmpile" | unrecognized arguments: --cmpile: did you mean --compile?
 1 | bench.py compare --lora --optimizer muon | leave it out with --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
 1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
@@ -179,7 +182,7 @@ REFUSALS = """
 1 | bench.py step-lora --init x | bench.py step-lora is bench.py step --lora
 1 | bench.py step --lor | unrecognized arguments: --lor: did you mean --lora?
 1 | bench.py loss | bench.py loss is no more: docs/measured.md has what it measured
-1 | bench.py comm --optimizer muon | this command measures AdamW: leave out --optimizer muon
+1 | bench.py comm --optimizer muon | unrecognized arguments: --optimizer muon
 1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
 2 | bench.py comm --out {out}/x | --out {out}/x: there is no directory {out}; make it first
 1 | bench.py gpu --out x | bench.py gpu is python docs/gpu.py now

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import slow, step_of, succeed
-from costs.memory import predict_memory
 from test_train import CONFIG, SIZES
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import ParallelConfig, flags_of
+from costs.page import holds
 from model import PRESETS, Llama
 from parallel import with_mesh
 from perf.instruments import Counted, Task, build_on_meta, make_step, megabytes, random_batch
@@ -43,7 +43,7 @@ def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, st
 def check_memory(memory: dict[str, str], parallel: ParallelConfig, *microbatches: int) -> None:
     """Compare the counted bytes of each kind with the predicted ones, given a microbatch's rows of
     24 tokens, and the number of microbatches."""
-    predicted = predict_memory(step_of(build_on_meta(CONFIG), parallel, *microbatches, 24))
+    predicted = holds(step_of(build_on_meta(CONFIG), parallel, *microbatches, 24))
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == megabytes(predicted[kind]), kind
     assert memory["predicted peak"] == megabytes(predicted["peak"])
@@ -112,12 +112,11 @@ def test_silenced_passes_leave_no_trace(names):
 def test_parts():
     """Medians of three rounds: what silencing a dimension saves is its exposed communication."""
 
-    def rounds(**seconds) -> list[dict[str, float]]:
-        return [{part: s + noise for part, s in seconds.items()} for noise in (9.0, 0.0, -9.0)]
+    def rounds(**seconds) -> dict[str, list[float]]:
+        return {part: [s + noise for noise in (9.0, 0.0, -9.0)] for part, s in seconds.items()}
 
     variants = {
-        "marked": rounds(**{"pass": 50, "forward": 30, "optimizer": 4, "step": 99, "data": 1}),
-        "plain": rounds(step=60, data=3),
+        "whole": rounds(**{"pass": 50, "forward": 30, "optimizer": 4, "step": 60, "data": 3}),
         "without replicate": rounds(**{"pass": 45, "forward": 29}),
         "without replicate shard": rounds(**{"pass": 30, "forward": 10, "recompute": 8}),
     }
@@ -147,8 +146,9 @@ def test_a_measured_step_uses_the_flags_of_the_optimizer(world):
     batch = random_batch(model.config, 1, 8)
     for lr, unchanged in ((0.0, True), (1e-2, False)):
         flags = Parser.defaults(add_optimizer_flags, lr=lr)
-        settings = dict(name="tiny", optimizer_of=partial(make_optimizer, args=flags))
-        step = make_step(Task(model, ParallelConfig(), 1, 1, 8, **settings), world, batch)
+        optimizer_of = partial(make_optimizer, args=flags)
+        task = Task(model, ParallelConfig(), 1, 1, 8, optimizer_of=optimizer_of)
+        step = make_step(task, world, batch)
         assert (step().loss == step().loss) == unchanged
 
 

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from config import ParallelConfig, Work
 from model import PRESETS
+from perf import verdict as rules
 from perf.instruments import build_on_meta
-from perf.verdict import EXPOSED, Facts, alternatives, verdict
+from perf.verdict import EXPOSED, Facts, verdict
 
 GB = 10**9
 MODEL = build_on_meta(PRESETS["tiny"])
@@ -15,15 +17,27 @@ DDP = ParallelConfig(replicate=8)
 FSDP = ParallelConfig(dp="fsdp", shard=8)
 
 
-def facts(parallel=DDP, peak=99.0, sequences=4, microbatches=1, on_gpu=False, **given) -> Facts:
-    """Return facts of a run with 10 GB a process. An alternative needs `peak` GB, unless `peaks`
-    has another value for it; a part's share of the time may be given in `shares`."""
+@pytest.fixture(autouse=True)
+def restore_predictions(monkeypatch):
+    monkeypatch.setattr(rules, "holds", rules.holds)  # which `facts` replaces
+
+
+def facts(parallel=DDP, peak=99, sequences=4, microbatches=1, on_gpu=False, **given) -> Facts:
+    """Return facts of a run with 10 GB a process. A step needs `peak` GB, unless `peaks` has
+    another number for its --dp, --reshard or --checkpointing; `shares` are of the time."""
+    peaks = given.pop("peaks", {})
+
+    def predicted(work: Work) -> dict[str, float]:
+        p = work.parallel
+        known = (peaks[name] for name in (p.dp, p.reshard, p.checkpointing) if name in peaks)
+        return {"peak": next(known, peak) * GB}
+
+    rules.holds = predicted
     usual = dict(per_node=8, usable_memory=10 * GB, device=torch.device("cpu"), attentions=1)
-    peaks = dict.fromkeys(alternatives(parallel, 8), int(peak * GB)) | given.pop("peaks", {})
     shares = {"forward": 0.3, "backward": 0.6, "data": 0.01, "other": 0.02} | given.pop("shares")
     batch = sequences * parallel.replicate * parallel.shard // parallel.cp
     work = Work(MODEL, parallel, batch, sequences // microbatches, 24, on_gpu=on_gpu)
-    return Facts(shares=shares, work=work, peaks=peaks, **usual | given)
+    return Facts(shares=shares, work=work, **usual | given)
 
 
 def test_nothing_to_improve():
@@ -49,10 +63,10 @@ def test_waiting_for_shard():
         "61 % of the step waits for all-gathers and reduce-scatters over shard: a larger --batch "
         "computes more for the same payload"
     ]
-    (across,) = verdict(facts(FSDP, shares=shares, per_node=4, peaks={"hsdp": 4 * GB}))
+    (across,) = verdict(facts(FSDP, shares=shares, per_node=4, peaks={"hsdp": 4}))
     assert "over shard, which crosses nodes: --dp hsdp keeps them within nodes" in across
     assert across.endswith("and fits: 4 of 10 GB") and "--dp ddp" not in across
-    (one_a_node,) = verdict(facts(FSDP, shares=shares, per_node=1, peaks={"hsdp": 4 * GB}))
+    (one_a_node,) = verdict(facts(FSDP, shares=shares, per_node=1, peaks={"hsdp": 4}))
     assert "crosses nodes" in one_a_node and "hsdp" not in one_a_node  # no one to share with
     hsdp = ParallelConfig(dp="hsdp", replicate=2, shard=8)
     (too_large,) = verdict(facts(hsdp, shares=shares, per_node=4, peak=1))
@@ -72,10 +86,10 @@ def test_waiting_for_shard():
 def test_waiting_for_tp():
     tp = ParallelConfig(tp=8)
     shares = {EXPOSED + "tp": 0.4}
-    sentence = verdict(facts(tp, shares=shares))[0]
-    assert "--async-tp sends while it multiplies; or a smaller --tp, if memory allows" in sentence
-    asynchronous = replace(tp, async_tp=True)
-    assert "--async-tp" not in verdict(facts(asynchronous, shares=shares))[0]
+    sentence, advice = verdict(facts(tp, shares=shares))
+    assert "over tp: a smaller --tp, if memory allows" in sentence
+    assert advice.endswith("over tp: --async-tp sends while it multiplies")
+    assert len(verdict(facts(replace(tp, async_tp=True), shares=shares))) == 1
     assert "larger --batch" in verdict(facts(tp, shares=shares, sequences=1))[0]
     assert "crosses nodes: --tp 4 or less" in verdict(facts(tp, shares=shares, per_node=4))[0]
 
@@ -91,15 +105,18 @@ def test_waiting_for_cp():
 def test_recomputing():
     full = replace(DDP, checkpointing="full")
     shares = {"recompute": 0.25}
-    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 8 * GB, "selective": 6 * GB}))
+    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 8, "selective": 6}))
     assert lever == (
         "25 % of the step recomputes activations: --checkpointing none fits: 8 of 10 GB"
     )
-    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 11 * GB, "selective": 6 * GB}))
+    (lever,) = verdict(facts(full, shares=shares, peaks={"none": 11, "selective": 6}))
     assert lever.endswith("--checkpointing selective fits: 6 of 10 GB")
     offloading = replace(full, offload_activations=True)
-    (lever,) = verdict(facts(offloading, shares=shares, peaks={"selective": 6 * GB}))
-    assert lever.endswith("selective without --offload-activations fits: 6 of 10 GB")
+    (lever,) = verdict(facts(offloading, shares=shares, peaks={"selective": 6}))  # refused with it
+    assert "recompute 25 %" in lever
+    lever, instead = verdict(facts(offloading, shares=shares, peak=6))
+    assert lever.endswith("--checkpointing none fits: 6 of 10 GB")
+    assert instead.startswith("without --offload-activations nothing is copied")
     (needed,) = verdict(facts(full, shares=shares))
     assert "recompute 25 %" in needed and "--checkpointing" not in needed
 
@@ -109,9 +126,9 @@ def test_updating():
     shares = {"optimizer": 0.3}
     (ddp,) = verdict(facts(DDP, shares=shares, peak=1))
     assert ddp == "30 % of the step updates weights: a larger --batch updates less often"
-    (zero1,) = verdict(facts(replace(DDP, dp="zero1"), shares=shares, peaks={"ddp": 9 * GB}))
-    note = "--dp ddp has no all-gather of updated weights, and a whole copy fits: 9 of 10 GB"
-    assert zero1 == f"{ddp}; or {note}"
+    same, instead = verdict(facts(replace(DDP, dp="zero1"), shares=shares, peaks={"ddp": 9}))
+    assert same == ddp
+    assert instead.endswith("--dp ddp sends only gradients, and a whole copy fits: 9 of 10 GB")
     (needed,) = verdict(facts(replace(DDP, dp="zero1"), shares=shares))
     assert needed == ddp
     by_muon, instead = verdict(facts(replace(DDP, optimizer="muon"), shares=shares))
@@ -121,8 +138,9 @@ def test_updating():
 def test_other_sentences():
     full = replace(DDP, checkpointing="full")
     sentences = verdict(facts(full, shares={}, attentions=3, graph_breaks=2, on_gpu=True))
-    assert len(sentences) == 3 and "2 graph break(s)" in sentences[1]
-    assert "--compile" in sentences[2]
+    more, breaks, compiled = sentences
+    assert "one more checkpoint" in more and "2 graph break(s)" in breaks
+    assert "--compile" in compiled
 
 
 def test_8_bits_are_named_where_the_device_has_them(monkeypatch):
@@ -143,9 +161,15 @@ def test_a_checkpoint_that_no_flag_asks_for():
         assert f"{checkpointing} needs {expected}: the model has one more" in more
 
 
-def test_alternatives_are_what_flags_give():
-    parallel = ParallelConfig(dp="fsdp", shard=8, tp=2, dtype=torch.bfloat16)
-    others = alternatives(parallel, per_node=8)
-    assert others["this"] == parallel
-    assert others["hsdp"] == replace(parallel, dp="hsdp", replicate=2, shard=4)
-    assert others["ddp"] == replace(parallel, dp="ddp", replicate=8, shard=1)
+def test_alternatives_are_what_flags_give(monkeypatch):
+    parallel, asked = ParallelConfig(dp="fsdp", shard=8, tp=2, dtype=torch.bfloat16), []
+    found = facts(parallel, shares={})
+    monkeypatch.setattr(rules, "holds", lambda work: asked.append(work.parallel) or {"peak": 1})
+    for changes in ({}, {"dp": "hsdp"}, {"dp": "ddp"}):
+        assert found.fit_note(**changes) == "fits: 1e-09 of 10 GB"
+    hsdp, ddp = (dict(replicate=2, shard=4), dict(replicate=8, shard=1))
+    assert asked == [
+        parallel,
+        replace(parallel, dp="hsdp", **hsdp),
+        replace(parallel, dp="ddp", **ddp),
+    ]

@@ -11,16 +11,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from config import ParallelConfig, Work
+from config import ParallelConfig
 from model import Llama, LlamaConfig
 from parallel import World, parallelize, with_mesh
-from perf.instruments import build_on_meta
-from perf.step import Training, marked_step, plain_step, silenced
+from perf.instruments import Training, build_on_meta, silenced
+from perf.step import dims_of, stamped_step
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
-from runs.setup import Job
 from text.batch import Batch
 from train import make_optimizer
 
@@ -38,16 +37,14 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
-    job = Job(model, model, None, None, None, None)
-    work = Work(model, world.parallel, 2 * world.data_size, 1, 16)
-    training = Training(world, job, runner, optimizer, iter(()), work, 1.0)
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))
         batch = Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, 1)
-        plain_step(training, batch)
+        training = Training(world, model, runner, optimizer, iter([batch, batch]), microbatch=1)
+        training()
         if with_silenced_passes:
-            assert "pass" in marked_step(training, training.dims, batch).seconds()
+            assert "pass" in stamped_step(training, dims_of(world))()
     return [to_local(p.detach()).clone() for p in model.parameters()]
 
 

@@ -1,0 +1,120 @@
+"""Steps to compare flatllama's with: the bare products of a step, and transformers' with peft's.
+
+They take what make_step takes: so bench.py compare and limit run them in turns with ours.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from files.formats import HF_FIELDS
+from lora import adapter_settings
+from model import attend
+from parallel import World
+from perf.instruments import Task
+from plumbing.processes import UserError
+from text.batch import Batch
+
+
+def products(task: Task) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes (m, k, n) of the matrix products [m, k] x [k, n] of a microbatch.
+
+    A weight [out, in] is in three: for the output, for the gradient of the input, and for its own.
+    With LoRA it is frozen and has none; instead, its factors A [r, in] and B [out, r] are in three
+    products each. As in training, the output matrix has no adapter."""
+    tokens, lora = task.microbatch * task.seq_len, adapter_settings(task.model)
+    for name, layer in task.model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        width, out = layer.in_features, layer.out_features
+        yield tokens, width, out
+        yield tokens, out, width
+        if not lora:
+            yield out, tokens, width
+        elif name != "output":
+            for low, high in ((lora.rank, width), (lora.rank, out)):
+                yield tokens, high, low
+                yield tokens, low, high
+                yield low, tokens, high
+
+
+def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
+    """Return a function that runs only the matrix products and the attention of a training step.
+    The time that a training step takes beyond this is overhead."""
+    c, sizes = task.model.config, list(products(task))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=world.device, dtype=world.parallel.dtype)
+
+    shapes = {shape for m, k, n in sizes for shape in ((m, k), (k, n))}
+    operands = {shape: random(*shape) for shape in shapes}
+    heads = c.n_heads, c.n_kv_heads, c.n_kv_heads, c.n_heads  # of q, k, v, the output's gradient
+    qkv_grad = [random(task.microbatch, task.seq_len, n, c.head_dim) for n in heads]
+    qkv, grad = [tensor.requires_grad_() for tensor in qkv_grad[:3]], qkv_grad[3]
+
+    def step() -> None:
+        for _ in range(len(batch.tokens) // task.microbatch):
+            for m, k, n in sizes:
+                torch.mm(operands[m, k], operands[k, n])
+            for _ in range(c.n_layers):
+                torch.autograd.grad(attend(*qkv, None), qkv, grad)
+
+    return step
+
+
+def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
+    """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
+    seven matrices of each block where the task has them, and these in bitsandbytes' 4 bits. In
+    bfloat16 it computes under autocast, with float32 weights, but for a frozen base."""
+    try:
+        import peft
+        import transformers
+    except ImportError:
+        raise UserError(
+            "this command compares with transformers and peft: pip install -r requirements-dev.txt"
+        )
+    config, lora = task.model.config, adapter_settings(task.model)
+    fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
+    described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)
+    with torch.device(world.device):
+        model = transformers.LlamaForCausalLM(described)
+    low, device = world.parallel.dtype == torch.bfloat16, world.device
+    dtype = torch.bfloat16 if lora and low else torch.float32
+    model.to(device, dtype)
+    if any(p.dtype == torch.uint8 for p in task.model.parameters()):
+        into_4_bits(model, dtype)
+    if lora:
+        options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
+        options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    optimizer, parts = task.optimizer_of(model), batch.microbatches(task.microbatch)
+
+    def step() -> None:
+        for part in parts:
+            # shift_labels are taken as they are; labels alone would be shifted by one more token.
+            labels = dict(labels=part.targets, shift_labels=part.targets)
+            with torch.autocast(device.type, torch.bfloat16, enabled=low):
+                out = model(input_ids=part.tokens, **labels)
+            (out.loss / len(parts)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.loss.item()  # as train.py waits for it
+
+    return step
+
+
+def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the matrices of transformers' blocks by bitsandbytes' in NF4, as peft expects."""
+    try:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+    except ImportError:
+        raise UserError("a base in 4 bits is compared with bitsandbytes: pip install bitsandbytes")
+    for name, layer in list(model.model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            new = Linear4bit(*layer.weight.shape[::-1], False, dtype, quant_type="nf4")
+            new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.model.get_submodule(parent), attribute, new.to(layer.weight.device))
+    model.is_loaded_in_4bit = True
