@@ -119,6 +119,10 @@ class Arriving:
         # Chunk i, [B, ceil(T / n), D], is that of rank (rank - i) % n. At first there is our own.
         self.chunks = [with_tokens(x.to_local(), math.ceil(x.shape[1] / ring.size))]
 
+    @classmethod
+    def __torch_function__(cls, function, *_):
+        raise TypeError(f"{function.__name__} needs all tokens at once: leave out --async-tp")
+
     def product(self, multiply) -> Tensor:
         """Return multiply(chunk) of all chunks, in the order of tokens: [B, T, out / n]."""
         ring, products = self.ring, {}
