@@ -36,7 +36,7 @@ from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
 from data import read_ahead, row_of
 from lora import LoRA
-from model import PRESETS
+from model import PRESETS, Llama
 from parallel import with_mesh
 from perf.comm import measure_comm
 from perf.compare import NAMES, default_contestants, measure_compare, tasks_of
@@ -172,14 +172,18 @@ def check_same_step(dp: str) -> None:
         raise UserError(f"--dp {dp} is another training, which this command does not know")
 
 
-def adapters_of(args: argparse.Namespace) -> tuple[LoRA | None, int]:
-    """Return what build_on_meta needs for --lora, --rank, --dora and --base-bits."""
+def model_of(args: argparse.Namespace) -> Llama:
+    """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
     if not args.lora and (args.dora or args.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
     if args.lora and args.optimizer not in (None, "adamw"):
         raise UserError(f"--optimizer {args.optimizer} is for whole matrices, not for adapters: "
                         "leave it out with --lora")  # fmt: skip
-    return LoRA(args.rank, dora=args.dora) if args.lora else None, args.base_bits
+    if not args.lora:
+        return build_on_meta(PRESETS[args.model])
+    return build_on_meta(
+        PRESETS[args.model], LoRA(args.rank, dora=args.dora), base_bits=args.base_bits
+    )
 
 
 def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
@@ -194,7 +198,7 @@ def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
     parallel = requested_parallel(args)
     task = Task(
-        model=build_on_meta(PRESETS[args.model], *adapters_of(args)),
+        model=model_of(args),
         parallel=parallel,
         batch=args.batch,
         microbatch=args.microbatch,
@@ -302,9 +306,8 @@ def plan(args: argparse.Namespace) -> str:
         )
     if args.dollars and not args.tokens:
         raise UserError("--dollars is for the cost of a run: give --tokens, too")
-    lora, base_bits = adapters_of(args)
     work = Work(
-        model=build_on_meta(PRESETS[args.model], lora, base_bits),
+        model=model_of(args),
         parallel=replace(requested_parallel(args), offload=False),  # of parameters: never planned
         batch=args.batch or 2 * args.gpus,
         microbatch=1,
@@ -318,8 +321,6 @@ def plan(args: argparse.Namespace) -> str:
         machine=machine,
         gpus=args.gpus,
         wanted={name: getattr(args, name) for name in FILTERS},
-        adapters=lora,
-        base_bits=base_bits,
     )
     return plan_cluster(
         question,

@@ -307,12 +307,12 @@ class WithoutInit(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, base_bits: int = 16) -> Llama:
+def build_on_meta(config: LlamaConfig, lora: LoRA | None = None, **options) -> Llama:
     """Return a model, with adapters or without, whose parameters have shapes and no memory."""
     with torch.device("meta"), WithoutInit():
         model = Llama(config)
         if lora:
-            add_adapters(model, lora, base_bits)
+            add_adapters(model, lora, **options)
     return model
 
 

@@ -20,7 +20,7 @@ from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
 from costs.machines import FITTED, GPUS, Machine
 from costs.search import LESS_STATE, USABLE_FRACTION, Plan, every_plan, order
 from costs.shapes import flops_per_token
-from lora import LoRA
+from lora import LoRA, adapter_settings
 from parallel import refusal
 from perf.emulated import emulation_table
 from perf.instruments import build_on_meta, check_writable, write_json
@@ -51,8 +51,6 @@ class Question:
     machine: Machine
     gpus: int
     wanted: dict[str, object]  # values of search.FILTERS that plans must have, None for any
-    adapters: LoRA | None  # None: all weights are trained
-    base_bits: int = 16
 
     def __post_init__(self):
         machine, work, gpus, per_node = self.machine, self.work, self.gpus, self.machine.per_node
@@ -74,11 +72,20 @@ class Question:
             raise UserError(f"--document-length {work.document} exceeds --seq-len {work.seq_len}")
 
     @property
+    def adapters(self) -> LoRA | None:
+        """None where all weights are trained."""
+        return adapter_settings(self.work.model)
+
+    @property
+    def in_4_bits(self) -> bool:
+        return not all(parameter.is_floating_point() for parameter in self.work.model.parameters())
+
+    @property
     def per_node(self) -> int:
         return min(self.gpus, self.machine.per_node)
 
     def plans(self) -> Iterator[Plan]:
-        more = [nf4.TECHNIQUE] if self.base_bits == 4 else []
+        more = [nf4.TECHNIQUE] if self.in_4_bits else []
         return every_plan(self.work, self.gpus, self.machine, self.wanted, *more)
 
     def fits(self, **changes) -> bool:
@@ -151,7 +158,8 @@ def describe_best(plan: Plan, question: Question) -> str:
     what = f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
     if lora := question.adapters:
         kind = "DoRA" if lora.dora else "LoRA"
-        what += f", {kind} of rank {lora.rank} beside a base in {question.base_bits} bits"
+        bits = 4 if question.in_4_bits else 16
+        what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
     sentences = [
@@ -202,10 +210,11 @@ def commands(plan: Plan, question: Question) -> list[str]:
     nodes, per_node = question.gpus // question.per_node, question.per_node
     if lora:
         what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
-        what += " --base-bits 4" * (question.base_bits == 4) + " --dora" * lora.dora
+        what += " --base-bits 4" if question.in_4_bits else ""
+        what += " --dora" if lora.dora else ""
     else:
         what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
-        what += " --document-mask" * (work.document > 0)  # which conversations always have
+        what += " --document-mask" if work.document else ""  # which conversations always have
     parameters = sum(parameter.numel() for parameter in work.model.parameters())
     rates = LEARNING_RATES_OF_ADAPTERS if lora else LEARNING_RATES
     what += next((f" --lr {rate:g}" for least, rate in rates.items() if parameters >= least), "")
@@ -311,19 +320,18 @@ def savings(question: Question) -> Iterator[tuple[str, str, dict]]:
     fields of the question that they change."""
     work, machine = question.work, question.machine
 
-    def with_adapters(adapters: LoRA, base_bits: int) -> dict:
-        model = build_on_meta(work.model.config, adapters, base_bits)
+    def with_adapters(adapters: LoRA, **options) -> dict:
+        model = build_on_meta(work.model.config, adapters, **options)
         plain = ParallelConfig(dtype=work.parallel.dtype, compile=work.parallel.compile)
-        smaller = replace(work, model=model, parallel=plain)
-        return dict(work=smaller, adapters=adapters, base_bits=base_bits)
+        return dict(work=replace(work, model=model, parallel=plain))
 
     smaller = replace(work.parallel, **LESS_STATE)
     yield "state", flags_of(smaller, work.parallel), dict(work=replace(work, parallel=smaller))
     if not question.adapters:
-        yield "adapters", "--lora", with_adapters(LoRA(), 16)
-        yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), 4)
-    elif question.adapters and question.base_bits == 16:
-        yield "base", "--base-bits 4", with_adapters(question.adapters, 4)
+        yield "adapters", "--lora", with_adapters(LoRA())
+        yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
+    elif not question.in_4_bits:
+        yield "base", "--base-bits 4", with_adapters(question.adapters, base_bits=4)
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
         if gpus <= machine.per_node or gpus % machine.per_node == 0:

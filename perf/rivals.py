@@ -65,8 +65,8 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
 
 def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where the task has them, and these in bitsandbytes' 4 bits. In
-    bfloat16 it computes under autocast, with float32 weights, but for a frozen base."""
+    seven matrices of each block where the task has them. In bfloat16 it computes under autocast,
+    with float32 weights, but for a frozen base."""
     try:
         import peft
         import transformers
@@ -74,6 +74,8 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], ob
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
+    if not all(parameter.is_floating_point() for parameter in task.model.parameters()):
+        raise UserError("transformers' step is not made in 4 bits: leave out one of the two")
     config, lora = task.model.config, adapter_settings(task.model)
     fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
     described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)
@@ -82,8 +84,6 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], ob
     low, device = world.parallel.dtype == torch.bfloat16, world.device
     dtype = torch.bfloat16 if lora and low else torch.float32
     model.to(device, dtype)
-    if any(p.dtype == torch.uint8 for p in task.model.parameters()):
-        into_4_bits(model, dtype)
     if lora:
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
         options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -103,18 +103,3 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], ob
         out.loss.item()  # as train.py waits for it
 
     return step
-
-
-def into_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the matrices of transformers' blocks by bitsandbytes' in NF4, as peft expects."""
-    try:
-        from bitsandbytes.nn import Linear4bit, Params4bit
-    except ImportError:
-        raise UserError("a base in 4 bits is compared with bitsandbytes: pip install bitsandbytes")
-    for name, layer in list(model.model.named_modules()):
-        if isinstance(layer, nn.Linear):
-            new = Linear4bit(*layer.weight.shape[::-1], False, dtype, quant_type="nf4")
-            new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.model.get_submodule(parent), attribute, new.to(layer.weight.device))
-    model.is_loaded_in_4bit = True

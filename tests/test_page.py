@@ -58,7 +58,9 @@ def make_step(step: dict) -> tuple[Work, int]:
     parallel = parallel_config(ranks, bool(lora), **given)
     config, pp = CONFIGS[name], parallel.pp
     config = replace(config, n_layers=pp * parallel.stages_per_rank + 1) if pp > 1 else config
-    model = build_on_meta(config, LoRA(**lora), bits) if lora else meta_model(config, True)
+    model = (
+        build_on_meta(config, LoRA(**lora), base_bits=bits) if lora else meta_model(config, True)
+    )
     return step_of(model, parallel, *sequences, 256), pp - 1 if stage == "last" else 0
 
 
