@@ -181,9 +181,8 @@ def model_of(args: argparse.Namespace) -> Llama:
                         "leave it out with --lora")  # fmt: skip
     if not args.lora:
         return build_on_meta(PRESETS[args.model])
-    return build_on_meta(
-        PRESETS[args.model], LoRA(args.rank, dora=args.dora), base_bits=args.base_bits
-    )
+    lora = LoRA(args.rank, dora=args.dora)
+    return build_on_meta(PRESETS[args.model], lora, base_bits=args.base_bits)
 
 
 def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
