@@ -35,8 +35,7 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     autocasts = w < p.grad_bytes and not p.strategy.uses_fsdp and trains_all
     stream = 2 * D if autocasts else D  # the residual stream is in float32 then
     qk = Q + KV if c.qk_norm else 0  # that norms of q and k read
-    # Of two norms outputs and inputs; q and attention's output; k and v of the whole sequence;
-    # gate, up and their product.
+    # Outputs and inputs of two norms; q and attention's output; k, v; gate, up and their product.
     everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
     if work.mask_width:  # its row, and keys and values for each query head
         everything += work.mask_width + 2 * (Q - KV) / tp
@@ -174,8 +173,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     if part.output is not None:  # of each token, logsumexp and the target's logit
         chunks = math.ceil(work.tokens / tokens_at_a_time(work.on_gpu))
         yield "tp", "all-gather", m * chunks, work.tokens * 2 * p.tp * p.grad_bytes / chunks
-    stages = range(pp_rank, p.pp * p.stages_per_rank, p.pp)
-    neighbours = sum((s > 0) + (s < p.pp * p.stages_per_rank - 1) for s in stages)
+    neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of its stages
     yield "pp", "send", m * neighbours, share
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
         rows = elements(part.tok_embeddings, p.tp, w, p.shard)[0] // p.shard
