@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -214,13 +213,10 @@ class Plan:
         settings = vars(self.work.parallel).items()
         return next(name for name, way in ACTIVATIONS.items() if way.items() <= settings)
 
-    @functools.cached_property
-    def sent(self) -> dict[str, int]:
-        """Bytes that a rank sends in a step, by mesh dimension."""
-        sent = Counter()
-        for (dim, collective), cost in sends(self.work).items():
-            sent[dim] += sent_bytes({(dim, collective): cost}, self.work.parallel)
-        return sent
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in a step."""
+        return sent_bytes(sends(self.work), self.work.parallel)
 
     @functools.cached_property
     def parts(self) -> dict[str, float]:

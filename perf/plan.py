@@ -248,7 +248,7 @@ def table(ranked: list[Plan], machine: Machine) -> list[str]:
                 plan.activations,
                 f"{plan.work.microbatch}",
                 f"{plan.memory['peak'] / 1e9:,.3g}",
-                f"{sum(plan.sent.values()) / 1e9:,.3g}",
+                f"{plan.sent / 1e9:,.3g}",
                 f"{plan.seconds:,.3g}",
                 reason(plan, ranked[0], machine),
             ]
