@@ -15,24 +15,24 @@ from test_layout import FILES
 
 # technique -> the most files, and a pattern of its words
 RATCHET = {
-    "float8": (11, r"float8|Float8|8_bits|\brecipes?\b"),
-    "4 bits": (14, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
-    "LoRA": (30, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
+    "float8": (5, r"float8|Float8|8_bits|\brecipes?\b"),
+    "4 bits": (10, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
+    "LoRA": (29, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
     "context parallelism": (
-        22,
+        19,
         r"\bcp\b|--cp\b|cp_mesh|context_parallel|share_sequences|own_tokens",
     ),
-    "Muon": (9, r"[mM]uon\b|muon_|_muon"),
-    "moments": (12, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
-    "async TP": (14, r"async_tp|async-tp|in_chunks|saves_chunks"),
-    "offloaded activations": (11, r"offload_activations|offload-activations"),
+    "Muon": (6, r"[mM]uon\b|muon_|_muon"),
+    "moments": (6, r"\bmoments\b|moment_bytes|BFloat16AdamW"),
+    "async TP": (5, r"async_tp|async-tp|in_chunks|saves_chunks"),
+    "offloaded activations": (5, r"offload_activations|offload-activations"),
     "DiLoCo": (
-        14,
+        5,
         r"diloco|own_steps|outer_(lr|momentum|step|copy|traffic)|--every|step_ranks|replicas_apart",
     ),
-    "chunked loss": (5, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
+    "chunked loss": (4, r"chunked_loss|ChunkedLoss|tokens_at_a_time|LOSS_CHUNK"),
     "ZeRO-1": (7, r"zero1|ZeRO1|optimizer_slice"),
-    "recomputation": (15, r"checkpointing\b|saved_products|recompute_and"),
+    "recomputation": (12, r"checkpointing\b|saved_products|recompute_and"),
 }
 
 
