@@ -95,13 +95,14 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    described = ("one", "bare", "transformers", "wrong")
+    flags = "; ".join(f"{name}: {f}" for name, f in NAMES.items() if name not in described)
     parser.add_argument("contestants", nargs="*", metavar="CONTESTANT",
         help="a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
-             f"'tp --compile'. Names: {', '.join(NAMES)}. one: rank 0 alone; bare: its matrix "
-             "products alone; transformers: transformers' model and peft's adapters; wrong: hsdp "
-             "that shards across nodes; tp: over all processes; cp: fsdp whose ranks in a node "
-             "share sequences; pp: a stage on each node, or process (default: those that differ "
-             "on these processes; all are in memory at once)")
+             "'tp --compile'. one: rank 0 alone; bare: its matrix products alone; transformers: "
+             "transformers' model and peft's adapters; wrong: hsdp that shards across nodes; the "
+             f"others stand for flags: {flags} (default: those that differ on these processes; all "
+             "are in memory at once)")
     add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
     add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
     add_json_flag(parser)

@@ -187,7 +187,7 @@ def collective_time(
     twice; in an all-to-all an equal part of the payload to each of the others. Where several ranks
     of a group share a node, they divide what goes to the next node among their links. labs/ring
     writes a ring."""
-    n, in_node = group_shape(dim, parallel, machine)
+    n, in_node = group_shape(dim, parallel, machine.per_node)
     nodes = n / in_node
     speed = machine.node_link if nodes == 1 else in_node * machine.link
     if in_node > 1:
@@ -202,11 +202,11 @@ def collective_time(
     return machine.latency + rounds * (hops + (n - 1) / n * nbytes / speed)
 
 
-def group_shape(dim: str, parallel: ParallelConfig, machine: Machine) -> tuple[int, int]:
+def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
     n = parallel.group_size(dim)
     # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
     stride = parallel.size // parallel.pp if dim == "pp" else 1
     if dim in ("shard", "replicate", "cp"):
         stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
-    return n, max(1, math.gcd(n * stride, machine.per_node) // stride)
+    return n, max(1, math.gcd(n * stride, per_node) // stride)

@@ -6,7 +6,6 @@ be left out, in its own file. A change that needs memory is suggested only where
 predicts that the step still fits.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from config import STRATEGIES, ParallelConfig, Work
 from costs.page import holds
 from costs.search import data_ranks_in_node, with_mesh_sizes
+from costs.seconds import group_shape
 from parallel import DIVIDE_SIZES, TECHNIQUES, refusal
 
 COMPUTATION = ("forward", "backward", "recompute")  # parts of a step
@@ -62,10 +62,8 @@ class Facts:
 
     def crosses_nodes(self, dim: str) -> bool:
         """Return whether groups along a mesh dimension have ranks on several nodes."""
-        # A group lies within a block of consecutive ranks, of this size.
-        dims = ("tp", "cp") if dim == "cp" else ("tp", "shard", "replicate", "pp")
-        block = math.prod(getattr(self.parallel, name) for name in dims[: dims.index(dim) + 1])
-        return self.per_node % block != 0
+        n, in_node = group_shape(dim, self.parallel, self.per_node)
+        return n > in_node
 
 
 # ----------------------------------------------------------------------------------- the sentences

@@ -51,9 +51,11 @@ from text.batch import Batch, Documents, document_starts, flat_starts, kernel_wi
 def refuses(work: Work) -> str:
     """Return why cp ranks cannot share sequences, in a line, or "". Each takes two equal chunks:
     padding would do, too, but a length that can be cut costs less."""
-    cp, seq_len, head_dim = work.parallel.cp, work.seq_len, work.model.config.head_dim
-    if cp == 1:
+    parallel, seq_len, head_dim = work.parallel, work.seq_len, work.model.config.head_dim
+    if (cp := parallel.cp) == 1:
         return ""
+    if parallel.dp != "auto" and parallel.replicas < parallel.replicate:  # these train apart
+        return f"--dp {parallel.dp} does not combine with --cp: use --dp hsdp"
     if seq_len % (2 * cp):
         return (
             f"--seq-len {seq_len} cannot be cut into the {2 * cp} chunks of --cp {cp}: use "

@@ -47,7 +47,7 @@ def refuses(work: Work) -> str:
     parallel = work.parallel
     if parallel.dp != "diloco":
         return ""
-    others = {"--pp": parallel.pp > 1, "--cp": parallel.cp > 1, "--offload": parallel.offload}
+    others = {"--pp": parallel.pp > 1, "--offload": parallel.offload}
     for flag, is_given in others.items():
         if is_given:
             return f"--dp diloco does not combine with {flag}: use --dp hsdp"

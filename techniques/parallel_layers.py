@@ -32,8 +32,9 @@ def refuses(work: Work) -> str:
             f"--tp {parallel.tp} cannot shard {config.n_kv_heads} key/value heads and a "
             f"feed-forward width of {config.ffn_dim} evenly: --tp must divide {shareable}"
         )
-    if work.seq_len // parallel.cp % parallel.tp and torch.__version__ < "2.13":  # as versions
-        multiple = parallel.tp * (2 * parallel.cp if parallel.cp > 1 else 1)
+    if work.length % parallel.tp and torch.__version__ < "2.13":  # as versions
+        shares = work.seq_len // work.length  # of which each rank has two chunks
+        multiple = parallel.tp * (2 * shares if shares > 1 else 1)
         return (
             f"torch {torch.__version__} cannot shard --seq-len {work.seq_len} over --tp "
             f"{parallel.tp}: use --seq-len {math.ceil(work.seq_len / multiple) * multiple}, or "

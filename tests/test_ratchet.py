@@ -19,7 +19,7 @@ RATCHET = {
     "4 bits": (10, r"nf4|NF4|4_bits|base_bits|row_scale|base-bits"),
     "LoRA": (29, r"\b_?lora|LoRA|_lora\b|adapters?\b"),
     "context parallelism": (
-        19,
+        15,
         r"\bcp\b|--cp\b|cp_mesh|context_parallel|share_sequences|own_tokens",
     ),
     "Muon": (6, r"[mM]uon\b|muon_|_muon"),

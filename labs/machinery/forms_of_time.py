@@ -64,11 +64,12 @@ def parts_of(run: Work, machine: Machine) -> list[Part]:
     computing = sum(seconds for part, seconds in plan.parts.items() if part not in DIMS)
     parts = [Part("computing", computing)]
     traffic = sends(run)
-    for name, sent in plan.sent.items():
+    for name in dict.fromkeys(dim for dim, _ in traffic):
+        over = {key: cost for key, cost in traffic.items() if key[0] == name}
+        sent = sent_bytes(over, run.parallel)
         whole = sum(
             calls * collective_time(collective, nbytes / calls, dim, run.parallel, machine)
-            for (dim, collective), (calls, nbytes) in traffic.items()
-            if dim == name
+            for (dim, collective), (calls, nbytes) in over.items()
         )
         speed = speed_in_words(name, run.parallel, machine)
         parts.append(Part(name, plan.parts[name], whole, sent, speed))
@@ -79,7 +80,7 @@ def parts_of(run: Work, machine: Machine) -> list[Part]:
 
 def speed_in_words(dim: str, parallel: ParallelConfig, machine: Machine) -> str:
     """Return the speed at which a group along a mesh dimension sends, as collective_time has it."""
-    n, in_node = group_shape(dim, parallel, machine)
+    n, in_node = group_shape(dim, parallel, machine.per_node)
     in_a_node = n == in_node or (in_node > 1 and in_node * machine.link > machine.node_link)
     speed = f"{(machine.node_link if in_a_node else machine.link) / 1e9:.4g} GB/s"
     return speed if in_a_node or in_node == 1 else f"({in_node} x {speed})"
