@@ -22,12 +22,13 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import numpy as np
@@ -82,7 +83,7 @@ class TokenFileWriter:
     def __init__(self, directory: Path, split: str, vocab_size: int):
         self.directory, self.split = directory, split
         two_bytes, four_bytes = TOKEN_DTYPES.items()
-        (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
+        self.kind, self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
         self.file: BinaryIO | None = None  # the unfinished file
         self.n_tokens = 0  # tokens in all files
 
@@ -103,7 +104,7 @@ class TokenFileWriter:
         if self.file:
             in_file = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
             self.file.seek(0)
-            self.file.write(np.array([self.magic, self.version, in_file], "<i4").tobytes())
+            self.file.write(np.array([*self.kind, in_file], "<i4").tobytes())
             self.file.close()
             self.file = None
 
@@ -115,14 +116,11 @@ def tokenize(
     a list of what was left out. The directory `out` appears only when it is complete."""
     reading = reading or Reading()
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = dict(dir=out.parent, prefix=f".{out.name}-")
-    with ctrl_c_raises(), tempfile.TemporaryDirectory(**hidden) as temporary:
+    with ctrl_c_raises(), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
-        writers = {
-            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size)
-            for split in ("train", "val")
-        }
+        of_split = partial(TokenFileWriter, unfinished, vocab_size=tokenizer.vocab_size)
+        writers = {split: of_split(split) for split in ("train", "val")}
         size = sum(path.stat().st_size for path in files)
         _write_documents(read_pieces(files, reading), size, tokenizer, writers)
         reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
@@ -207,7 +205,7 @@ def find_token_files(data: list[str]) -> list[Path]:
         by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
     if any(by_source) and not all(by_source):
         raise UserError(f"--data mixes token files and text ({' '.join(data)}): tokenize the text")
-    return [file for files in by_source for file in files]
+    return [*itertools.chain(*by_source)]
 
 
 def tokenizer_of_token_files(data: list[str]) -> str | None:
@@ -402,22 +400,17 @@ def read_ahead(
     read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
     """Yield read(step) on `device` for each step, while a thread reads the batch after it."""
-    on_gpu = device.type == "cuda"
 
     def load(step: int) -> Batch:
-        if on_gpu:
-            torch.cuda.set_device(device)  # a new thread starts with GPU 0
-        batch = read(step)
-        return batch.pinned() if on_gpu else batch
+        if device.type != "cuda":
+            return read(step)
+        torch.cuda.set_device(device)  # a new thread starts with GPU 0
+        return read(step).pinned()
 
     with ThreadPoolExecutor(1) as pool:
-        upcoming = None
-        for step in steps:
-            current, upcoming = upcoming, pool.submit(load, step)
-            if current:
-                yield current.result().to(device)
-        if upcoming:
-            yield upcoming.result().to(device)
+        batches = (pool.submit(load, step) for step in steps)
+        for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):  # _ is being read
+            yield batch.result().to(device)
 
 
 # --------------------------------------------------------------------------------- command line

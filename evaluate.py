@@ -19,6 +19,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 
 @torch.no_grad()
 def row_sums(
-    model: Llama, dataset: Windows | Packed, rows: list[int], microbatch: int, world: World
+    model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
 ) -> Tensor:
     """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
     text: [len(rows), 3], equal on all ranks. A batch's bytes are in its first row.
@@ -125,11 +126,8 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    losses = iter(())
-    if rows := [*range(len(exam.choices))]:
-        losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
-    stop = exam.tokenizer.stop
-    answers = []
+    rows, stop, answers = range(len(exam.choices)), exam.tokenizer.stop, []
+    losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)

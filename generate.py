@@ -175,14 +175,14 @@ def load_model(
 ) -> Llama:
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
-    if base_bits == 4:
-        if reason := why_no_blocks(config):
-            raise UserError(reason)
+    if base_bits == 16:
+        model = load_pretrained(directory, dtype, device)
+    elif reason := why_no_blocks(config):
+        raise UserError(reason)
+    else:
         lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
         quantize = partial(add_adapters, lora=lora, base_bits=4)
         model = load_pretrained(directory, dtype, device, quantize)
-    else:
-        model = load_pretrained(directory, dtype, device)
     if adapter:
         load_adapter(model, adapter)
     for module in model.modules():

@@ -33,9 +33,10 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -167,10 +168,9 @@ def used_techniques(parallel: ParallelConfig) -> list[Technique]:
 def refusal(work: Work, *more: Technique) -> str:
     """Return why a step cannot be split as the flags ask; "" if it can.
     `more` are techniques of a script that parallelism does not know."""
-    others = parallel_layers, context_parallel, pipeline, zero1
-    asked = *others, *used_techniques(work.parallel), *more
-    reasons = (part.refuses(work) for part in asked)
-    return next(filter(None, reasons), "")
+    always = parallel_layers, context_parallel, pipeline, zero1
+    asked = *always, *used_techniques(work.parallel), *more
+    return next(filter(None, (part.refuses(work) for part in asked)), "")
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
@@ -338,8 +338,8 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- tensor parallelism
 
-# The parallel style of every layer that has parameters; * matches any block. An entry that matches
-# no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
+# The parallel style of every layer that has parameters; * stands for any number. An entry that
+# matches no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
@@ -367,15 +367,9 @@ PLAN = {
 }
 
 
-@cache
 def style_of(path: str) -> ParallelStyle | None:
     """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
-    parts = path.split(".")
-    for entry, style in PLAN.items():
-        wanted = entry.split(".")
-        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts)):
-            return style
-    return None
+    return PLAN.get(re.sub(r"\.\d+\b", ".*", path))
 
 
 def tensor_parallel(
