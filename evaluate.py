@@ -126,8 +126,9 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    rows, stop, answers = range(len(exam.choices)), exam.tokenizer.stop, []
+    rows = range(len(exam.choices))
     losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
+    stop, answers = exam.tokenizer.stop, []
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)

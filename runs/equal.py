@@ -39,7 +39,7 @@ from text.batch import Batch
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
-CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is not its default
+CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is more than 1
     "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
     "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
     'PLAN["layers.*.attention"]',
@@ -157,12 +157,7 @@ def compare_steps(
 
 def causes(phase: str, parallel: ParallelConfig) -> str:
     """Return what may cause a difference in a phase, or, with "", in any."""
-    default = ParallelConfig()
-    of_flags = [
-        cause
-        for name, cause in CAUSES_OF_FLAGS.items()
-        if getattr(parallel, name) != getattr(default, name)
-    ]
+    of_flags = [cause for flag, cause in CAUSES_OF_FLAGS.items() if getattr(parallel, flag) > 1]
     return "; ".join(filter(None, [*of_flags, CAUSES_OF_PHASES.get(phase)]))
 
 
