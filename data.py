@@ -165,16 +165,16 @@ def _write_documents(
 CACHE_VERSION = 3
 
 
-def cached_token_files(files: list[Path], tokenizer: Tokenizer, reading: Reading) -> Path:
-    """Return the directory in `cache/` with the token files of a corpus. Tokenize the corpus if
-    there is none yet, or if a file or the tokenizer has changed since."""
+def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
+    """Return the token files of a corpus in `cache/`. Tokenize the corpus if there are none yet, or
+    if a file or the tokenizer has changed since."""
     key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash} {reading}".encode())
-    for path in files:
+    for path in (files := find_files(data)):
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
         tokenize(files, tokenizer, directory, replace(reading, left_out=[]))
-    return directory
+    return sorted(directory.glob("*.bin"))
 
 
 def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
@@ -289,8 +289,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 
     Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
     projects, are not checked."""
-    if not (paths := find_token_files(data)):
-        paths = sorted(cached_token_files(find_files(data), tokenizer, reading).glob("*.bin"))
+    paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
@@ -428,8 +427,8 @@ def add_reading_flags(parser: argparse.ArgumentParser) -> None:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
-    commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="train-tokenizer|tokenize")
+    names = "train-tokenizer|tokenize"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
@@ -438,9 +437,9 @@ def parse_args() -> argparse.Namespace:
     tokens.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
                         help="fraction of the text held out for validation")
     for command, out in ((train, "file"), (tokens, "directory")):
-        command.add_argument("sources", nargs="+",
-                             help="text files, directories, or python: Python's own library")
-        command.add_argument("--out", type=Path, required=True, help=f"{out} to write")
+        add = command.add_argument
+        add("sources", nargs="+", help="text files, directories, or python: Python's own library")
+        add("--out", type=Path, required=True, help=f"{out} to write")
         add_reading_flags(command)
     # fmt: on
     return parser.parse_args()

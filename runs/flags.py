@@ -95,8 +95,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("optimizer step")
     add = step.add_argument
     add("--batch", type=positive_int, default=8, help="sequences per step, over all processes")
-    add("--microbatch", type=positive_int,
-        help="sequences that a process computes at a time (default: all of its own)")
+    add("--microbatch", type=positive_int, help="sequences a rank computes at once (default: all)")
     add("--steps", type=partial(given_int, least=1), default=1150, help="number of optimizer steps")
     add("--epochs", type=positive_float, help="in place of --steps: how often the data are read")
     add_optimizer_flags(step)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from costs.shapes import flops_per_token
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
-from plumbing.processes import UserError, clock, note_step, print_rank_zero
+from plumbing.processes import UserError, note_step, print_rank_zero
 from text.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
@@ -90,7 +91,7 @@ class Recorder(contextlib.AbstractContextManager):
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
                 f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
-                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {clock(left)} left",
+                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
                 file=sys.stderr,
             )
         return metrics
