@@ -416,12 +416,9 @@ def read_ahead(
 
 
 def add_reading_flags(parser: argparse.ArgumentParser) -> None:
-    # fmt: off
-    parser.add_argument("--text-field", default="text", metavar="NAME",
-                        help="field of records that holds the text")
-    parser.add_argument("--skip-bad", action="store_true",
-                        help="leave out what cannot be read, and list it in a file")
-    # fmt: on
+    add = parser.add_argument
+    add("--text-field", default="text", metavar="NAME", help="field of records that holds the text")
+    add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
 
 
 def parse_args() -> argparse.Namespace:

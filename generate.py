@@ -43,13 +43,12 @@ from text.tokenizer import Tokenizer, load_tokenizer
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model, for find_model and load_model."""
     # fmt: off
-    parser.add_argument("checkpoint", type=Path,
-                        help="a run, one of its checkpoints, or Meta's or Hugging Face's directory")
-    parser.add_argument("--adapter", type=Path, metavar="DIR",
-                        help="a run of finetune_lora.py, or an adapter in PEFT's format")
-    parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
-                        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
-    parser.add_argument("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a run, a checkpoint, or Meta's or Hugging Face's directory")
+    add("--adapter", type=Path, metavar="DIR", help="a run of finetune_lora.py, or PEFT's files")
+    add("--base-bits", type=int, choices=[16, 4], default=16,
+        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
+    add("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
     # fmt: on
 
 
@@ -58,8 +57,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     add_model_flags(parser)
     add = parser.add_argument
-    add("--prompt", action="append", default=[],
-        help="text to continue; given several times, the prompts form a batch")
+    add("--prompt", action="append", default=[], help="text to continue; several form a batch")
     add("--chat", action="store_true",
         help="prompts are messages to a chat model; without one, a conversation")
     add("--system", metavar="TEXT", help="system prompt, the message with which a chat begins")

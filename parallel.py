@@ -42,13 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -161,8 +155,10 @@ AFTER_TP = [
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 
 
-def used_techniques(parallel: ParallelConfig) -> list[Technique]:
-    return [technique for technique in TECHNIQUES if technique.is_used(parallel)]
+def used_techniques(
+    parallel: ParallelConfig, techniques: list[Technique] = TECHNIQUES
+) -> list[Technique]:
+    return [technique for technique in techniques if technique.is_used(parallel)]
 
 
 def refusal(work: Work, *more: Technique) -> str:
@@ -186,14 +182,12 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
-    for technique in BEFORE_TP:
-        if technique.is_used(parallel):
-            technique.apply(model, world)
+    for technique in used_techniques(parallel, BEFORE_TP):
+        technique.apply(model, world)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], async_tp.in_chunks if parallel.async_tp else None)
-    for technique in AFTER_TP:
-        if technique.is_used(parallel):
-            technique.apply(model, world)
+    for technique in used_techniques(parallel, AFTER_TP):
+        technique.apply(model, world)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
@@ -284,7 +278,6 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16
     across = ("replicate",) if parallel.replicas > 1 else ()
-    on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
         mesh=world.mesh[(*across, "shard")],
         mp_policy=MixedPrecisionPolicy(
@@ -292,8 +285,9 @@ def fsdp(model: Llama, world: World) -> nn.Module:
             reduce_dtype=torch.float32 if bf16 else None,
             cast_forward_inputs=False,  # cos and sin stay float32
         ),
-        offload_policy=on_cpu if parallel.offload else OffloadPolicy(),
     )
+    if parallel.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if parallel.reshard == "adapters":
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for block in model.layers.values():
