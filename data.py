@@ -33,6 +33,8 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch.utils.data import ConcatDataset
 
 from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
@@ -224,7 +226,7 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
 # -------------------------------------------------------------------------------------- batches
 
 
-class Windows:
+class Windows(ConcatDataset):
     """The windows of T + 1 tokens in a list of token files, numbered from 0; T is seq_len.
 
     Neighbouring windows share a token: the last target of one is the first input of the next. The
@@ -238,14 +240,12 @@ class Windows:
         tokenizer: Tokenizer,
         document_mask: bool = False,
     ):
+        # Views of the files, which are read when a window is taken.
+        long = (file for file in files if len(file) > seq_len)
+        super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long])
         self.files, self.seq_len = files, seq_len
         self.tokenizer, self.document_mask = tokenizer, document_mask
-        # ends[i]: number of windows in files 0 to i.
-        self.ends = np.cumsum([(len(file) - 1) // seq_len for file in files], dtype=np.int64)
         self.sources = [(len(self), 1)]  # windows of each source, and its places in a round
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
 
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
@@ -259,18 +259,11 @@ class Windows:
             checksum = zlib.crc32(np.ascontiguousarray(file[::stride]), checksum)
         return checksum
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        """Return window i [T + 1]."""
-        file = int(np.searchsorted(self.ends, i, side="right"))
-        windows_before = int(self.ends[file - 1]) if file else 0
-        start = (i - windows_before) * self.seq_len
-        return self.files[file][start : start + self.seq_len + 1]
-
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
         # None is padding: any tokens, with all targets masked.
-        rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
+        rows = np.stack([self[i or 0] for i in indices]).astype(np.int64)  # [B, T + 1]
         check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
         targets[[i is None for i in indices]] = IGNORE
