@@ -288,20 +288,26 @@ def resume(
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: Llama) -> None:
-    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`.
+def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> None:
+    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`; with
+    an adapter merged into them, if one is given.
 
     All ranks call it together, and each loads its shards. From our files a rank reads only what
-    overlaps with its shards. From other files, or into 4 bits, it reads one full matrix at a time,
-    which takes memory only if rows must be reordered or joined. Adapters do not change."""
+    overlaps with its shards. From other files, with an adapter, or into 4 bits, it reads one full
+    matrix at a time, which takes memory only if rows must be reordered or joined, or values change.
+    The model's own adapters do not change."""
     in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
-    if directories.has_weights(directory) and not in_4_bits:
+    if directories.has_weights(directory) and not in_4_bits and not adapter:
         directories.verify(directory, "weights")
         meet()
         directories.load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
+    if adapter:  # in the model's dtype: that of the files may be too narrow for the change
+        dtype = next(model.parameters()).dtype
+        stored = {name: weight.to(dtype) for name, weight in stored.items()}
+        stored = merged_weights(stored, adapter, model.config)
     quantize_base(model, lambda name: stored[name].read(), assign_shard)
     stored = with_progress_of(stored, f"loading {directory}")
     for name, parameter in _weights(model).items():
@@ -314,16 +320,18 @@ def load_pretrained(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     prepare: Callable[[Llama], None] = lambda model: None,
+    adapter: Path | None = None,
 ) -> Llama:
-    """Return a Llama with the weights of any directory that find_checkpoint finds. `prepare` may
-    change its layers before they are allocated, as add_adapters does."""
+    """Return a Llama with the weights of any directory that find_checkpoint finds, and an adapter
+    merged into them. `prepare` may change its layers before they are allocated, as add_adapters
+    does."""
     directory = find_checkpoint(Path(directory))
     config = read_config(directory)["model"]  # not on meta, where it could compare no logits
     with torch.device("meta"):
         model = Llama(config).to(dtype)
         prepare(model)
     allocate(model, device)
-    load_weights(directory, model)
+    load_weights(directory, model, adapter)
     return model.eval()
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from checkpoint import load_pretrained
 from files.adapters import load_adapter, open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
-from lora import LoRA, LoRALinear, add_adapters
+from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
@@ -174,18 +174,14 @@ def load_model(
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
     if base_bits == 16:
-        model = load_pretrained(directory, dtype, device)
-    elif reason := why_no_blocks(config):
+        return load_pretrained(directory, dtype, device, adapter=adapter)
+    if reason := why_no_blocks(config):
         raise UserError(reason)
-    else:
-        lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-        quantize = partial(add_adapters, lora=lora, base_bits=4)
-        model = load_pretrained(directory, dtype, device, quantize)
+    lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
+    quantize = partial(add_adapters, lora=lora, base_bits=4)
+    model = load_pretrained(directory, dtype, device, quantize)
     if adapter:
         load_adapter(model, adapter)
-    for module in model.modules():
-        if isinstance(module, LoRALinear) and base_bits == 16:
-            module.merge()  # from here on the adapter costs no time
     return model
 
 
