@@ -155,10 +155,8 @@ AFTER_TP = [
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 
 
-def used_techniques(
-    parallel: ParallelConfig, techniques: list[Technique] = TECHNIQUES
-) -> list[Technique]:
-    return [technique for technique in techniques if technique.is_used(parallel)]
+def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
+    return [technique for technique in among if technique.is_used(parallel)]
 
 
 def refusal(work: Work, *more: Technique) -> str:

@@ -60,17 +60,15 @@ def setup(args: argparse.Namespace) -> Process:
     bfloat16 = bool(process.minimum(has_bfloat16(device)))
     triton = bool(process.minimum(has_triton(device)))
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        gpu = torch.cuda.get_device_name(device)
         if args.dtype == "bfloat16" and not bfloat16:
-            raise UserError(
-                f"--dtype bfloat16: a {name} has no bfloat16: leave it out, for float32"
-            )
+            raise UserError(f"--dtype bfloat16: a {gpu} has no bfloat16: leave it out, for float32")
         if args.compile and not triton:
-            raise UserError(f"--compile: there is no Triton for this {name}: leave it out")
+            raise UserError(f"--compile: there is no Triton for this {gpu}: leave it out")
         if not args.dtype and not bfloat16:
-            print_rank_zero(f"no bfloat16 for this {name}: --dtype float32")
+            print_rank_zero(f"no bfloat16 for this {gpu}: --dtype float32")
         if args.compile is None and not triton:
-            print_rank_zero(f"no Triton for this {name}: --no-compile")
+            print_rank_zero(f"no Triton for this {gpu}: --no-compile")
     if use_flash_attention_3(device):
         print_rank_zero("attention in bfloat16 is computed by FlashAttention 3")
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
