@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import load_pretrained
-from files.adapters import load_adapter, open_adapter
+from files.adapters import open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
 from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig
@@ -179,10 +179,7 @@ def load_model(
         raise UserError(reason)
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
     quantize = partial(add_adapters, lora=lora, base_bits=4)
-    model = load_pretrained(directory, dtype, device, quantize)
-    if adapter:
-        load_adapter(model, adapter)
-    return model
+    return load_pretrained(directory, dtype, device, quantize, adapter)
 
 
 def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:

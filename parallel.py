@@ -359,11 +359,6 @@ PLAN = {
 }
 
 
-def style_of(path: str) -> ParallelStyle | None:
-    """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
-    return PLAN.get(re.sub(r"\.\d+\b", ".*", path))
-
-
 def tensor_parallel(
     model: Llama,
     mesh: DeviceMesh,
@@ -409,7 +404,8 @@ def tensor_parallel(
         )
     styles = {}
     for path, layer in model.named_modules():
-        planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
+        style = PLAN.get(re.sub(r"\.\d+\b", ".*", path))  # layers.3.norm is layers.*.norm there
+        planned_dims(style, path, layer)  # raises for what PLAN does not cover
         if style and any(True for _ in layer.parameters()):  # nn.Identity has none
             styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
