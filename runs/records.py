@@ -115,8 +115,7 @@ class Recorder(contextlib.AbstractContextManager):
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        complete = (line for line in lines if line.endswith("\n"))
-        kept = [line for line in complete if json.loads(line)["step"] <= done]
+        kept = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done)
         write_atomically(path, "".join(kept))
         self.file = open(path, "a", buffering=1)
 

@@ -102,10 +102,8 @@ def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
 
 def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     """Check the flags, open the data, and describe the model."""
-    initial = None
-    if args.init:
-        find = partial(checkpoint.find_checkpoint, args.init)
-        initial = checkpoint.read_config(process.broadcast_from_rank_zero(find))
+    find = partial(checkpoint.find_checkpoint, args.init)
+    initial = checkpoint.read_config(process.broadcast_from_rank_zero(find)) if args.init else None
     config = rules.choose_model_config(args, initial)
     rules.check_training_flags(args, config, process)
     if args.reshard == "adapters":
