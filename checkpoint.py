@@ -131,10 +131,10 @@ class Saver(contextlib.AbstractContextManager):
             first_ranks.setdefault(tuple(weights), rank)
         self.size = sum(all_sizes.values())
         self.first_ranks = [*first_ranks.values()]
-        self._check_disk(self.size)
+        self._check_disk()
 
-    def _check_disk(self, size: int) -> None:
-        """Raise UserError if a rank does not find OUT, or if OUT lacks space for `size` bytes."""
+    def _check_disk(self) -> None:
+        """Raise UserError if a rank does not find OUT, or if OUT lacks space for a checkpoint."""
         rank, probe = dist.get_rank(), self.out / ".step-probe"
         try:
             self._on_every_rank(lambda: rank == 0 and probe.mkdir(parents=True, exist_ok=True))
@@ -145,10 +145,10 @@ class Saver(contextlib.AbstractContextManager):
         finally:
             if rank == 0:
                 shutil.rmtree(probe, ignore_errors=True)
-        if disk.free < size and disk.total:  # some network disks report zeros
+        if disk.free < self.size and disk.total:  # some network disks report zeros
             raise UserError(
-                f"a checkpoint takes {size / 1e9:.3g} GB, and {disk.free / 1e9:.3g} GB are free in "
-                f"--out {self.out}: make room, or choose another --out"
+                f"a checkpoint takes {self.size / 1e9:.3g} GB, and {disk.free / 1e9:.3g} GB are "
+                f"free in --out {self.out}: make room, or choose another --out"
             )
 
     def save(self, step: int, best: bool = False) -> Path:
@@ -288,20 +288,31 @@ def resume(
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: Llama) -> None:
-    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`.
+def load_weights(directory: Path, model: Llama, adapter: Path | None = None) -> None:
+    """Load weights, from any directory of find_checkpoint, into a model that is not on `meta`, and
+    an adapter, if one is given: into the model's own adapters or, without any, merged.
 
     All ranks call it together, and each loads its shards. From our files a rank reads only what
-    overlaps with its shards. From other files, or into 4 bits, it reads one full matrix at a time,
-    which takes memory only if rows must be reordered or joined. Adapters do not change."""
+    overlaps with its shards. From other files, with an adapter to merge, or into 4 bits, it reads
+    one full matrix at a time, which takes memory only if rows are reordered or joined, or values
+    change. Without `adapter`, the model's adapters do not change."""
+    if adapter and (factors := adapters(model)):
+        _, stored = open_adapter(adapter, model.config)
+        for name, factor in factors.items():
+            assign_shard(factor, stored[name].read())
+        adapter = None  # none is to be merged
     in_4_bits = any(not tensor.is_floating_point() for tensor in _weights(model).values())
-    if directories.has_weights(directory) and not in_4_bits:
+    if directories.has_weights(directory) and not in_4_bits and not adapter:
         directories.verify(directory, "weights")
         meet()
         directories.load_tensors(_weights(model), directory / "weights")
         return
     _, stored = open_weights(directory)
     formats.check_weights(stored, formats.parameter_shapes(model.config), directory)
+    if adapter:  # in the model's dtype: that of the files may be too narrow for the change
+        dtype = next(model.parameters()).dtype
+        stored = {name: weight.to(dtype) for name, weight in stored.items()}
+        stored = merged_weights(stored, adapter, model.config)
     quantize_base(model, lambda name: stored[name].read(), assign_shard)
     stored = with_progress_of(stored, f"loading {directory}")
     for name, parameter in _weights(model).items():
@@ -314,16 +325,17 @@ def load_pretrained(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     prepare: Callable[[Llama], None] = lambda model: None,
+    adapter: Path | None = None,
 ) -> Llama:
-    """Return a Llama with the weights of any directory that find_checkpoint finds. `prepare` may
-    change its layers before they are allocated, as add_adapters does."""
+    """Return a Llama with what load_weights loads, from any directory that find_checkpoint finds.
+    `prepare` may change its layers before they are allocated, as add_adapters does."""
     directory = find_checkpoint(Path(directory))
     config = read_config(directory)["model"]  # not on meta, where it could compare no logits
     with torch.device("meta"):
         model = Llama(config).to(dtype)
         prepare(model)
     allocate(model, device)
-    load_weights(directory, model)
+    load_weights(directory, model, adapter)
     return model.eval()
 
 

@@ -22,16 +22,19 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch.utils.data import ConcatDataset
 
 from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
@@ -82,7 +85,7 @@ class TokenFileWriter:
     def __init__(self, directory: Path, split: str, vocab_size: int):
         self.directory, self.split = directory, split
         two_bytes, four_bytes = TOKEN_DTYPES.items()
-        (self.magic, self.version), self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
+        self.kind, self.dtype = two_bytes if vocab_size <= 1 << 16 else four_bytes
         self.file: BinaryIO | None = None  # the unfinished file
         self.n_tokens = 0  # tokens in all files
 
@@ -103,7 +106,7 @@ class TokenFileWriter:
         if self.file:
             in_file = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
             self.file.seek(0)
-            self.file.write(np.array([self.magic, self.version, in_file], "<i4").tobytes())
+            self.file.write(np.array([*self.kind, in_file], "<i4").tobytes())
             self.file.close()
             self.file = None
 
@@ -115,14 +118,11 @@ def tokenize(
     a list of what was left out. The directory `out` appears only when it is complete."""
     reading = reading or Reading()
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = dict(dir=out.parent, prefix=f".{out.name}-")
-    with ctrl_c_raises(), tempfile.TemporaryDirectory(**hidden) as temporary:
+    with ctrl_c_raises(), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
-        writers = {
-            split: TokenFileWriter(unfinished, split, tokenizer.vocab_size)
-            for split in ("train", "val")
-        }
+        of_split = partial(TokenFileWriter, unfinished, vocab_size=tokenizer.vocab_size)
+        writers = {split: of_split(split) for split in ("train", "val")}
         size = sum(path.stat().st_size for path in files)
         _write_documents(read_pieces(files, reading), size, tokenizer, writers)
         reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
@@ -167,16 +167,16 @@ def _write_documents(
 CACHE_VERSION = 3
 
 
-def cached_token_files(files: list[Path], tokenizer: Tokenizer, reading: Reading) -> Path:
-    """Return the directory in `cache/` with the token files of a corpus. Tokenize the corpus if
-    there is none yet, or if a file or the tokenizer has changed since."""
+def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
+    """Return the token files of a corpus in `cache/`. Tokenize the corpus if there are none yet, or
+    if a file or the tokenizer has changed since."""
     key = hashlib.sha256(f"{CACHE_VERSION} {tokenizer.hash} {reading}".encode())
-    for path in files:
+    for path in (files := find_files(data)):
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
         tokenize(files, tokenizer, directory, replace(reading, left_out=[]))
-    return directory
+    return sorted(directory.glob("*.bin"))
 
 
 def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
@@ -207,7 +207,7 @@ def find_token_files(data: list[str]) -> list[Path]:
         by_source.append([p for p in candidates if p.suffix == ".bin" and p.is_file()])
     if any(by_source) and not all(by_source):
         raise UserError(f"--data mixes token files and text ({' '.join(data)}): tokenize the text")
-    return [file for files in by_source for file in files]
+    return [*itertools.chain(*by_source)]
 
 
 def tokenizer_of_token_files(data: list[str]) -> str | None:
@@ -226,7 +226,7 @@ def tokenizer_of_token_files(data: list[str]) -> str | None:
 # -------------------------------------------------------------------------------------- batches
 
 
-class Windows:
+class Windows(ConcatDataset):
     """The windows of T + 1 tokens in a list of token files, numbered from 0; T is seq_len.
 
     Neighbouring windows share a token: the last target of one is the first input of the next. The
@@ -240,14 +240,12 @@ class Windows:
         tokenizer: Tokenizer,
         document_mask: bool = False,
     ):
+        # Views of the files, which are read when a window is taken.
+        long = (file for file in files if len(file) > seq_len)
+        super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long])
         self.files, self.seq_len = files, seq_len
         self.tokenizer, self.document_mask = tokenizer, document_mask
-        # ends[i]: number of windows in files 0 to i.
-        self.ends = np.cumsum([(len(file) - 1) // seq_len for file in files], dtype=np.int64)
         self.sources = [(len(self), 1)]  # windows of each source, and its places in a round
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
 
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
@@ -261,18 +259,11 @@ class Windows:
             checksum = zlib.crc32(np.ascontiguousarray(file[::stride]), checksum)
         return checksum
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        """Return window i [T + 1]."""
-        file = int(np.searchsorted(self.ends, i, side="right"))
-        windows_before = int(self.ends[file - 1]) if file else 0
-        start = (i - windows_before) * self.seq_len
-        return self.files[file][start : start + self.seq_len + 1]
-
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
         # None is padding: any tokens, with all targets masked.
-        rows = np.stack([self[i or 0].astype(np.int64) for i in indices])  # [B, T + 1]
+        rows = np.stack([self[i or 0] for i in indices]).astype(np.int64)  # [B, T + 1]
         check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
         targets[[i is None for i in indices]] = IGNORE
@@ -291,8 +282,7 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 
     Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
     projects, are not checked."""
-    if not (paths := find_token_files(data)):
-        paths = sorted(cached_token_files(find_files(data), tokenizer, reading).glob("*.bin"))
+    paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
             raise UserError(
@@ -402,41 +392,33 @@ def read_ahead(
     read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
     """Yield read(step) on `device` for each step, while a thread reads the batch after it."""
-    on_gpu = device.type == "cuda"
 
     def load(step: int) -> Batch:
-        if on_gpu:
-            torch.cuda.set_device(device)  # a new thread starts with GPU 0
-        batch = read(step)
-        return batch.pinned() if on_gpu else batch
+        if device.type != "cuda":
+            return read(step)
+        torch.cuda.set_device(device)  # a new thread starts with GPU 0
+        return read(step).pinned()
 
     with ThreadPoolExecutor(1) as pool:
-        upcoming = None
-        for step in steps:
-            current, upcoming = upcoming, pool.submit(load, step)
-            if current:
-                yield current.result().to(device)
-        if upcoming:
-            yield upcoming.result().to(device)
+        batches = (pool.submit(load, step) for step in steps)
+        for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):  # _ is being read
+            yield batch.result().to(device)
 
 
 # --------------------------------------------------------------------------------- command line
 
 
 def add_reading_flags(parser: argparse.ArgumentParser) -> None:
-    # fmt: off
-    parser.add_argument("--text-field", default="text", metavar="NAME",
-                        help="field of records that holds the text")
-    parser.add_argument("--skip-bad", action="store_true",
-                        help="leave out what cannot be read, and list it in a file")
-    # fmt: on
+    add = parser.add_argument
+    add("--text-field", default="text", metavar="NAME", help="field of records that holds the text")
+    add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description="Train a tokenizer, or turn text into token files.")
     # fmt: off
-    commands = parser.add_subparsers(dest="command", required=True,
-                                     metavar="train-tokenizer|tokenize")
+    names = "train-tokenizer|tokenize"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     train = commands.add_parser("train-tokenizer", help="train a byte-pair encoding")
     tokens = commands.add_parser("tokenize", help="write token files for train.py --data")
     train.add_argument("--vocab-size", type=positive_int, default=4096,
@@ -445,9 +427,9 @@ def parse_args() -> argparse.Namespace:
     tokens.add_argument("--val-fraction", type=nonnegative_float, default=VAL_FRACTION,
                         help="fraction of the text held out for validation")
     for command, out in ((train, "file"), (tokens, "directory")):
-        command.add_argument("sources", nargs="+",
-                             help="text files, directories, or python: Python's own library")
-        command.add_argument("--out", type=Path, required=True, help=f"{out} to write")
+        add = command.add_argument
+        add("sources", nargs="+", help="text files, directories, or python: Python's own library")
+        add("--out", type=Path, required=True, help=f"{out} to write")
         add_reading_flags(command)
     # fmt: on
     return parser.parse_args()

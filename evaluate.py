@@ -19,6 +19,7 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +33,12 @@ from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
-from lora import LoRA, adapters, add_adapters
+from lora import LoRA, add_adapters
 from model import IGNORE, Llama
 from parallel import World, parallelize, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
-from plumbing.shards import assign_shard
 from runs.records import Totals, write_atomically
 from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import choose_work
@@ -83,7 +83,7 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 
 @torch.no_grad()
 def row_sums(
-    model: Llama, dataset: Windows | Packed, rows: list[int], microbatch: int, world: World
+    model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
 ) -> Tensor:
     """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
     text: [len(rows), 3], equal on all ranks. A batch's bytes are in its first row.
@@ -125,11 +125,9 @@ def take_exam(
 ) -> tuple[dict[str, float], list[dict]]:
     """Return a model's scores, the fraction of questions that it answers right, by name; and each
     question with what the model makes of it. Ranks share the choices; each writes all answers."""
-    losses = iter(())
-    if rows := [*range(len(exam.choices))]:
-        losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
-    stop = exam.tokenizer.stop
-    answers = []
+    rows = range(len(exam.choices))
+    losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
+    stop, answers = exam.tokenizer.stop, []
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)
@@ -162,7 +160,7 @@ def describe_exam(right: dict[str, float]) -> str:
 def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tuple[Llama, World]:
     """Return a model, split as the flags ask for, with its weights and an adapter."""
     config, adapter = metadata["model"], args.adapter
-    lora, stored = open_adapter(adapter, config) if adapter else (LoRA(targets=()), {})
+    lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
     bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
@@ -180,13 +178,7 @@ def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tu
     work, _ = choose_work(args, model, args.chat, process)
     check_work(work, *techniques)
     world = with_mesh(process, work.parallel)
-
-    def initialize(model: Llama) -> None:
-        load_weights(metadata["directory"], model)
-        for name, factor in adapters(model).items():
-            assign_shard(factor, stored[name].read())
-
-    parallelize(model, world, initialize)
+    parallelize(model, world, partial(load_weights, metadata["directory"], adapter=adapter))
     return model.eval(), world
 
 

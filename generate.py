@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import load_pretrained
-from files.adapters import load_adapter, open_adapter
+from files.adapters import open_adapter
 from files.directories import check_tokenizer, find_adapter, find_checkpoint, read_config
-from lora import LoRA, LoRALinear, add_adapters
+from lora import LoRA, add_adapters
 from model import KVCache, Llama, LlamaConfig
 from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser, nonnegative_float, nonnegative_int, positive_int
@@ -43,13 +43,12 @@ from text.tokenizer import Tokenizer, load_tokenizer
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which model, for find_model and load_model."""
     # fmt: off
-    parser.add_argument("checkpoint", type=Path,
-                        help="a run, one of its checkpoints, or Meta's or Hugging Face's directory")
-    parser.add_argument("--adapter", type=Path, metavar="DIR",
-                        help="a run of finetune_lora.py, or an adapter in PEFT's format")
-    parser.add_argument("--base-bits", type=int, choices=[16, 4], default=16,
-                        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
-    parser.add_argument("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a run, a checkpoint, or Meta's or Hugging Face's directory")
+    add("--adapter", type=Path, metavar="DIR", help="a run of finetune_lora.py, or PEFT's files")
+    add("--base-bits", type=int, choices=[16, 4], default=16,
+        help="4: blocks in 4 bits, with a quarter of the memory, and slower")
+    add("--tokenizer", help="tokenizer name or file (default: the checkpoint's)")
     # fmt: on
 
 
@@ -58,8 +57,7 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     add_model_flags(parser)
     add = parser.add_argument
-    add("--prompt", action="append", default=[],
-        help="text to continue; given several times, the prompts form a batch")
+    add("--prompt", action="append", default=[], help="text to continue; several form a batch")
     add("--chat", action="store_true",
         help="prompts are messages to a chat model; without one, a conversation")
     add("--system", metavar="TEXT", help="system prompt, the message with which a chat begins")
@@ -175,20 +173,13 @@ def load_model(
 ) -> Llama:
     """Return the model of a directory with an adapter, merged unless the base is in 4 bits."""
     dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
-    if base_bits == 4:
-        if reason := why_no_blocks(config):
-            raise UserError(reason)
-        lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-        quantize = partial(add_adapters, lora=lora, base_bits=4)
-        model = load_pretrained(directory, dtype, device, quantize)
-    else:
-        model = load_pretrained(directory, dtype, device)
-    if adapter:
-        load_adapter(model, adapter)
-    for module in model.modules():
-        if isinstance(module, LoRALinear) and base_bits == 16:
-            module.merge()  # from here on the adapter costs no time
-    return model
+    if base_bits == 16:
+        return load_pretrained(directory, dtype, device, adapter=adapter)
+    if reason := why_no_blocks(config):
+        raise UserError(reason)
+    lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
+    quantize = partial(add_adapters, lora=lora, base_bits=4)
+    return load_pretrained(directory, dtype, device, quantize, adapter)
 
 
 def stream_text(model: Llama, prompt: list[int], tokenizer: Tokenizer, **options) -> Iterator[str]:

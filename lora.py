@@ -187,7 +187,7 @@ class LoRALinear(nn.Linear):
         for name in self.PARAMETERS:
             self.register_parameter(name, None)
         self.weight, self.training = base.weight, base.training
-        self.lora, self.merged = lora, False
+        self.lora = lora
         if bits == 4:
             codes = partial(base.weight.new_empty, dtype=torch.uint8)
             self.weight = nn.Parameter(codes(packed_shape(out, width)), requires_grad=False)
@@ -201,8 +201,6 @@ class LoRALinear(nn.Linear):
         self.product: Callable = partial(_product, scale=lora.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.merged:
-            return super().forward(x)
         norms = None if self.lora_magnitude is None else self.row_norms()
         dropout = self.lora.dropout if self.training else 0.0
         return self.product(x, *self.ordered_parameters(), norms, dropout)
@@ -228,15 +226,6 @@ class LoRALinear(nn.Linear):
             norms.square(), mesh, partial_sums, run_check=False, **all_rows
         )
         return squares.redistribute(placements=full_sums).sqrt()
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the adapter to the weight for good: the layer is then as fast as one without."""
-        if not self.merged and self.lora_A is not None:
-            weight, row_scale, *factors = self.ordered_parameters()
-            matrix = full_matrix(weight, row_scale, self.lora_A.dtype)
-            merged = merged_weight(matrix, self.lora.scale, *factors)
-            self.weight, self.merged = nn.Parameter(merged, requires_grad=False), True
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter, None for a

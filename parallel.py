@@ -33,21 +33,16 @@ or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -161,8 +156,8 @@ TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
 DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
 
 
-def used_techniques(parallel: ParallelConfig) -> list[Technique]:
-    return [technique for technique in TECHNIQUES if technique.is_used(parallel)]
+def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[Technique]:
+    return [technique for technique in among if technique.is_used(parallel)]
 
 
 def refusal(work: Work, *more: Technique) -> str:
@@ -186,14 +181,12 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     set_dtype(model, parallel)
     if parallel.pp > 1:
         pipeline.cut(model, *place)
-    for technique in BEFORE_TP:
-        if technique.is_used(parallel):
-            technique.apply(model, world)
+    for technique in used_techniques(parallel, BEFORE_TP):
+        technique.apply(model, world)
     if parallel.tp > 1:
         tensor_parallel(model, world.mesh["tp"], async_tp.in_chunks if parallel.async_tp else None)
-    for technique in AFTER_TP:
-        if technique.is_used(parallel):
-            technique.apply(model, world)
+    for technique in used_techniques(parallel, AFTER_TP):
+        technique.apply(model, world)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
     if parallel.strategy.uses_fsdp:  # on meta, so that no rank ever holds the whole model
         for stage in stages:
@@ -284,7 +277,6 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     parallel = world.parallel
     bf16 = parallel.dtype == torch.bfloat16
     across = ("replicate",) if parallel.replicas > 1 else ()
-    on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     options = dict(
         mesh=world.mesh[(*across, "shard")],
         mp_policy=MixedPrecisionPolicy(
@@ -292,8 +284,9 @@ def fsdp(model: Llama, world: World) -> nn.Module:
             reduce_dtype=torch.float32 if bf16 else None,
             cast_forward_inputs=False,  # cos and sin stay float32
         ),
-        offload_policy=on_cpu if parallel.offload else OffloadPolicy(),
     )
+    if parallel.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if parallel.reshard == "adapters":
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for block in model.layers.values():
@@ -338,8 +331,8 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- tensor parallelism
 
-# The parallel style of every layer that has parameters; * matches any block. An entry that matches
-# no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
+# The parallel style of every layer that has parameters; * stands for any number. An entry that
+# matches no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
@@ -365,17 +358,6 @@ PLAN = {
     "norm": NORM,
     "output": ColumnParallel(input_layouts=SEQUENCE_SHARDED, output_layouts=REPLICATED),
 }
-
-
-@cache
-def style_of(path: str) -> ParallelStyle | None:
-    """Return the style in PLAN of the layer at `path`, such as layers.3.ffn_norm."""
-    parts = path.split(".")
-    for entry, style in PLAN.items():
-        wanted = entry.split(".")
-        if len(wanted) == len(parts) and all(w in ("*", p) for w, p in zip(wanted, parts)):
-            return style
-    return None
 
 
 def tensor_parallel(
@@ -423,7 +405,8 @@ def tensor_parallel(
         )
     styles = {}
     for path, layer in model.named_modules():
-        planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
+        style = PLAN.get(re.sub(r"\.\d+\b", ".*", path))  # layers.3.norm is layers.*.norm there
+        planned_dims(style, path, layer)  # raises for what PLAN does not cover
         if style and any(True for _ in layer.parameters()):  # nn.Identity has none
             styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]

@@ -7,6 +7,7 @@ OUT/metrics.jsonl and OUT/config.json; perf/report.html draws it.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -26,11 +27,9 @@ def read_lines(path: Path) -> list[dict]:
     a run that is writing it."""
     rows = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             rows.append(row | {"step": int(row["step"]), "tokens": int(row["tokens"])})
-        except (ValueError, TypeError, KeyError):
-            continue
     return rows
 
 
@@ -47,10 +46,9 @@ def read_run(directory: Path) -> dict:
     if not (path := directory / "metrics.jsonl").exists():
         raise UserError(f"{directory} is no run of train.py: it has no metrics.jsonl")
     rows = read_lines(path)
-    try:
+    config = {}
+    with contextlib.suppress(OSError, ValueError):
         config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        config = {}
     size = math.ceil(len(rows) / POINTS) or 1
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
     evaluations = [

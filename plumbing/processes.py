@@ -258,13 +258,6 @@ def print_rank_zero(text: str, **where) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), where.get("file", sys.stdout).fileno())
 
 
-def clock(seconds: float) -> str:
-    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
 class Progress:
     """Prints on rank 0, every so many seconds, how much of a `total` is done, and the time left."""
 
@@ -278,10 +271,12 @@ class Progress:
         now = time.monotonic()
         if now - self.printed > self.every and self.done < self.total:
             self.printed = now
-            left = clock((now - self.started) / self.done * (self.total - self.done))
+            left = round((now - self.started) / self.done * (self.total - self.done))
             done, total = (f"{n:,.1f}" if self.unit else f"{n:,}" for n in (self.done, self.total))
             where = f"{done} of {total}{self.unit}"
-            print_rank_zero(f"{self.what}: {where}  {left} left", file=sys.stderr)
+            print_rank_zero(
+                f"{self.what}: {where}  {timedelta(seconds=left)} left", file=sys.stderr
+            )
 
 
 def with_progress(items: Iterable, what: str, total: int | None = None, **options) -> Iterator:

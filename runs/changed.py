@@ -12,14 +12,7 @@ from files.published import LOGITS, computes, with_fixed_weights
 from model import KVCache, Llama, LlamaConfig
 from parallel import BEFORE_TP, World, set_dtype
 from plumbing.processes import UserError
-from runs.equal import (
-    MODEL_ERRORS,
-    TOLERANCE,
-    describe,
-    relative_difference,
-    small_batch,
-    small_config,
-)
+from runs import equal
 from text.batch import kernel_widths
 
 
@@ -30,12 +23,12 @@ def check_documents(config: LlamaConfig, world: World) -> None:
     device, parallel = world.device, world.parallel
     if config.head_dim not in kernel_widths(device.type, parallel.dtype):
         return
-    model = with_fixed_weights(Llama(small := small_config(config, 4))).to(device)
+    model = with_fixed_weights(Llama(small := equal.small_config(config, 4))).to(device)
     set_dtype(model, replace(parallel, dp="ddp"))  # by autocast
-    batch = small_batch(1, 1024, small, packed=True).to(device)
+    batch = equal.small_batch(1, 1024, small, packed=True).to(device)
     by_mask = model(batch.tokens, positions=batch.positions)
     by_kernel = model(batch.tokens, positions=batch.positions, documents=batch.documents)
-    if not relative_difference(by_kernel, by_mask) <= 0.03:  # bfloat16's roundings add up
+    if not equal.relative_difference(by_kernel, by_mask) <= 0.03:  # bfloat16's roundings add up
         raise UserError(
             "Documents.attention and document_mask give other logits, since model.py was changed: "
             "change both alike, or remove the entry of DOCUMENT_KERNELS"
@@ -47,14 +40,14 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     """Return a line for each thing that training would not show: a validation loss that is not the
     cross entropy of the logits, generation with other logits than training, a layer that adapters
     or 8 bits replace and model.py never calls."""
-    model = with_fixed_weights(Llama(small := small_config(whole.config, 4)).double())
-    lines, called, cache, tokens = [], set(), KVCache(), small_batch(2, 6, small).tokens
+    model = with_fixed_weights(Llama(small := equal.small_config(whole.config, 4)).double())
+    lines, called, cache, tokens = [], set(), KVCache(), equal.small_batch(2, 6, small).tokens
     layers = {name: m for name, m in model.layers["0"].named_modules() if isinstance(m, nn.Linear)}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
     logits, positions = model(tokens), torch.arange(6).repeat(2, 1)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
-    if not relative_difference(model(tokens, targets=tokens), loss) <= TOLERANCE:
+    if not equal.relative_difference(model(tokens, targets=tokens), loss) <= equal.TOLERANCE:
         lines.append(
             "note: the loss in validation is not the cross entropy of the logits that generation "
             "uses: a change to logits belongs in logits_of"
@@ -62,10 +55,10 @@ def notes(whole: Llama, parallel: ParallelConfig) -> str:
     try:
         for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
             last = model(tokens[:, part], positions=positions[:, part], cache=cache)
-        is_equal = relative_difference(last[:, 0], logits[:, -1]) <= TOLERANCE
+        is_equal = equal.relative_difference(last[:, 0], logits[:, -1]) <= equal.TOLERANCE
         problem = "" if is_equal else "computes other logits than training"
-    except MODEL_ERRORS as error:
-        problem = f"fails ({describe(error)})"
+    except equal.MODEL_ERRORS as error:
+        problem = f"fails ({equal.describe(error)})"
     if problem:
         lines.append(
             f"note: generation {problem}: only attention has a cache, and another layer that mixes "

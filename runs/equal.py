@@ -37,7 +37,7 @@ from text.batch import Batch
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
-CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is not its default
+CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is more than 1
     "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
     "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
     'PLAN["layers.*.attention"]',
@@ -155,12 +155,7 @@ def compare_steps(
 
 def causes(phase: str, parallel: ParallelConfig) -> str:
     """Return what may cause a difference in a phase, or, with "", in any."""
-    default = ParallelConfig()
-    of_flags = [
-        cause
-        for name, cause in CAUSES_OF_FLAGS.items()
-        if getattr(parallel, name) != getattr(default, name)
-    ]
+    of_flags = [cause for flag, cause in CAUSES_OF_FLAGS.items() if getattr(parallel, flag) > 1]
     return "; ".join(filter(None, [*of_flags, CAUSES_OF_PHASES.get(phase)]))
 
 
@@ -225,7 +220,9 @@ def check_gradients(config: LlamaConfig, device: torch.device) -> None:
             "must be a sum over targets, of which IGNORE does not count"
         )
     loss.backward()
-    # Backward runs from the last parameter to the first: the first wrong gradient names the fault.
+    # Not by gradcheck, which gives a parameter to the forward alone: a block that checkpoints would
+    # recompute with another. Backward runs from the last parameter to the first: the first wrong
+    # gradient names the fault.
     for name, parameter in reversed(dict(model.named_parameters()).items()):
         step = torch.ones_like(parameter).cumsum(0).sin() * 1e-5  # in a direction of no symmetry
         change = loss_after(model, parameter, step, tokens, targets)

@@ -39,8 +39,8 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
         help="text files, directories or token files, each with a weight or none, as in a=0.7 "
              "b=0.3 (default: python, the source of Python's standard library)")
     add_reading_flags(data)
-    add("--tokenizer", help="name or tokenizer.model file (default: that of the data or of --init, "
-                            f"or {DEFAULT_TOKENIZER})")
+    add("--tokenizer",
+        help=f"name or file (default: that of the data or of --init, or {DEFAULT_TOKENIZER})")
     add("--seq-len", type=positive_int, default=256, help="tokens per sequence")
     add("--document-mask", action="store_true", help="no attention across documents of a sequence")
     add("--prompt", default="def", help="prompt of the text samples at evaluations")
@@ -59,8 +59,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", default=["python"],
         help="JSON lines, files or directories of them (default: python, docstrings to write for "
              "functions of the standard library)")
-    add("--skip-bad", action="store_true",
-        help="leave out conversations that cannot be read, and list them in a file")
+    add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
     add("--seq-len", type=positive_int, default=512, help="tokens per row of samples")
     add("--long", choices=["truncate", "drop"], default="truncate",
         help="treatment of samples longer than a row")
@@ -84,11 +83,10 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that train.make_optimizer reads."""
-    parser.add_argument("--lr", type=nonnegative_float, default=5e-3,
-                        help="peak learning rate; larger models need less (default in training: "
-                             "0.02 with muon, 0.005 with adamw)")
-    parser.add_argument("--weight-decay", type=nonnegative_float, default=0.1,
-                        help="weight decay of matrices; norms have none")
+    add = parser.add_argument
+    add("--lr", type=nonnegative_float, default=5e-3,
+        help="peak learning rate; larger models need less (default: muon 0.02, adamw 0.005)")
+    add("--weight-decay", type=nonnegative_float, default=0.1, help="of matrices; norms have none")
     add_parallel_flags(parser, ["optimizer", "moments"])
 
 
@@ -97,8 +95,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("optimizer step")
     add = step.add_argument
     add("--batch", type=positive_int, default=8, help="sequences per step, over all processes")
-    add("--microbatch", type=positive_int,
-        help="sequences that a process computes at a time (default: all of its own)")
+    add("--microbatch", type=positive_int, help="sequences a rank computes at once (default: all)")
     add("--steps", type=partial(given_int, least=1), default=1150, help="number of optimizer steps")
     add("--epochs", type=positive_float, help="in place of --steps: how often the data are read")
     add_optimizer_flags(step)
@@ -127,9 +124,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="also save at the lowest validation loss so far, and keep that as OUT/best")
     add("--eval-every", type=nonnegative_int, default=500,
         help="steps between evaluations, 0 for none")
-    add("--eval-windows", type=positive_int, default=512,
-        help="validation sequences per evaluation")
-    add("--val-data", nargs="+",
-        help="data of the same kind to validate on (default: a part of --data)")
+    add("--eval-windows", type=positive_int, default=512, help="sequences per evaluation")
+    add("--val-data", nargs="+", help="validation data of the same kind (default: part of --data)")
     add("--exam", type=Path, metavar="FILE", help="questions to ask at evaluations (text/exams.py)")
     add("--profile", action="store_true", help="trace three steps, in OUT/trace-RANK.json")

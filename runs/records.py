@@ -1,6 +1,7 @@
 """Record a run: OUT/config.json, OUT/metrics.jsonl, progress lines, profiler traces."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from costs.shapes import flops_per_token
 from files.directories import lock_directory
 from model import Llama
 from parallel import World, used_techniques
-from plumbing.processes import UserError, clock, note_step, print_rank_zero
+from plumbing.processes import UserError, note_step, print_rank_zero
 from text.tokenizer import Tokenizer
 
 # Flags that may change when a run is resumed, beside those of config.RESUMABLE: what they change is
@@ -37,7 +39,7 @@ RESUMABLE_FLAGS = (
 ).split()
 
 
-class Recorder:
+class Recorder(contextlib.AbstractContextManager):
     """Measures the steps of a run and records them on rank 0: in OUT/metrics.jsonl, one JSON object
     a step, and as progress lines on stderr."""
 
@@ -49,16 +51,13 @@ class Recorder:
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self.flops_per_token = flops_per_token(work.model, args.seq_len)
-        self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
-        self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
         if world.rank == 0:
+            self.config = {"model": asdict(work.model.config), "tokenizer": tokenizer.name}
+            self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
             self.config["run"] = describe_process(world, work)
             self._open(done)
         self.started = self.step_started = time.perf_counter()
-
-    def __enter__(self) -> "Recorder":
-        note_step(self.done)
-        return self
+        note_step(done)
 
     def __exit__(self, error, *_) -> None:
         if not error:  # else the ranks find out which of them has failed in this step
@@ -71,9 +70,8 @@ class Recorder:
         seconds = now - self.step_started
         note_step(step, seconds)
         tokens_per_second = args.batch * args.seq_len / seconds
-        mfu = None
-        if self.peak_flops:
-            mfu = self.flops_per_token * tokens_per_second / (self.peak_flops * self.world.size)
+        flops = self.flops_per_token * tokens_per_second / self.world.size  # of a rank
+        mfu = flops / self.peak_flops if self.peak_flops else None
         metrics = {
             "step": step,
             "loss": totals.mean_loss,
@@ -93,7 +91,7 @@ class Recorder:
                 f"step {step:>5}/{args.steps}  loss {totals.mean_loss:.4f}  "
                 f"{totals.bits_per_byte:.3f} bits/byte  norm {totals.grad_norm:.2f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {shown_mfu}"
-                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {clock(left)} left",
+                f"{metrics['memory_bytes'] / 1e9:.2f} GB  {timedelta(seconds=round(left))} left",
                 file=sys.stderr,
             )
         return metrics
@@ -117,8 +115,7 @@ class Recorder:
         write_atomically(out / "config.json", json.dumps(self.config, indent=1, default=str))
         path = out / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        complete = (line for line in lines if line.endswith("\n"))
-        kept = [line for line in complete if json.loads(line)["step"] <= done]
+        kept = (line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done)
         write_atomically(path, "".join(kept))
         self.file = open(path, "a", buffering=1)
 
@@ -160,10 +157,9 @@ def best_loss(out: Path) -> float:
 def describe_process(world: World, work: Work) -> dict[str, str | int]:
     """Return how this run was started and on what, for OUT/config.json and report.py."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        commit = ""
     on_gpu = world.device.type == "cuda"
     return {
         "command": shlex.join(sys.argv),
@@ -189,13 +185,14 @@ def describe_not_finite(step: int, losses: Tensor) -> str:
 
 def describe_traffic(traffic: Traffic, parallel: ParallelConfig) -> str:
     """Return in words what a rank sends, and the payload of its collectives, the largest first."""
+    if not traffic:
+        return "nothing"
     largest_first = sorted(traffic.items(), key=lambda item: -item[1][1])
     payload = ", ".join(
         f"{nbytes / 1e6:,.2f} MB by {calls:g} {collective} over {dim}"
         for (dim, collective), (calls, nbytes) in largest_first
     )
-    sent = f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
-    return sent if payload else "nothing"
+    return f"{sent_bytes(traffic, parallel) / 1e6:,.2f} MB; payload {payload}"
 
 
 def describe_run(
@@ -208,7 +205,7 @@ def describe_run(
     parameters = sum(p.numel() for p in [*base.values(), *added])
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
-    notes = [technique.about(model, world) for technique in used_techniques(world.parallel)]
+    notes = (technique.about(model, world) for technique in used_techniques(world.parallel))
     notes = "".join(f"; {told}" for told in notes if told)
     return (
         f"{args.out}: {parameters / 1e6:,.2f} M parameters{part}; {args.batch} x {args.seq_len} "

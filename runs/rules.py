@@ -25,21 +25,21 @@ def choose_model_config(args: argparse.Namespace, initial: dict | None) -> Llama
     `initial` is what checkpoint.read_config returned for --init, None without it."""
     if args.model and args.model not in PRESETS:
         raise UserError(f"no model '{args.model}': choose one of {', '.join(PRESETS)}")
-    sizes = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
-    if sizes.keys() & {"dim", "n_heads"}:
-        sizes["head_dim"] = 0  # follows them
+    found = initial and initial["model"]
+    wanted = PRESETS[args.model] if args.model else found or PRESETS["tiny"]
+    given = {name: getattr(args, name) for name in MODEL_SIZES if getattr(args, name)}
+    if given.keys() & {"dim", "n_heads"}:
+        given["head_dim"] = 0  # follows them
+    if found:
+        given["vocab_size"] = found.vocab_size
     try:
-        if not initial:
-            return replace(PRESETS[args.model or "tiny"], **sizes)
-        found = initial["model"]
-        wanted = PRESETS[args.model] if args.model else found
-        wanted = replace(wanted, vocab_size=found.vocab_size, **sizes)
+        wanted = replace(wanted, **given)
     except ValueError as error:
         raise UserError(str(error))
-    if wanted != found:
+    if found and wanted != found:
         differences = describe_differences(found, wanted)
         raise UserError(f"{args.init} has {differences}: leave out --model and its sizes")
-    return found
+    return wanted
 
 
 def choose_tokenizer(args: argparse.Namespace, initial: dict | None) -> str:

@@ -49,7 +49,8 @@ class Job:
 
 
 def setup(args: argparse.Namespace) -> Process:
-    """Join the other processes and set flags whose defaults depend on the device or other flags."""
+    """Join the other processes and set flags whose defaults depend on the device or other flags.
+    Raise UserError for flags that the device cannot compute."""
     process = init_distributed()
     process.check_same_flags(vars(args))
     if args.device == "mps":
@@ -59,7 +60,15 @@ def setup(args: argparse.Namespace) -> Process:
     bfloat16 = bool(process.minimum(has_bfloat16(device)))
     triton = bool(process.minimum(has_triton(device)))
     if device.type == "cuda":
-        check_gpu(args, torch.cuda.get_device_name(device), bfloat16, triton)
+        gpu = torch.cuda.get_device_name(device)
+        if args.dtype == "bfloat16" and not bfloat16:
+            raise UserError(f"--dtype bfloat16: a {gpu} has no bfloat16: leave it out, for float32")
+        if args.compile and not triton:
+            raise UserError(f"--compile: there is no Triton for this {gpu}: leave it out")
+        if not args.dtype and not bfloat16:
+            print_rank_zero(f"no bfloat16 for this {gpu}: --dtype float32")
+        if args.compile is None and not triton:
+            print_rank_zero(f"no Triton for this {gpu}: --no-compile")
     if use_flash_attention_3(device):
         print_rank_zero("attention in bfloat16 is computed by FlashAttention 3")
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
@@ -68,18 +77,6 @@ def setup(args: argparse.Namespace) -> Process:
     if args.lr is None:
         args.lr = 0.02 if args.optimizer == "muon" else 5e-3
     return process
-
-
-def check_gpu(args: argparse.Namespace, name: str, bfloat16: bool, triton: bool) -> None:
-    """Raise UserError for flags that this GPU cannot compute; print which defaults differ."""
-    if args.dtype == "bfloat16" and not bfloat16:
-        raise UserError(f"--dtype bfloat16: a {name} has no bfloat16: leave it out, for float32")
-    if args.compile and not triton:
-        raise UserError(f"--compile: there is no Triton for this {name}: leave it out")
-    if not args.dtype and not bfloat16:
-        print_rank_zero(f"no bfloat16 for this {name}: --dtype float32")
-    if args.compile is None and not triton:
-        print_rank_zero(f"no Triton for this {name}: --no-compile")
 
 
 # Flags that must have the default of their field on an Apple GPU: other values cannot be computed,
@@ -95,8 +92,7 @@ def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
     if process.size > 1:
         raise UserError("--device mps is for one process: leave it out, for the CPU")
     for name in OFF_ON_APPLE_GPU:
-        value = FLAGS[name].default
-        value = "float32" if name == "dtype" else value
+        value = "float32" if name == "dtype" else FLAGS[name].default
         if getattr(args, name) not in (None, "auto", value):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"--device mps does not work with this {flag}: leave out one of them")
@@ -106,10 +102,8 @@ def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
 
 def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     """Check the flags, open the data, and describe the model."""
-    initial = None
-    if args.init:
-        find = partial(checkpoint.find_checkpoint, args.init)
-        initial = checkpoint.read_config(process.broadcast_from_rank_zero(find))
+    find = partial(checkpoint.find_checkpoint, args.init)
+    initial = checkpoint.read_config(process.broadcast_from_rank_zero(find)) if args.init else None
     config = rules.choose_model_config(args, initial)
     rules.check_training_flags(args, config, process)
     if args.reshard == "adapters":

@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_no_half_written_data(tmp_path):
     wait_until(lambda: list(out.parent.glob(".tokens-*")), run)
     run.send_signal(signal.SIGINT)
     interrupted(finish(run))
-    entered = "    with ctrl_c_raises(), temp"
+    entered = "    with ctrl_c_raises(), Temp"
     fault = f"    os.kill(os.getpid(), 2)\n{entered}"
     _, copy = with_fault(tmp_path / "copy", "data", entered, fault)
     interrupted(finish(start(copy / "data.py", *command)))
