@@ -343,7 +343,7 @@ def take_step(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.size)
     world = with_mesh(Process(rank, parallel.size, 0, parallel.size, device), parallel)
     layers = parallel.pp * parallel.stages_per_rank + 1
-    model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, bits)
+    model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, base_bits=bits)
     runner = parallelize(model, world, lambda model: None)
     flags = dict(moments=parallel.moments, optimizer=parallel.optimizer)
     optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
