@@ -206,13 +206,16 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
     from the default, and always those that a run would otherwise choose; or, given the one
     `before`, those of fields that differ from it."""
     shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
-    has_shard = STRATEGIES[parallel.dp].copy_per == "node"  # else it follows from the processes
+    # Elsewhere the size of shard follows from the processes.
+    has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_per == "node"
     told = []
     for name in FLAGS:
         value = getattr(parallel, name)
         differs = value != getattr(before or ParallelConfig, name)
         is_chosen = name in shown and not before
-        if not (has_shard if name == "shard" else differs or is_chosen):
+        if name == "shard":
+            differs, is_chosen = has_shard and (differs or not before), False
+        if not differs and not is_chosen:
             continue
         dashed = name.replace("_", "-")
         if isinstance(value, bool):

@@ -360,6 +360,11 @@ PLAN = {
 }
 
 
+def style_of(path: str) -> ParallelStyle | None:
+    """Return the style of the layer at `path`: layers.3.ffn_norm is layers.*.ffn_norm in PLAN."""
+    return PLAN.get(re.sub(r"\.\d+\b", ".*", path))
+
+
 def tensor_parallel(
     model: Llama,
     mesh: DeviceMesh,
@@ -405,8 +410,7 @@ def tensor_parallel(
         )
     styles = {}
     for path, layer in model.named_modules():
-        style = PLAN.get(re.sub(r"\.\d+\b", ".*", path))  # layers.3.norm is layers.*.norm there
-        planned_dims(style, path, layer)  # raises for what PLAN does not cover
+        planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
         if style and any(True for _ in layer.parameters()):  # nn.Identity has none
             styles[path] = style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]

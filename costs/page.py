@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import lora
 from config import EVERYTHING, Work
-from costs.shapes import elements, units
+from costs.shapes import elements, shapes_on_rank, units
 from model import Llama
 from parallel import used_techniques
 from techniques.chunked_loss import tokens_at_a_time
@@ -27,8 +27,8 @@ Traffic = dict[tuple[str, str], tuple[float, float]]  # (dimension, collective) 
 
 
 def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
-    """Return the elements a token that a block saves for backward, and those that it computes again
-    there, under activation checkpointing. Techniques save `more`."""
+    """Return the elements, of w bytes, that a block saves for backward for each token, and those
+    that it computes again there, under activation checkpointing. Techniques save `more`."""
     c, p, tp = work.model.config, work.parallel, work.parallel.tp
     D, F, Q, KV, w = c.dim, c.ffn_dim, c.q_dim, c.kv_dim, p.weight_bytes
     trains_all = work.model.tok_embeddings.weight.requires_grad
@@ -53,9 +53,10 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
 
 
 def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
-    """Return the bytes of tensors on a rank in a step: `parameters`, `gradients` and `optimizer`,
-    unsharded weights as `gathered`, `activations`, and the `peak` of all, which do not peak
-    together (labs/memory). In a pipeline: of rank `pp_rank` along pp, by default of the largest."""
+    """Return the bytes of tensors on a rank in a step, as if without --offload: `parameters`,
+    `gradients`, `optimizer`, what else is `kept`, unsharded weights as `gathered`, `activations`;
+    and their `peak`, to which they do not all add (labs/memory). In a pipeline: of rank `pp_rank`
+    along pp, by default of the largest."""
     c, p, m, N = work.model.config, work.parallel, work.microbatches, work.tokens
     if pp_rank is None:  # those between the second and the last hold no more than the second
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
@@ -74,9 +75,9 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
     more = Counter()
     for technique in (*used_techniques(p), lora.TECHNIQUE):
         more.update(technique.holds(part, work))
-    state["optimizer"] += more["optimizer"]
+    state |= {"optimizer": state["optimizer"] + more["optimizer"], "kept": more["kept"]}
 
-    # Unsharded for a while: sums of gradients over microbatches, and weights to compute with.
+    # Unsharded for a while: sums of gradients over microbatches; weights to compute with.
     sums = trained * g if m > 1 or (p.strategy.wrapper == "ddp" and p.replicate > 1) else 0
     if p.strategy.uses_fsdp:
         sums = sums / p.shard if p.reshard == "all" else sums
@@ -86,8 +87,7 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         blocks = 1 if p.compile and p.checkpointing != "none" else L
         gathered = (root.trained + blocks * block.trained) * w if w < g else 0
 
-    # Activations: of each block, for as many microbatches as a pipeline has under way; of the loss
-    # its chunks of logits, their gradient, and the output matrix's.
+    # Activations: of blocks, for each microbatch under way in a pipeline; of the loss its chunks.
     kept, again = (N * w * n for n in saved(work, more["saved"]))
     all_kept = kept if p.offload_activations else L * kept
     if p.pp > 1:
@@ -99,13 +99,13 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         loss += (3 if p.tp == 1 else 4) * chunk + V * D * wide * part.output.weight.requires_grad
     backward = again + N * w * (D + 2 * F) / p.tp  # and gradients of the stream, of gate and up
 
-    always = state["parameters"] + state["optimizer"]
+    always = state["parameters"] + state["optimizer"] + state["kept"]
     peak = always + max(
-        sums + gathered + all_kept + loss,
+        sums + gathered + all_kept + loss,  # of the loss
         sums + gathered + max(all_kept, min(2, L) * kept) + backward,  # of the last block
         max(sums, state["gradients"]) + gathered + kept + backward,  # of block 0
         max(sums, state["gradients"]) + 3 * root.trained * w,  # of the embedding
-        state["gradients"] + more["update"],
+        state["gradients"] + more["update"],  # of the update
     )
     activations = all_kept + max(loss, backward)
     return state | {"gathered": gathered, "activations": activations, "peak": peak}
@@ -116,8 +116,8 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
 
 @functools.lru_cache(1024)
 def sends(work: Work, pp_rank: int | None = None) -> Traffic:
-    """Return the collectives of a step with their calls and payload bytes (labs/bytes); in a
-    pipeline those of rank `pp_rank` along pp, by default of the one that sends most."""
+    """Return the collectives of a step with their calls and payload bytes, of such a rank; by
+    default of the one that sends most (labs/bytes)."""
     p = work.parallel
     if pp_rank is None:
         of_ranks = (sends(work, rank) for rank in range(p.pp))
@@ -136,10 +136,10 @@ def sends(work: Work, pp_rank: int | None = None) -> Traffic:
 def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
     """Yield (dimension, collective, calls, bytes of a call) for weights and their gradients."""
     p, m, g = work.parallel, work.microbatches, work.parallel.grad_bytes
-    trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    trained = [entry for entry in shapes_on_rank(part, "", p.tp) if entry[0].requires_grad]
     times = m if p.reshard == "all" else 1  # that gradients are summed over ranks
     if p.strategy.uses_fsdp:
-        # A block is gathered in forward and in backward; the root, and in a pipeline once, stays.
+        # Gathered are the root once a microbatch, in a pipeline once, and a block twice.
         for unit, uses in zip(units(part, p, p.shard), (m if p.pp == 1 else 1, 2 * m)):
             uses = 1 if p.reshard == "none" else uses
             yield "shard", "all-gather", unit.copies * uses, unit.gathered
@@ -153,10 +153,10 @@ def _of_gradients(part: Llama, work: Work) -> Iterator[tuple]:
         calls = len(trained) if is_zero1 else max(1, math.ceil(nbytes / (25 << 20)))
         for collective in ("reduce-scatter", "all-gather") if is_zero1 else ("all-reduce",):
             yield "replicate", collective, calls, nbytes / calls
-    # Ranks along tp replicate vectors: gradients in the compute dtype, or float32 sums of several.
+    # What ranks along tp replicate: gradients in the compute dtype, or float32 sums of several.
     width = g if m > 1 and p.reshard != "all" else p.weight_bytes
-    for vector in (parameter for parameter in trained if parameter.ndim == 1):
-        yield "tp", "all-reduce", times, vector.numel() * width
+    for parameter in (parameter for parameter, _, is_whole in trained if is_whole):
+        yield "tp", "all-reduce", times, parameter.numel() * width
 
 
 def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
@@ -167,7 +167,7 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     yield "cp", "all-gather", m * L * (1 + again), kv
     yield "cp", "reduce-scatter", m * L, kv
     share = work.microbatch * math.ceil(work.length / p.tp) * c.dim * w  # of a rank of tp
-    ends = (part.tok_embeddings is not None) + (part.output is not None)
+    ends = int(pp_rank == 0) + int(part.output is not None)  # tied, the last has no embedding
     yield "tp", "all-gather", m * (4 * L + 2 * L * again + ends), p.tp * share
     yield "tp", "reduce-scatter", m * (4 * L + L * (p.checkpointing == "full") + ends), p.tp * share
     if part.output is not None:  # of each token, logsumexp and the target's logit
@@ -176,5 +176,5 @@ def _of_activations(part: Llama, work: Work, pp_rank: int) -> Iterator[tuple]:
     neighbours = 2 * p.stages_per_rank - (pp_rank == 0) - (pp_rank == p.pp - 1)  # of its stages
     yield "pp", "send", m * neighbours, share
     if c.tie_embeddings and part.tok_embeddings is not None:  # to the stage with the output
-        rows = elements(part.tok_embeddings, p.tp, w, p.shard)[0] // p.shard
+        rows = elements(part.tok_embeddings, "tok_embeddings", p.tp, w, p.shard)[0] // p.shard
         yield "pp", "send", int(rows > 0), rows * p.grad_bytes

@@ -108,9 +108,9 @@ def choose_parallel(
     copy = holds(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
-        f"weights, gradients and AdamW state of a copy take {state / 1e9:.3g} GB, with activations "
-        f"{copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a node has "
-        f"{process.per_node} of {process.size} processes"
+        f"weights, gradients and optimizer state of a copy take {state / 1e9:.3g} GB, with "
+        f"activations {copy['peak'] / 1e9:.3g} GB; a process may use {room / 1e9:.3g} GB, and a "
+        f"node has {process.per_node} of {process.size} processes"
     )
     if not chosen:
         reason += "; nothing is predicted to fit: try --checkpointing full or less --microbatch"
@@ -145,9 +145,8 @@ def what_would_fit(work: Work, process: Process) -> str:
     present = {name: getattr(before, name) for name in ways[0]}
     later = ways[ways.index(present) :] if present in ways else ways
     sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
-    cp = max(
-        n for n in divisors(ranks) if n == before.cp or work.seq_len % (2 * n * before.cp) == 0
-    )
+    larger = [n for n in divisors(ranks) if n % before.cp == 0 and work.seq_len % (2 * n) == 0]
+    cp = max([before.cp, *larger])
     for base, moments, activations, size in itertools.product(
         (before, sharded, replace(sharded, cp=cp)),
         dict.fromkeys((before.moments, "bfloat16")),
@@ -172,7 +171,7 @@ def fits_unsharded(work: Work, world: World) -> bool:
     parallel, held = world.parallel, holds(work)
     whole = holds(replace(work, parallel=replace(parallel, dp="fsdp", reshard="none")))["gathered"]
     room = world.minimum(usable_memory(world.device, world.per_node))
-    fits = whole + held["parameters"] + held["optimizer"] < room
+    fits = whole + held["parameters"] + held["optimizer"] + held["kept"] < room
     if parallel.shard > 1 and not fits:
         sent = whole * (parallel.shard - 1) / parallel.shard
         print_rank_zero(
@@ -312,5 +311,5 @@ def data_parallel_choices(
             # Sharding over one rank is DDP; a copy per node with all ranks in one node is FSDP.
             is_ddp = any(sizes[dim] == 1 for dim in strategy.sharded.values())
             is_fsdp = strategy.copy_per == "node" and shard == ranks
-            if not is_ddp and not is_fsdp:
+            if dp not in SAME_TRAINING or not (is_ddp or is_fsdp):
                 yield dp, shard

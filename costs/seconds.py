@@ -11,8 +11,9 @@
     cpu        by how much copies of offloaded activations to the CPU take longer than forward, and
                copies back longer than backward
     tp, cp, shard, replicate    what is not hidden of the collectives over each dimension
-    pp         the time that a rank of a pipeline waits for other stages: the schedule is simulated
-               with the time of each action and message. Parts are the busiest rank's
+    pp         the time that a rank of a pipeline waits for other stages: what the schedule leaves
+               idle if all stages take as long as its own, and a message each way between each two
+               ranks. Parts are the busiest rank's
 
 Hidden is over `shard` as much as computation takes, since FSDP all-gathers the weights of the next
 block, and reduce-scatters the gradients of the one before, while a block computes; but not the
@@ -34,7 +35,7 @@ from costs.page import Traffic, holds, saved, sends
 from parallel import used_techniques
 from techniques.optimizers import flops_of_muon
 from techniques.pipeline import layers_of, part_of
-from techniques.schedules import has_w, make_schedule, simulate
+from techniques.schedules import STEADY, has_w, make_schedule, simulate
 
 EAGER_FACTOR = 2.0  # memory traffic of eager blocks / memory traffic of compiled blocks
 HOP_IN_NODE, HOP_ACROSS = 1e-6, 5e-6  # seconds from a rank to the next: in its node, in another
@@ -144,7 +145,8 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
     own, and for messages. A link may have more to do than any rank."""
     p, m = work.parallel, work.microbatches
     splits = has_w(p.schedule) and backwards(work) == 2  # a frozen matrix has nothing for W
-    shape = p.schedule, p.pp, min(m, 2 * p.pp), p.stages_per_rank  # of more, no rank waits longer
+    few = min(m, 2 * p.pp) if p.schedule in STEADY else m  # of more, no rank waits longer
+    shape = p.schedule, p.pp, few, p.stages_per_rank
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
     message = collective_time("send", nbytes / calls, "pp", p, machine)
     idle = idle_forwards(*shape, backwards(work), splits) * (busy + waits)

@@ -8,6 +8,8 @@ from torch import nn
 
 from config import ParallelConfig
 from model import Llama
+from parallel import style_of
+from techniques.parallel_layers import planned_dims
 
 
 class Unit(NamedTuple):
@@ -19,16 +21,31 @@ class Unit(NamedTuple):
     gathered: int  # bytes to compute with: trained elements rounded, frozen ones if sharded
 
 
+@functools.lru_cache(256)
+def shapes_on_rank(
+    module: nn.Module, path: str, tp: int
+) -> list[tuple[nn.Parameter, list[int], bool]]:
+    """Return the parameters of the module at `path` of a model, each with its shape on one of `tp`
+    ranks, and whether that is the whole. Raises UserError for one that PLAN does not cover."""
+    found = {}  # a tied matrix is one parameter
+    for below, layer in module.named_modules():
+        place = ".".join(filter(None, (path, below)))
+        dims = planned_dims(style_of(place), place, layer) if tp > 1 else {}
+        for name, parameter in layer.named_parameters(recurse=False):
+            shape, dim = list(parameter.shape) or [1], dims.get(name)
+            if dim is not None:
+                shape[dim] = math.ceil(shape[dim] / tp)
+            found[parameter] = parameter, shape, dim is None
+    return [*found.values()]
+
+
 @functools.lru_cache(4096)
-def elements(module: nn.Module, tp: int, w: int, shards: int) -> tuple[int, int]:
-    """Return the trained elements of a module, and the bytes of its frozen ones, on one of `tp`
-    ranks, which share its matrices. FSDP pads rows to a multiple of `shards`. A frozen number takes
-    `w` bytes, if it is no code of one byte."""
+def elements(module: nn.Module, path: str, tp: int, w: int, shards: int) -> tuple[int, int]:
+    """Return the trained elements of a module on a rank along tp, and the bytes of its frozen ones:
+    `w` each, if it is no code of one byte. FSDP pads rows to a multiple of `shards`."""
     trained = frozen = 0
-    for parameter in module.parameters():
-        rows, *columns = parameter.shape or (1,)
+    for parameter, (rows, *columns), _ in shapes_on_rank(module, path, tp):
         n = math.ceil(rows / shards) * shards * math.prod(columns)
-        n = math.ceil(n / tp) if columns else n  # vectors are replicated
         if parameter.requires_grad:
             trained += n
         else:
@@ -38,13 +55,12 @@ def elements(module: nn.Module, tp: int, w: int, shards: int) -> tuple[int, int]
 
 def units(part: Llama, parallel: ParallelConfig, shards: int) -> tuple[Unit, Unit]:
     """Return the root of a rank's part of a model, and its blocks, which are taken to be alike."""
-    tp, w = parallel.tp, parallel.weight_bytes
-    L, block = len(part.layers), next(iter(part.layers.values()))
-    (whole, whole_frozen), (each, each_frozen) = (
-        elements(module, tp, w, shards) for module in (part, block)
-    )
+    size = parallel.tp, parallel.weight_bytes, shards
+    L, (number, block) = len(part.layers), next(iter(part.layers.items()))
+    each, each_frozen = elements(block, f"layers.{number}", *size)
+    whole, whole_frozen = elements(part, "", *size)
     root, root_frozen = whole - L * each, whole_frozen - L * each_frozen
-    gathers_frozen = 0 if parallel.reshard == "adapters" else 1
+    w, gathers_frozen = parallel.weight_bytes, 0 if parallel.reshard == "adapters" else 1
     return (
         Unit(1, root, root_frozen, root * w + root_frozen * gathers_frozen),
         Unit(L, each, each_frozen, each * w + each_frozen * gathers_frozen),

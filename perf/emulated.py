@@ -23,10 +23,11 @@ def emulated(planned: Work) -> Work | None:
 
 
 def emulation_table(planned: Work) -> list[str]:
-    """Return the lines of a table: what rank 0 of a plan sends and holds, by the page and counted.
+    """Return the lines of a table: what rank 0 of a plan sends and holds, predicted and counted.
     The first line says by how much the page is off at the peak."""
     if (work := emulated(planned)) is None:
-        return [f"--check: not done: --dp {planned.parallel.dp} needs real tensors to be emulated"]
+        dp, most = planned.parallel.dp, MOST_BYTES / 1e9
+        return [f"--check: not done: --dp {dp} needs real tensors, here of more than {most:g} GB"]
     (counted_traffic, counted), (traffic, held) = emulate(work), (sends(work, 0), holds(work, 0))
     rows = []
     for dim, collective in sorted(traffic | counted_traffic):

@@ -133,7 +133,7 @@ def plan_cluster(
         f"--top, all by --json FILE):",
         *table(shown, machine),
         "",
-        describe_machine(machine),
+        machine_in_words(machine),
         *filter(None, [prediction_note()]),
     ]
     return "\n".join(lines + (["", *emulation_table(best.work)] if check else []))
@@ -158,7 +158,7 @@ def describe_best(plan: Plan, question: Question) -> str:
     what = f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
     if lora := question.adapters:
         kind = "DoRA" if lora.dora else "LoRA"
-        bits = 4 if question.in_4_bits else 16
+        bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
@@ -215,7 +215,7 @@ def commands(plan: Plan, question: Question) -> list[str]:
     else:
         what = f"train.py --model {question.preset} --data TOKENS --tokenizer TOKENIZER"
         what += " --document-mask" if work.document else ""  # which conversations always have
-    parameters = sum(parameter.numel() for parameter in work.model.parameters())
+    parameters = sum(p.numel() for p in build_on_meta(work.model.config).parameters())
     rates = LEARNING_RATES_OF_ADAPTERS if lora else LEARNING_RATES
     what += next((f" --lr {rate:g}" for least, rate in rates.items() if parameters >= least), "")
     train = (
@@ -271,7 +271,7 @@ def reason(plan: Plan, best: Plan, machine: Machine) -> str:
     return f"{tie}{additional[part]:+.2g} {PART_NAMES[part].removeprefix('waiting for ')}"
 
 
-def describe_machine(machine: Machine) -> str:
+def machine_in_words(machine: Machine) -> str:
     return (
         f"{machine.name}, {'measured' if machine.measured else 'as published steps reach it'}: "
         f"{machine.peak * machine.matmul_fraction / 1e12:,.3g} TFLOP/s of products, "
@@ -298,7 +298,8 @@ def json_row(plan: Plan) -> dict:
 
 def explain_no_plan(question: Question) -> str:
     """Return the error message for flags that leave no plan."""
-    if reason := refusal(question.work):
+    work, pp = question.work, question.wanted["pp"] or (2 if question.wanted["schedule"] else 1)
+    if reason := refusal(replace(work, parallel=replace(work.parallel, pp=pp))):
         return reason
     config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
     given = {name: value for name, value in question.wanted.items() if value}

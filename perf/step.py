@@ -16,8 +16,9 @@ Collectives run beside computation, so time stamps around them would say little.
 how much sooner a step ends without them: their exposed time. The mesh dimensions are silenced one
 after the other, beginning with the one whose ranks are farthest apart. What each saves is its
 exposed time; what is left when all are silent is computation. So the parts add up to the step. A
-negative part is noise. What ZeRO-1 and Muon all-gather counts as the optimizer's time. The last
-lines say which parts take long, and which flags would shorten them (perf/verdict.py).
+negative part is noise. What ZeRO-1 all-gathers, and what Muon exchanges, counts as the optimizer's
+time. The last lines say which parts take long, and which flags would shorten them
+(perf/verdict.py).
 """
 
 import contextlib

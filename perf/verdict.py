@@ -39,7 +39,7 @@ class Facts:
 
     def takes(self, part: str, what: str, *levers: str, least: float = 0.10) -> str:
         """Say which share of the step a part takes, what the step does then, and what would shorten
-        that; "" for a share up to `least`."""
+        that; "" for a share up to `least`. share_in reads the share back."""
         share = self.shares.get(part, 0.0)
         told = f"{percent(share)} of the step {what}: {'; or '.join(levers)}"
         return told if share > least else ""

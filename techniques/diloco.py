@@ -64,11 +64,11 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     if parallel.dp != "diloco":
         return {}
     elements = sum(p.numel() for p in model.parameters()) / parallel.shard / parallel.tp
-    return {"optimizer": 2 * elements * parallel.grad_bytes}
+    return {"kept": 2 * elements * parallel.grad_bytes}
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
-    """The drifts, of all parameters together, once in H steps."""
+    """The drifts, once in H steps, as one call: nothing hides any of them."""
     parallel = work.parallel
     if parallel.dp == "diloco":
         elements = sum(p.numel() for p in model.parameters()) / parallel.shard / parallel.tp

@@ -16,8 +16,9 @@ class Technique(NamedTuple):
     flag: str  # the field of ParallelConfig that asks for it; "": it is always used
     apply: Callable = lambda model, world: None  # (Llama on meta, World): changes it before FSDP
     refuses: Callable = lambda work: ""  # (Work): the line that says why a step cannot use it
-    # (a rank's Llama, Work): what the rank holds more than costs/page.py says: elements that a
-    # block has `saved` for each token; bytes of the `optimizer`, and of its `update`
+    # (a rank's Llama, Work): what the rank holds beyond costs/page.py (negative: less): elements of
+    # the compute dtype that a block has `saved` for each token; bytes of the `optimizer` that an
+    # update reads, of what else is `kept` between steps, and of the `update` itself
     holds: Callable = lambda model, work: {}
     # (a rank's Llama, Work): tuples (mesh dimension, collective, calls in a step, bytes of a call).
     # Negative calls take back what costs/page.py says.

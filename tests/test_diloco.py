@@ -99,7 +99,7 @@ def test_memory_has_the_outer_copy_and_its_momentum():
         holds(Work(model, ParallelConfig(dp=dp, replicate=2, shard=2), 8, 2, 13))
         for dp in ("hsdp", "diloco")
     )
-    more = dict.fromkeys(("optimizer", "peak"), 2 * hsdp["parameters"])
+    more = dict.fromkeys(("kept", "peak"), 2 * hsdp["parameters"])
     expected = {name: nbytes + more.get(name, 0) for name, nbytes in hsdp.items()}
     assert alone == pytest.approx(expected, rel=0.01)  # the page does not pad the copy's rows
 

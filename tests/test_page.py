@@ -162,6 +162,32 @@ def test_a_plain_llama_sends_exactly_that(name, dtype):
     assert holds(work, 0)["optimizer"] == pytest.approx(held["optimizer"], rel=0.01)  # step counts
 
 
+@pytest.mark.parametrize(
+    "sizes, mesh",
+    [
+        (dict(tie_embeddings=True), dict(pp=2, tp=2)),
+        (dict(vocab_size=516), dict(dp="fsdp", shard=4, tp=2)),
+        (dict(vocab_size=516, tie_embeddings=True), dict(dp="fsdp", shard=4, pp=2)),
+    ],
+)
+def test_so_do_tied_and_uneven_ones(sizes, mesh):
+    """Of a tied matrix the last stage has a copy; of 258 rows of a rank of tp FSDP pads to 260."""
+    parallel = ParallelConfig(**mesh)
+    work = step_of(build_on_meta(replace(CHUNKY, n_layers=4, **sizes)), parallel, 2, 2, 64)
+    for stage in {0, parallel.pp - 1}:
+        assert payload_of(sends(work, stage)) == payload_of(emulate(work, stage)[0]), stage
+
+
+def test_adapters_of_replicated_factors_are_counted_whole():
+    """A of wq and B of wo are whole on each rank of tp: with AdamW's state to the byte, but for its
+    step counts."""
+    model = build_on_meta(CHUNKY, LoRA(4))
+    work = step_of(model, ParallelConfig(dp="fsdp", shard=2, tp=2), 2, 1, 64)
+    _, held = emulate(work)
+    for kind in ("parameters", "gradients"):
+        assert holds(work, 0)[kind] == held[kind]
+
+
 def test_zero1_sends_what_ddp_sends_and_fsdp_half_as_much_again():
     """Of P float32 gradients on n ranks: 2 (n-1)/n 4 P, and (n-1)/n of 4 P three times over."""
     model = build_on_meta(LlamaConfig(64, 3, 4, 4, 160, vocab_size=512))

@@ -182,6 +182,18 @@ def test_a_gpu_that_nobody_trained_on_says_so():
         assert any("Nine of ten published" in line for line in others) == (not told)
 
 
+def test_what_is_asked_for_in_other_words():
+    """--dp auto is any; replicas of one GPU are DiLoCo; a schedule needs a pipeline."""
+    nothing = launch("bench.py", "plan", "--model", "llama3.1-405b", "--dp", "auto")
+    refused(nothing, "nothing fits", "what would fit: --lora --base-bits 4, or --gpus 128")
+    one_each = ("--gpus", 2, "--per-node", 1, "--model", "llama3.2-1b")
+    assert "--dp diloco --shard 1 " in command_in(run(*one_each, "--dp", "diloco"))
+    refused(launch("bench.py", "plan", "--schedule", "zero-bubble"), "give --no-compile")
+    hsdp = launch("bench.py", "plan", "--model", "llama3.1-70b", "--gpus", 16, "--gpu", "h200",
+                  "--dp", "hsdp")  # fmt: skip
+    refused(hsdp, "what would fit: --moments bfloat16, or")
+
+
 def test_a_slow_link_decides():
     """FSDP over all GPUs, the best on a fast link, waits for weights on a slow one."""
     fast, slow = (

@@ -205,7 +205,7 @@ REFUSALS = """
 1 | plan --gpus 1 --document-length 8192 | what would fit: --lora, or --gpus
 1 | plan --measured nowhere.json | nowhere.json ... bench.py comm
 1 | plan --float8 rowwise --gpu a100 | --float8 rowwise for a100 ... it has nothing
-1 | plan --model llama3.1-70b --gpus 16 --dp diloco --batch 16 | would fit: --gpus 64 --batch 64
+1 | plan --model llama3.1-70b --gpus 16 --dp diloco --batch 16 | would fit: --gpus 32 --batch 32
 1 | plan --dtype float32 | speed in bfloat16 ... give that of float32 as --gpu in numbers
 1 | plan --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
 1 | plan --lora --float8 rowwise | --float8 is for train.py
