@@ -139,6 +139,11 @@ class ParallelConfig:
         """Replicas whose gradients are summed in every step; those of DiLoCo train apart."""
         return 1 if self.strategy.own_steps else self.replicate
 
+    def shards(self, kind: str) -> int:
+        """Ranks among which "parameters", "gradients" or state of the "optimizer" are divided."""
+        dim = self.strategy.sharded.get(kind)
+        return getattr(self, dim) if dim else 1
+
     def group_size(self, dim: str) -> int:
         """Ranks in a group along a dimension of the mesh, in the "world", or in a "stage": all with
         the same layers."""

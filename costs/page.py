@@ -39,8 +39,8 @@ def saved(work: Work, more: float = 0.0) -> tuple[float, float]:
     everything = more + 2 * D + (2 * stream + 2 * Q + 2 * p.cp * KV + 3 * F + qk) / tp
     if work.mask_width:  # its row, and keys and values for each query head
         everything += work.mask_width + 2 * (Q - KV) / tp
-    if not p.compile:  # silu(gate), and what autocast rounds for each of five products
-        everything += F / tp + 3 * D * autocasts
+    if not p.compile:  # silu(gate), and what autocast rounds for each of five products, not two
+        everything += F / tp + (3 * D if autocasts else 0)
     if not work.fused:  # what norms read, and make before their weights, in float32
         in_float32 = max(4, w) / w
         everything += ((2 if trains_all else 1) * in_float32 - 1) * (2 * D + qk) / tp
@@ -62,15 +62,14 @@ def holds(work: Work, pp_rank: int | None = None) -> dict[str, float]:
         return max((holds(work, r) for r in {0, 1 % p.pp, p.pp - 1}), key=lambda h: h["peak"])
     part, wide = part_of(work.model, pp_rank, p.pp, p.stages_per_rank), max(4, p.weight_bytes)
     D, F, V, g, w = c.dim, c.ffn_dim, c.vocab_size / p.tp, p.grad_bytes, p.weight_bytes
-    shards = {kind: getattr(p, p.strategy.sharded.get(kind, ""), 1) for kind in EVERYTHING}
-    root, block = units(part, p, max(shards.values()))
+    root, block = units(part, p, max(map(p.shards, EVERYTHING)))
     L, trained = block.copies, root.trained + block.copies * block.trained
     frozen = root.frozen + L * block.frozen
-    frozen_shards = 1 if p.reshard == "adapters" else shards["parameters"]
+    frozen_shards = 1 if p.reshard == "adapters" else p.shards("parameters")
     state = {
-        "parameters": trained * g / shards["parameters"] + frozen / frozen_shards,
-        "gradients": trained * g / shards["gradients"],
-        "optimizer": 2 * trained * p.moment_bytes / shards["optimizer"],
+        "parameters": trained * g / p.shards("parameters") + frozen / frozen_shards,
+        "gradients": trained * g / p.shards("gradients"),
+        "optimizer": 2 * trained * p.moment_bytes / p.shards("optimizer"),
     }
     more = Counter()
     for technique in (*used_techniques(p), lora.TECHNIQUE):

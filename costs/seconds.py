@@ -111,8 +111,12 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
     copies = saved(work)[0] * work.tokens * p.weight_bytes * L * m / CPU_LINK
     waits = max(0.0, copies - forward) + max(0.0, copies - backward)
     parts["cpu"] = waits if p.offload_activations else 0.0
-    hides = {"tp": parts["products"] / 2, "cp": 0.0,  # seconds behind which collectives can hide
-             "shard": forward + backward, "replicate": backward / m}  # fmt: skip
+    hides = {  # seconds behind which the collectives of a dimension can hide
+        "tp": parts["products"] / 2,  # messages of --async-tp alone
+        "cp": 0.0,
+        "shard": forward + backward,
+        "replicate": backward / m,
+    }
     exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
     total, hideable = dict.fromkeys(hides, 0.0), dict.fromkeys(hides, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():

@@ -71,7 +71,9 @@ def run_in_turns(contestants: Contestants, repeats: int) -> Rounds:
             seconds = {"step": time.perf_counter() - start}
             if callable(result):  # time stamps, which are read when the clock has stopped
                 seconds |= result()
-            for part, time_of_part in seconds.items() if i > 0 else ():
+            if i == 0:
+                continue  # it warms up
+            for part, time_of_part in seconds.items():
                 rounds[name][part].append(time_of_part)
     return rounds
 

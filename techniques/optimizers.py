@@ -263,13 +263,13 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, in
     """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
     elements that rank 0 has of it. In a batch rank i takes matrix i."""
     number, block = next(iter(model.layers.items()))
-    over, in_block = parallel.strategy.sharded.get("optimizer"), []
+    shards, in_block = parallel.shards("optimizer"), []
     for name, parameter in block.named_parameters():
         if is_block_matrix(f"layers.{number}.{name}", parameter) and parameter.requires_grad:
             own = list(parameter.shape)
             dim = 1 if writes_to_stream(block, name.removesuffix(".weight")) else 0
             own[dim] = math.ceil(own[dim] / parallel.tp)
-            own[0] = math.ceil(own[0] / (getattr(parallel, over) if over else 1))
+            own[0] = math.ceil(own[0] / shards)
             in_block.append((tuple(parameter.shape), math.prod(own)))
     n, matrices = parallel.size // parallel.pp, in_block * len(model.layers)
     matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)

@@ -251,7 +251,7 @@ def draw_memory(random: Random) -> Question:
         _, held = emulate(run)
         found = []
         for kind, each in STATE.items():
-            ranks = getattr(parallel, parallel.strategy.sharded.get(kind, ""), 1)
+            ranks = parallel.shards(kind)
             note = f"{P:,} parameters x {each} bytes" + f" / {ranks} ranks" * (ranks > 1)
             found.append(Found(held[kind], notes=(note,)))
         predicted, peak = holds(run), held["peak"]
