@@ -95,7 +95,7 @@ FAULTS = [  # file, what is in it, what is put there; the case that finds it, an
      "attention", "efficient"),
     ("optimizers", "nothing.new_empty(mine.shape)", "torch.empty(mine.shape)", "fsdp muon",
      "update", "a blocking copy at optimizers.py"),
-    ("optimizers", "(world.device.type, world.parallel.dtype) == GPU_IN_BFLOAT16", "True",
+    ("optimizers", "on_gpu and world.parallel.dtype == torch.bfloat16", "on_gpu",
      "old fsdp muon", "dtypes", "torch.bfloat16"),
     ("devices", 'torch.float32 if device.type == "mps" else torch.float64', "torch.float64",
      "apple", "dtypes", "torch.float64"),

@@ -70,8 +70,8 @@ FAULTS = {
         ("Partial() if p.is_shard(1) else p", "p"),
     ],
     "train": [
-        ("len(together) / together", "world.data_size / together"),
-        ("together[:, 3].sum().sqrt()", "rows[world.rank, 3].sqrt()"),
+        ("len(targets[together]) / targets", "world.data_size / targets"),
+        ("squared_norms[together].sum().sqrt()", "squared_norms[world.rank].sqrt()"),
         ("loss = loss / tp  #", "loss = loss * 1  #"),
     ],
 }  # fmt: skip
