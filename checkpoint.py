@@ -47,6 +47,7 @@ from files.adapters import gather_adapters, is_adapter, merged_weights, open_ada
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.gguf import Q8_0, DType, save_gguf
 from files.optimizer_state import optimizer_state
+from files.published import small_logits
 from files.safetensors import Weights, with_progress_of
 from lora import LoRA, adapter_settings, adapters, quantize_base
 from model import Llama, LlamaConfig
@@ -104,6 +105,8 @@ class Saver(contextlib.AbstractContextManager):
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
         self.group = dist.new_group(backend="one_thread_gloo", timeout=timedelta(days=1))
+        # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
+        small_logits()
         self._check()
         if directories.checkpoints(out):
             note_checkpoint(directories.checkpoints(out)[-1].name)

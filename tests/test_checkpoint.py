@@ -15,6 +15,7 @@ from test_formats import Evil
 
 import checkpoint
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
+from files.published import small_logits
 from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
@@ -213,6 +214,16 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
     first, second = (checkpoint.load_pretrained(tmp_path / f"step-0000000{i}") for i in (1, 2))
     for a, b, old in zip(first.parameters(), second.parameters(), before, strict=True):
         assert torch.equal(a, old) and torch.equal(b, old + 1)
+
+
+def test_a_background_save_draws_no_random_numbers(tmp_path):
+    """Which dropout would miss in the thread of training: it draws from the same generator."""
+    small_logits.cache_clear()  # of a model that a checkpoint is signed with
+    with checkpoint.Saver(tmp_path, *trained(), BYTES, {}, background=True) as saver:
+        before = torch.get_rng_state()
+        saver.save(3)
+        saver.wait()
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
