@@ -313,7 +313,7 @@ def plan(args: argparse.Namespace) -> str:
         microbatch=1,
         seq_len=args.seq_len,
         document=args.document_length,
-        on_gpu=machine.overlaps,
+        on_gpu=machine.overlaps,  # as NCCL does, and not gloo
     )
     question = Question(
         preset=args.model,

@@ -124,8 +124,8 @@ def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     for flags in (*SAME_TRAINING, "fsdp --reshard none", "fsdp --reshard adapters"):
         dp, _, reshard = flags.partition(" --reshard ")
         asked = replace(work.parallel, dp=dp, reshard=reshard or "auto")
-        is_fsdp = STRATEGIES[dp].copy_per == "node" and process.per_node == process.size
-        if not is_fsdp and not refusal(replace(work, parallel=asked)):
+        is_as_fsdp = STRATEGIES[dp].copy_per == "node" and process.per_node == process.size
+        if not is_as_fsdp and not refusal(replace(work, parallel=asked)):
             own_shard = shard if work.parallel.dp == dp else None
             parallel, _ = choose_parallel(replace(work, parallel=asked), own_shard, process, room)
             sent = sent_bytes(sends(replace(work, parallel=parallel)), parallel)
@@ -259,12 +259,12 @@ def every_plan(
             several = shard > 1 and microbatches > 1
             reshards = ["weights", *["none"] * several, *["all"] * (several and pp == 1)]
             reshards += ["adapters"] * (frozen and shard > 1)
-            sizes = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, dp=dp)
+            mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, dp=dp)
             for activations, reshard, (schedule, v) in itertools.product(
                 ACTIVATIONS.values(), reshards, schedules(pp, microbatches, c.n_layers)
             ):
                 order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
-                parallel = replace(work.parallel, **sizes, **activations, **order)
+                parallel = replace(work.parallel, **mesh, **activations, **order)
                 settings = vars(parallel) | {"microbatch": microbatch}
                 matches = all(wanted[name] in (None, "auto", settings[name]) for name in FILTERS)
                 planned = replace(work, parallel=parallel, microbatch=microbatch)

@@ -163,7 +163,7 @@ def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: boo
     """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
     long, and W, where it `splits`, half of that."""
     seconds = {"F": 1, "B": backwards / 2 if splits else backwards, "W": backwards / 2 * splits}
-    spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind], 0.0)
+    spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind])
     end = max(of_rank[-1].end for of_rank in spans)
     return end - m * v * (1 + backwards)
 

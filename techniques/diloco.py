@@ -131,7 +131,7 @@ def replicas_in(names: Iterable[str]) -> int:
 
 
 def left_out(model: nn.Module, saved: int) -> tuple[str, ...]:
-    """Return how the names of those of `saved` replicas end that this run does not go on with."""
+    """Return the endings of names of replicas that were `saved`, but that this run leaves out."""
     world = getattr(model, "world", None)
     n = replicas_apart(world)[0] if world else saved
     return tuple(f"{OWN}{replica}" for replica in range(n, saved))
@@ -141,8 +141,8 @@ def named_for_checkpoint(
     model: nn.Module, weights: dict[str, Tensor], state: dict[str, Tensor], saved: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return weights and optimizer state by the names that a checkpoint gives them. With DiLoCo its
-    weights are the outer copy, and what is a replica's own becomes NAME.replica-R. If another
-    number of replicas has `saved`, some are left out, or some begin as copies of others."""
+    weights are the outer copy, and what is a replica's own becomes NAME.replica-R. A checkpoint
+    that is loaded has `saved` replicas: if this run has more, the others begin as copies."""
     world = getattr(model, "world", None)
     if not world or not world.parallel.strategy.own_steps:
         return weights, state
@@ -156,4 +156,4 @@ def named_for_checkpoint(
     return {name: named[name].outer for name in weights}, momenta | own
 
 
-TECHNIQUE = Technique("", refuses=refuses, holds=holds, sends=sends)  # asks for --dp diloco itself
+TECHNIQUE = Technique("", refuses=refuses, holds=holds, sends=sends)  # each looks at --dp itself

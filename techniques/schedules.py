@@ -187,9 +187,9 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     return simulate(schedule, lambda action: ticks[action.kind])
 
 
-def simulate(schedule: Schedule, seconds: Callable, message: float = 0.0) -> Timeline:
-    """Return when each rank computes what, if an action takes seconds(action), and a message to
-    another rank `message` seconds. Raises ValueError where ranks wait for each other."""
+def simulate(schedule: Schedule, seconds: Callable) -> Timeline:
+    """Return when each rank computes what, if an action takes seconds(action), and messages no
+    time. Raises ValueError where ranks wait for each other."""
     p, last = len(schedule), max(action.stage for order in schedule for action in order)
     ended: dict[tuple, float] = {}
     spans: Timeline = [[] for _ in schedule]
@@ -203,7 +203,7 @@ def simulate(schedule: Schedule, seconds: Callable, message: float = 0.0) -> Tim
                 start = free
                 try:
                     for other in inputs_of(action, last):
-                        start = max(start, ended[other] + message * (other[2] % p != rank))
+                        start = max(start, ended[other])
                 except KeyError:  # it waits for that one
                     break
                 ended[action] = free = start + seconds(action)
