@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -176,6 +177,8 @@ def main():
     for case in cases:
         torch.compile = partial(compile, backend=case.get("backend", "inductor"))
         torch._dynamo.reset()
+        # Else DTensor goes on with the equal mesh of an earlier case: to a compiler, another one.
+        _clear_sharding_prop_cache()
         torch._dynamo.utils.counters.clear()
         results.append(train(process, case))
         if process.rank == 0:
