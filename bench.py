@@ -34,7 +34,7 @@ import train
 from config import Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, LINKS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
-from data import read_ahead, row_of
+from data import local_batch, read_ahead, row_of
 from lora import LoRA
 from model import PRESETS, Llama
 from parallel import with_mesh
@@ -49,7 +49,7 @@ from plumbing.processes import Process, UserError, init_distributed, print_rank_
 from runs.equal import compare_steps
 from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
 from runs.rules import check_batch, check_parallel, check_work
-from runs.setup import build, choose_work, prepare_pretraining, setup
+from runs.setup import build, choose_work, make_optimizer, prepare_pretraining, setup
 
 # fmt: off
 
@@ -204,7 +204,7 @@ def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
         microbatch=args.microbatch,
         seq_len=args.seq_len,
         on_gpu=process.device.type == "cuda",
-        optimizer_of=partial(train.make_optimizer, args=args),
+        optimizer_of=partial(make_optimizer, args=args),
     )
     check_parallel(task, args.shard, process)
     sizes = process.size, process.per_node, args.shard
@@ -256,10 +256,10 @@ def step(args: argparse.Namespace) -> str:
     else:
         job = prepare_pretraining(args, process)
     world, runner, work = build(args, job, process, train.accumulate)
-    optimizer = train.make_optimizer(job.model, args)
+    optimizer = make_optimizer(job.model, args)
     for group in optimizer.param_groups:  # throughout, so that the loss stays finite
         group["lr"] = train.learning_rate(1, args)
-    read = partial(train.local_batch, args, world, job.train_set)
+    read = partial(local_batch, args, world, job.train_set)
     with contextlib.closing(read_ahead(read, itertools.count(1), world.device)) as batches:
         training = Training(
             world, job.model, runner, optimizer, batches, work.microbatch, args.clip
@@ -275,10 +275,10 @@ def equal(args: argparse.Namespace) -> str:
     work, _ = choose_work(args, job.whole, job.train_set.document_mask, process)
     world = with_mesh(process, in_float64(work.parallel))
     rows = [row_of(i, job.train_set.sources, args.seed) for i in range(args.batch)]
-    batches = job.train_set.batch(rows), train.local_batch(args, world, job.train_set, 1)
+    batches = job.train_set.batch(rows), local_batch(args, world, job.train_set, 1)
 
     def update(model, loss, batch, world):
-        return train.update(train.make_optimizer(model, args), loss, batch, 1.0, world, step=1)
+        return train.update(make_optimizer(model, args), loss, batch, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
     given = job.whole.config, job.initialize, *batches, world

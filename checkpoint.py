@@ -94,6 +94,7 @@ class Saver(contextlib.AbstractContextManager):
         flags: dict,
         keep: int = 0,
         background: bool = False,
+        keep_best: bool = False,
     ):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
         self.flags, self.keep = flags, keep
@@ -108,6 +109,9 @@ class Saver(contextlib.AbstractContextManager):
         # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
         small_logits()
         self._check()
+        if keep_best:  # try a link: better refused now than at the first best loss
+            rank = dist.get_rank()
+            self._on_every_rank(lambda: rank == 0 and directories.new_link(out, "best").unlink())
         if directories.checkpoints(out):
             note_checkpoint(directories.checkpoints(out)[-1].name)
 

@@ -39,6 +39,7 @@ from torch.utils.data import ConcatDataset
 from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
 from plumbing.processes import Progress, UserError, run
+from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Packed, Rows
 from text.corpora import VAL_FRACTION, Piece, Reading, find_files, read_pieces
@@ -386,6 +387,15 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
         if place < own:
             return first + window_of(nth_round * own + place, rows, seed)
         place, first = place - own, first + rows
+
+
+def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
+    """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
+    World of parallel.py."""
+    share = args.batch // world.data_size
+    first = (step - 1) * args.batch + world.data_rank * share
+    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(share)]
+    return share_sequences(dataset.batch(rows), world)
 
 
 def read_ahead(

@@ -17,9 +17,10 @@ and acc_norm:
 
 import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,20 +29,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import load_weights
-from config import add_parallel_flags
+from config import Work, add_parallel_flags
+from costs.search import fits_unsharded
 from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
 from lora import LoRA, add_adapters
 from model import IGNORE, Llama
-from parallel import World, parallelize, with_mesh
+from parallel import World, parallelize, unsharded, with_mesh
 from plumbing.devices import has_bfloat16, widest_float
 from plumbing.parser import Parser, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.records import Totals, write_atomically
 from runs.rules import check_parallel, check_work, requested_work
-from runs.setup import choose_work
+from runs.setup import Job, choose_work
 from techniques import nf4
 from techniques.context_parallel import share_sequences
 from text.chat import Packed, Rows, open_chats
@@ -152,6 +154,41 @@ def describe_exam(right: dict[str, float]) -> str:
     """Return a line that says what take_exam has returned; "" if there was no exam."""
     shares = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in right.items())
     return f"{', '.join(shares)}\n" if right else ""
+
+
+# ------------------------------------------------------------------------- while a run trains
+
+
+def evaluation_of_run(
+    args: argparse.Namespace, job: Job, world: World, work: Work, sample_text: Callable[[int], str]
+) -> Callable[[int], dict[str, float | str]]:
+    """Return a function that evaluates the model of a run after a step: it prints the validation
+    loss, an exam's scores and sample_text(step), and returns them by name. All ranks call it."""
+    model, gather_once = job.model, fits_unsharded(work, world)
+
+    def evaluate_and_show(step: int) -> dict[str, float | str]:
+        model.eval()
+        totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
+        gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
+        with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
+            text = sample_text(step)
+            scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
+        model.train()
+        print_rank_zero(
+            f"step {step}: validation loss {totals.mean_loss:.4f}, "
+            f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
+        )
+        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
+        return losses | {"sample": text} | scores
+
+    return evaluate_and_show
+
+
+def sample_text(job: Job, prompt: str, step: int) -> str:
+    """Return a prompt and how the model continues it."""
+    options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
+    (tokens,) = generate(job.model, [job.tokenizer.encode(prompt, bos=True)], 64, **options)
+    return f"--- {prompt}{job.tokenizer.decode(tokens)}\n---"
 
 
 # ------------------------------------------------------------------------------------ the command

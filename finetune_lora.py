@@ -159,7 +159,7 @@ def main() -> None:
     world, runner, work = build(args, job, process, accumulate)
 
     sample_text = partial(sample_answers, job.model, examples, job.tokenizer)
-    finished = train(args, world, runner, work, job, newest, sample_text)
+    finished = train(args, job, world, runner, work, newest, sample_text)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
         if not merged.exists():  # it does if the run had finished before

@@ -315,6 +315,19 @@ def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> It
         runner.finish_gradients()
 
 
+def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Free the gradients; but set DDP's to zero in place, since they are views of its buckets: if
+    they were freed, the next backward would allocate a second copy beside the buckets."""
+    in_buckets = world.size > 1 and world.parallel.strategy.wrapper == "ddp"
+    optimizer.zero_grad(set_to_none=not in_buckets)
+
+
+def finish_step(optimizer: torch.optim.Optimizer, world: World, step: int) -> None:
+    """Free the gradients after an update; replicas that train apart meet, if it is their time."""
+    zero_gradients(optimizer, world)
+    diloco.outer_step(optimizer, world, step)
+
+
 @contextlib.contextmanager
 def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     """Within this context FSDP all-gathers weights once, at their first use, and frees them at the

@@ -6,19 +6,19 @@ r"""Train a Llama from scratch, or continue from existing weights.
     torchrun --nproc-per-node 8 train.py --model llama3.2-1b --tokenizer tokenizer.model \
              --data tokens/ --batch 256 --microbatch 4 --seq-len 8192 --lr 3e-4 --steps 20000
 
-A step takes --batch sequences, on any number of processes. Each rank computes its share of them in
-microbatches of --microbatch sequences. The life of a batch:
+This file is the life of a run, from top to bottom:
 
-    local_batch      the rank's sequences of this step, a function of (seed, step)
-    accumulate       forward and backward of each microbatch; gradients add up
-    update           sums over ranks, normalized by the global number of target tokens; optimizer
+    main             flags, data and model, and how the model is split (runs/setup.py)
+    train            the loop over steps; evaluations, records and checkpoints between them
+    train_step       one step on --batch sequences, of which each rank has its share:
+      accumulate       forward and backward of each microbatch; gradients add up
+      update           the gradient's mean over all target tokens, its norm, the optimizer
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
 
-from plumbing.endings import end_if_restarted, signals_collected  # first: Ctrl-C during imports
+import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
-import contextlib
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -30,69 +30,99 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import checkpoint
+import evaluate
 from config import Work
-from costs.search import fits_unsharded
-from data import Windows, read_ahead, row_of
-from evaluate import describe_exam, evaluate, take_exam
-from files.directories import new_link
-from generate import generate
-from model import IGNORE, Llama
-from parallel import World, gradient_sync, unsharded
-from plumbing.devices import widest_float
-from plumbing.parser import Parser
+from data import local_batch, read_ahead
+from model import IGNORE
+from parallel import World, finish_step, gradient_sync
 from plumbing.processes import UserError, print_rank_zero, run
-from plumbing.shards import local_squared_norm, to_local
-from runs import records
-from runs.flags import add_pretraining_flags
-from runs.records import Totals
-from runs.setup import Job, build, prepare_pretraining, resume, setup
+from runs import flags, records, setup
 from techniques import diloco
-from techniques.context_parallel import share_sequences
-from techniques.optimizers import BFloat16AdamW, Muon
-from techniques.pipeline import Pipeline
-from techniques.zero1 import all_gather_updates, optimizer_parameters, with_gradients
+from techniques.optimizers import own_gradients
 from text.batch import Batch
 
 
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description="Train a Llama.")
-    # A new flag belongs in runs/flags.py: bench.py and finetune_lora.py take the same.
-    add_pretraining_flags(parser)
-    args = parser.parse_args()
-    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
-    return args
+def main() -> None:
+    args = flags.parse_pretraining()
+    process = setup.setup(args)  # joins the others that torchrun has started
+    job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
+    diloco.check_meetings(args)
+    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
+    world, runner, work = setup.build(args, job, process, accumulate)  # each rank has its part
+    sample_text = partial(evaluate.sample_text, job, args.prompt)
+    train(args, job, world, runner, work, newest, sample_text)
+    out = shlex.quote(str(args.out))
+    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
+    print_rank_zero(f"curves:     python report.py {out}")
 
 
-# ------------------------------------------------------------------------------ optimizer step
+def train(
+    args: argparse.Namespace,
+    job: setup.Job,
+    world: World,
+    runner: nn.Module,
+    work: Work,
+    newest: Path | None,
+    sample_text: Callable[[int], str],
+) -> bool:
+    """Train from the `newest` checkpoint, or from step 1, to the last step.
+
+    `runner` is what a step calls: the model, or what parallelize has put around it. All ranks call
+    sample_text(step), which returns text to show at evaluations. Returns False if a signal stopped
+    the run before its last step."""
+    optimizer = setup.make_optimizer(job.model, args)
+    done = setup.resume(args, newest, job, optimizer)
+    if done >= args.steps:
+        return True
+    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
+    evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
+    if args.init and args.eval_every and not done:
+        evaluate_and_show(0)
+    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
+    batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
+    saver = checkpoint.Saver(
+        args.out,
+        job.model,
+        optimizer,
+        job.tokenizer,
+        vars(args),
+        args.keep,
+        args.async_save,
+        args.keep_best,
+    )
+    recorder = records.Recorder(args, world, work, job.tokenizer, done)
+    # A signal ends the run after this step or the next; the saver waits for a save under way.
+    with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
+        for step, batch in zip(steps, batches):
+            lr = learning_rate(step, args)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            # Dropout is a function of the seed, the step, the rank and the number of ranks.
+            torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
+            totals = train_step(
+                runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
+            )
+            metrics = recorder.measure(step, totals, lr)
+            last = step == args.steps or totals.stop
+            if not totals.stop and is_due(step, args.eval_every, args.steps):
+                metrics |= evaluate_and_show(step)
+            is_best = recorder.write(metrics)
+            if last or is_best or is_due(step, args.save_every, args.steps):
+                saved = saver.save(step, is_best)
+            if last:
+                break
+            recorder.start_step()
+
+    print_rank_zero(f"checkpoint: {saved}")
+    if totals.stop:
+        print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
+    plumbing.endings.end_if_restarted(totals.stop)
+    return not totals.stop
 
 
-def make_optimizer(model: Llama, args: argparse.Namespace) -> Optimizer:
-    """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
-    named = optimizer_parameters(model).items()  # names identify their state in checkpoints
-    matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    norms = [(name, p) for name, p in named if p.ndim < 2]
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
-        if parameters  # an adapter has no norms
-    ]
-    options = dict(lr=args.lr, betas=(0.9, 0.95))
-    if args.optimizer == "muon":
-        world = getattr(model, "world", None)  # set by parallelize
-        optimizer = Muon(groups, **options, world=world)
-    elif args.moments == "bfloat16":
-        optimizer = BFloat16AdamW(groups, **options)
-    else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    optimizer.register_step_post_hook(all_gather_updates)  # of ZeRO-1's slices; else does nothing
-    return optimizer
-
-
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of step 1..args.steps (warmup-stable-decay): linear warmup to
-    args.lr, then constant, and linear decay over the last third, to 0 one step after the last."""
-    warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 3)
-    return args.lr * min(warmup, 1, decay)
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Return whether what is done every so many steps (0: never), and at the end, is done now."""
+    return every > 0 and (step % every == 0 or step == steps)
 
 
 def train_step(
@@ -104,7 +134,7 @@ def train_step(
     world: World,
     step: int,
     stop: Sequence[int] = (),
-) -> Totals:
+) -> records.Totals:
     """Run one optimizer step on `batch`, this rank's share (text/batch.py). Raises as `update`."""
     loss = accumulate(runner, batch, microbatch, world)
     return update(optimizer, loss, batch, clip, world, step, stop)
@@ -117,20 +147,21 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     the communication of forward and backward. Returns the sum of the losses, a scalar that has not
     left the device; in a pipeline, of the last stage."""
     microbatches = batch.microbatches(microbatch)
-    if isinstance(runner, Pipeline):
+    if world.parallel.pp > 1:
         return runner.accumulate(microbatches)
-    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
+    losses = []
     for i, part in enumerate(microbatches):
+        # Gradients add up on the rank; ranks sum them once a step, in the last microbatch.
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            microbatch_loss = runner(*part.inputs, documents=part.documents)
-            microbatch_loss.backward()
-        loss += microbatch_loss.detach()
-    return loss
+            loss = runner(*part.inputs, documents=part.documents)
+            loss.backward()
+        losses.append(loss.detach())
+    return sum(losses)
 
 
 def update(
     optimizer: Optimizer, loss: Tensor, batch: Batch, clip: float, world: World, step: int, stop=()
-) -> Totals:
+) -> records.Totals:
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
 
@@ -139,9 +170,8 @@ def update(
     (labs/mean).
     `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
-    parameters = with_gradients(optimizer)
+    gradients, squared_norm = own_gradients(optimizer, world.size)
     tokens = (batch.targets != IGNORE).sum()
-    squared_norm = local_squared_norm(parameters, world.size)
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
     )
@@ -154,13 +184,12 @@ def update(
     # DDP and FSDP have divided the gradients by the number of data ranks, those along cp included,
     # and here we want the sum. Ranks along tp and pp are in both numbers, which makes no difference
     # to their quotient.
-    together = world.step_ranks  # all ranks, or DiLoCo's replica: it takes its own step
+    together = world.step_ranks  # all ranks, but where replicas take steps of their own
     scale = len(targets[together]) / targets[together].sum().clamp(min=1)
     norm = squared_norms[together].sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
-    shards = [to_local(parameter.grad) for parameter in parameters]
-    torch._foreach_mul_(shards, scale.to(shards[0]))
+    torch._foreach_mul_(gradients, scale.to(gradients[0]))
 
     # The host waits for the device here and nowhere else: it must see that all is finite before the
     # optimizer's step. `health` is not finite on any rank if some rank's loss or gradient is not.
@@ -170,132 +199,15 @@ def update(
     if not math.isfinite(health):
         raise UserError(records.describe_not_finite(step, losses))
     optimizer.step()
-    zero_gradients(optimizer, world)
-    diloco.outer_step(parameters, world, step)
-    return Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
+    finish_step(optimizer, world, step)  # frees the gradients
+    return records.Totals(loss, round(tokens), round(text_bytes), norm, round(signals))
 
 
-def zero_gradients(optimizer: Optimizer, world: World) -> None:
-    """Free the gradients; but set DDP's to zero in place, since they are views of its buckets: if
-    they were freed, the next backward would allocate a second copy beside the buckets."""
-    in_buckets = world.size > 1 and world.parallel.strategy.wrapper == "ddp"
-    optimizer.zero_grad(set_to_none=not in_buckets)
-
-
-# -------------------------------------------------------------------------------------- the run
-
-
-def local_batch(args: argparse.Namespace, world: World, dataset: Windows, step: int) -> Batch:
-    """Return this rank's share of a step's batch, which is a function of (seed, step)."""
-    share = args.batch // world.data_size
-    first = (step - 1) * args.batch + world.data_rank * share
-    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(share)]
-    return share_sequences(dataset.batch(rows), world)
-
-
-def train(
-    args: argparse.Namespace,
-    world: World,
-    runner: nn.Module,
-    work: Work,
-    job: Job,
-    newest: Path | None,
-    sample_text: Callable[[int], str],
-) -> bool:
-    """Train from the `newest` checkpoint, or from step 1, to the last step; evaluate, save, record.
-
-    `sample_text(step)` returns text to show at evaluations; all ranks call it. Returns False if a
-    signal stopped the run before its last step."""
-    model, tokenizer = job.model, job.tokenizer
-    optimizer = make_optimizer(model, args)
-    done = resume(args, newest, job, optimizer)
-    if done >= args.steps:
-        return True
-    print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
-    gather_once = fits_unsharded(work, world)
-
-    def evaluate_and_show(step: int) -> dict[str, float | str]:
-        model.eval()
-        totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
-        gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
-        with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
-            text = sample_text(step)
-            scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
-        model.train()
-        print_rank_zero(
-            f"step {step}: validation loss {totals.mean_loss:.4f}, "
-            f"{totals.bits_per_byte:.4f} bits/byte\n{describe_exam(scores)}{text}"
-        )
-        losses = dict(val_loss=totals.mean_loss, val_bits_per_byte=totals.bits_per_byte)
-        return losses | {"sample": text} | scores
-
-    if args.init and args.eval_every and not done:
-        evaluate_and_show(0)
-    profiler = args.profile and records.start_profiler(args.out / f"trace-{world.rank}.json")
-    saver = checkpoint.Saver(
-        args.out, model, optimizer, tokenizer, vars(args), args.keep, args.async_save
-    )
-    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
-    batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
-    recorder = records.Recorder(args, world, work, tokenizer, done)
-    best = world.broadcast_from_rank_zero(partial(records.best_loss, args.out))
-    if args.keep_best:  # try a link: better refused now than at the first best loss
-        world.broadcast_from_rank_zero(lambda: new_link(args.out, "best").unlink())
-    # A signal ends the run after this step or the next; the saver waits for a save under way.
-    with signals_collected(args.time_limit) as stop, saver, recorder:
-        for step, batch in zip(steps, batches):
-            lr = learning_rate(step, args)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            # Dropout is a function of the seed, the step, the rank and the number of ranks.
-            torch.manual_seed((args.seed + step * world.size + world.rank) % 2**63)
-            totals = train_step(
-                runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
-            )
-            if profiler:
-                profiler.step()
-
-            metrics = recorder.measure(step, totals, lr)
-            last = step == args.steps or totals.stop
-            due = args.eval_every and (step % args.eval_every == 0 or step == args.steps)
-            if due and not totals.stop:
-                metrics |= evaluate_and_show(step)
-            recorder.write(metrics)
-            is_best = args.keep_best and metrics.get("val_loss", best) < best
-            if last or is_best or (args.save_every and step % args.save_every == 0):
-                saved = saver.save(step, is_best)
-                best = metrics["val_loss"] if is_best else best
-            if last:
-                break
-            recorder.start_step()
-
-    if profiler:
-        profiler.stop()
-    print_rank_zero(f"checkpoint: {saved}")
-    if totals.stop:
-        print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
-    end_if_restarted(totals.stop)
-    return not totals.stop
-
-
-def sample_text(job: Job, prompt: str, step: int) -> str:
-    """Return a prompt and how the model continues it."""
-    options = dict(temperature=0.8, top_p=0.95, stop=job.tokenizer.stop, seed=step)
-    (tokens,) = generate(job.model, [job.tokenizer.encode(prompt, bos=True)], 64, **options)
-    return f"--- {prompt}{job.tokenizer.decode(tokens)}\n---"
-
-
-def main() -> None:
-    args = parse_args()
-    process = setup(args)
-    job = prepare_pretraining(args, process)
-    diloco.check_meetings(args)
-    newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    world, runner, work = build(args, job, process, accumulate)
-    train(args, world, runner, work, job, newest, partial(sample_text, job, args.prompt))
-    out = shlex.quote(str(args.out))
-    print_rank_zero(f"generate:   python generate.py {out} --prompt {shlex.quote(args.prompt)}")
-    print_rank_zero(f"curves:     python report.py {out}")
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of step 1..args.steps (warmup-stable-decay): linear warmup to
+    args.lr, then constant, and linear decay over the last third, to 0 one step after the last."""
+    warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 3)
+    return args.lr * min(warmup, 1, decay)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from perf import instruments  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
 from runs.flags import add_optimizer_flags  # noqa: E402
+from runs.setup import make_optimizer  # noqa: E402
 from techniques.float8 import float8_product, has_float8  # noqa: E402
-from train import make_optimizer  # noqa: E402
 
 PART_SECONDS = 530
 LEAST_SECONDS = 60  # that must be left of a part for another command to begin

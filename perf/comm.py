@@ -40,7 +40,8 @@ from plumbing.devices import has_bfloat16
 from plumbing.parser import Parser
 from plumbing.processes import UserError
 from runs.flags import add_optimizer_flags
-from train import accumulate, make_optimizer
+from runs.setup import make_optimizer
+from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
 

@@ -38,16 +38,17 @@ from config import ParallelConfig, Work
 from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
-from parallel import World, allocate, parallelize, with_mesh
+from parallel import World, allocate, parallelize, with_mesh, zero_gradients
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
-from runs.records import describe_traffic, write_atomically
+from runs.records import Totals, describe_traffic, write_atomically
+from runs.setup import make_optimizer
 from techniques.context_parallel import share_sequences
 from techniques.recompute import is_attention
 from text.batch import Batch
-from train import Totals, accumulate, make_optimizer, train_step, zero_gradients
+from train import accumulate, train_step
 
 # ---------------------------------------------------------------------------------------- timing
 

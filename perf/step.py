@@ -40,7 +40,7 @@ from costs.machines import peak_flops
 from costs.page import Traffic, holds
 from costs.search import usable_memory
 from costs.shapes import flops_per_token
-from parallel import World
+from parallel import World, zero_gradients
 from perf.instruments import (
     Rounds,
     Training,
@@ -59,7 +59,7 @@ from techniques import schedules
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
 from techniques.schedules import Action
-from train import accumulate, update, zero_gradients
+from train import accumulate, update
 
 WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
 

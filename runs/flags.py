@@ -9,6 +9,7 @@ from data import add_reading_flags
 from lora import TARGETS
 from model import PRESETS
 from plumbing.parser import (
+    Parser,
     duration,
     given_int,
     nonnegative_float,
@@ -21,6 +22,15 @@ from text.tokenizer import DEFAULT_TOKENIZER
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
 
 # fmt: off
+
+
+def parse_pretraining() -> argparse.Namespace:
+    """Return the flags of train.py."""
+    parser = Parser(description="Train a Llama.")
+    add_pretraining_flags(parser)
+    args = parser.parse_args()
+    args.out = args.out or Path("out") / (args.model or ("tuned" if args.init else "tiny"))
+    return args
 
 
 def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +92,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that train.make_optimizer reads."""
+    """Add the flags that make_optimizer reads."""
     add = parser.add_argument
     add("--lr", type=nonnegative_float, default=5e-3,
         help="peak learning rate; larger models need less (default: muon 0.02, adamw 0.005)")

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,8 @@ class Recorder(contextlib.AbstractContextManager):
     ):
         """Continue a record after step `done`: remove later steps, which will run again."""
         self.args, self.world, self.done = args, world, done
+        trace = args.out / f"trace-{world.rank}.json"
+        self.profiler = start_profiler(trace) if args.profile else None
         on_gpu = world.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
         self.flops_per_token = flops_per_token(work.model, args.seq_len)
@@ -56,10 +59,13 @@ class Recorder(contextlib.AbstractContextManager):
             self.config |= {"data": args.data, "seed": args.seed, "flags": vars(args)}
             self.config["run"] = describe_process(world, work)
             self._open(done)
+        self.best = world.broadcast_from_rank_zero(partial(best_loss, args.out))
         self.started = self.step_started = time.perf_counter()
         note_step(done)
 
     def __exit__(self, error, *_) -> None:
+        if self.profiler:
+            self.profiler.stop()
         if not error:  # else the ranks find out which of them has failed in this step
             note_step(None)
 
@@ -67,6 +73,8 @@ class Recorder(contextlib.AbstractContextManager):
         """Return the metrics of a step that has just ended; print those of every tenth step.
         `totals` are train.py's Totals."""
         args, now = self.args, time.perf_counter()
+        if self.profiler:
+            self.profiler.step()
         seconds = now - self.step_started
         note_step(step, seconds)
         tokens_per_second = args.batch * args.seq_len / seconds
@@ -96,11 +104,15 @@ class Recorder(contextlib.AbstractContextManager):
             )
         return metrics
 
-    def write(self, metrics: dict) -> None:
-        """Write the metrics of a step on rank 0. If OUT was deleted or moved, begin its files anew;
-        raise UserError if another run uses it now."""
+    def write(self, metrics: dict) -> bool:
+        """Write the metrics of a step on rank 0; return whether --keep-best keeps its checkpoint.
+        If OUT was deleted or moved, begin its files anew; raise UserError if another run uses it
+        now."""
+        is_best = self.args.keep_best and metrics.get("val_loss", math.inf) < self.best
+        if is_best:
+            self.best = metrics["val_loss"]
         if self.world.rank:
-            return
+            return is_best
         path = Path(self.file.name)
         if not (path.exists() and os.path.samefile(path, self.file.fileno())):
             lock_directory(self.args.out)
@@ -108,6 +120,7 @@ class Recorder(contextlib.AbstractContextManager):
             print(f"warning: {self.args.out} {told}", file=sys.stderr)
             self._open(metrics["step"] - 1)
         print(json.dumps(metrics), file=self.file)
+        return is_best
 
     def _open(self, done: int) -> None:
         """Write OUT/config.json, and open OUT/metrics.jsonl after the line of step `done`."""

@@ -106,13 +106,13 @@ def replicas_apart(world) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def outer_step(parameters: list[Tensor], world, step: int) -> None:
+def outer_step(optimizer: torch.optim.Optimizer, world, step: int) -> None:
     """After every H-th step, take the outer step; all ranks call it (labs/rarely writes it)."""
     parallel = world.parallel
     if not parallel.strategy.own_steps or step % parallel.every:
         return
     lr, momentum = parallel.outer_lr, parallel.outer_momentum
-    for parameter in parameters:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         local = to_local(parameter)
         outer, sums = to_local(parameter.outer), to_local(parameter.outer_momentum)
         drift = outer - local

@@ -37,7 +37,8 @@ from torch.optim.adamw import adamw
 from config import Work
 from model import Llama
 from plumbing.devices import has_triton
-from plumbing.shards import shard_of, sharded_over, to_local
+from plumbing.processes import UserError
+from plumbing.shards import local_squared_norm, shard_of, sharded_over, to_local
 from techniques.parallel_layers import writes_to_stream
 from techniques.technique import Technique
 
@@ -256,6 +257,23 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
     return torch.compile(update, dynamic=True) if compiled else update
 
 
+# --------------------------------------------------------------------------- gradients of a step
+
+
+def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
+    """Return this rank's part of each gradient, and what it adds to the squared norm: the sum over
+    all `ranks` is the squared norm of the whole gradient. Raise UserError for a parameter without a
+    gradient."""
+    parameters = []
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"]):
+            if parameter.grad is None:
+                raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
+            parameters.append(parameter)
+    squared_norm = local_squared_norm(parameters, ranks)
+    return [to_local(parameter.grad) for parameter in parameters], squared_norm
+
+
 # ------------------------------------------------------------------ what others ask of a technique
 
 
@@ -341,5 +359,5 @@ def suggests(facts) -> str:
     return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains differently"
 
 
-# train.py makes the optimizer.
+# runs/setup.py makes the optimizer.
 TECHNIQUE = Technique("optimizer", lambda *_: None, refuses, holds, sends, 1.0, about, suggests)

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from config import Work
 from model import Llama
-from plumbing.processes import UserError
 from plumbing.shards import chunk_of
 
 
@@ -91,17 +90,6 @@ def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
     """Return what an optimizer updates, by name: trainable parameters, or ZeRO-1's slices."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {name: getattr(p, "optimizer_slice", p) for name, p in named.items()}
-
-
-def with_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what an optimizer updates. Raise UserError for a parameter without a gradient."""
-    parameters = []
-    for group in optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"]):
-            if parameter.grad is None:
-                raise UserError(f"{name} got no gradient: use it in every microbatch, or freeze it")
-            parameters.append(parameter)
-    return parameters
 
 
 def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:

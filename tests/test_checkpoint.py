@@ -21,8 +21,8 @@ from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
 from runs.flags import add_optimizer_flags
 from runs.records import best_loss
+from runs.setup import make_optimizer
 from text.tokenizer import load_tokenizer, train_tokenizer
-from train import make_optimizer
 
 BYTES = load_tokenizer("bytes")
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)

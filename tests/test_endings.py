@@ -42,7 +42,8 @@ from plumbing import endings
 from plumbing.parser import Parser
 from plumbing.processes import UserError
 from runs.flags import add_optimizer_flags
-from train import make_optimizer, train_step
+from runs.setup import make_optimizer
+from train import train_step
 
 # ----------------------------------------------------------------------------------------- Ctrl-C
 
@@ -316,7 +317,7 @@ def test_torchrun_restarts_a_run_whose_rank_died(corpus, tmp_path):
 
 def test_an_exception_is_printed_once_and_ends_all(corpus, tmp_path):
     """While the other rank waits for it in a collective."""
-    place = "    parameters = with_gradients(optimizer)\n"
+    place = "    gradients, squared_norm = own_gradients(optimizer, world.size)\n"
     fault = '    if world.rank == 1:\n        raise ValueError("a reason\\nin two lines")\n'
     script = with_fault(tmp_path / "copy", "train", place, fault + place)
     result = launch(*script, "train.py", *flags(corpus, tmp_path / "out", dp="ddp"), nproc=2)

@@ -24,16 +24,17 @@ from costs.page import holds
 from generate import generate
 from lora import LoRA
 from model import LlamaConfig, rope_angles, sum_of_losses
-from parallel import parallelize, tensor_parallel, with_mesh
+from parallel import parallelize, tensor_parallel, with_mesh, zero_gradients
 from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from runs.changed import check_documents
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
-from train import accumulate, make_optimizer, train_step, update, zero_gradients
+from train import accumulate, train_step, update
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

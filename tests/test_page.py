@@ -25,10 +25,11 @@ from perf.instruments import Live, build_on_meta, emulate, needs_real_tensors, s
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from techniques import float8, offload, optimizers
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch
-from train import accumulate, make_optimizer
+from train import accumulate
 
 CHUNKY = LlamaConfig(64, 3, 4, 2, 160, vocab_size=512)
 WIDE = LlamaConfig(256, 4, 4, 4, 768, vocab_size=2048)

@@ -22,7 +22,8 @@ from perf.verdict import EXPOSED
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
 from runs.flags import add_optimizer_flags
-from train import make_optimizer, train_step
+from runs.setup import make_optimizer
+from train import train_step
 
 
 def step(corpus, *more, nproc: int) -> tuple[str, dict[str, float], dict[str, str]]:

@@ -21,8 +21,9 @@ from model import Llama, LlamaConfig
 from plumbing.parser import Parser
 from runs.flags import add_optimizer_flags
 from runs.records import warn_about_changed_flags
+from runs.setup import make_optimizer
 from text.tokenizer import load_tokenizer
-from train import learning_rate, make_optimizer
+from train import learning_rate
 
 SIZES = ["--dim", "32", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--ffn-dim", "48"]
 CONFIG = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, tie_embeddings=True)

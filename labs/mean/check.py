@@ -14,6 +14,7 @@ from labs.machinery.training import Run, replace_ddp
 from model import IGNORE
 from parallel import World
 from perf.instruments import Counted
+from runs.records import Totals
 from text.batch import Batch
 
 FUNCTION = "average"
@@ -169,6 +170,6 @@ def install(average: Callable) -> None:
         optimizer.zero_grad()
         sums = world.all_gather_scalars([targets, batch.text_bytes, bool(stop)]).sum(0).tolist()
         tokens, text_bytes, stops = map(round, sums)
-        return train.Totals(float(mean_loss) * tokens, tokens, text_bytes, float(norm), stops > 0)
+        return Totals(float(mean_loss) * tokens, tokens, text_bytes, float(norm), stops > 0)
 
     train.update = update

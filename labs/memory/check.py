@@ -12,11 +12,13 @@ from labs.machinery.compare import Property
 from labs.machinery.lab import first_rank
 from labs.machinery.student import check_returned
 from model import LlamaConfig
+from parallel import zero_gradients
 from perf.instruments import Live, build_on_meta, random_batch, state_tensors
 from plumbing.parser import Parser
 from plumbing.shards import to_local
 from runs.flags import add_optimizer_flags
-from train import accumulate, make_optimizer, zero_gradients
+from runs.setup import make_optimizer
+from train import accumulate
 
 FUNCTION = "memory"
 ABOUT = "bytes by kind, and at the peak"

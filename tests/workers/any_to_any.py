@@ -21,9 +21,10 @@ from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
-from train import make_optimizer, train_step
+from train import train_step
 
 LAYOUTS = {
     "one": ParallelConfig(),

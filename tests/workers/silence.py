@@ -20,8 +20,8 @@ from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from text.batch import Batch
-from train import make_optimizer
 
 CONFIGS = {
     "ddp": ParallelConfig(replicate=2),

@@ -33,10 +33,11 @@ from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.equal import whole_tensor
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from techniques.context_parallel import share_sequences
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
-from train import make_optimizer, train_step
+from train import train_step
 
 STEPS = 3
 BATCH, SEQ, VOCAB = 8, 13, 101
