@@ -1,27 +1,17 @@
-"""Fine-tune by training two thin matrices beside each frozen one: LoRA, DoRA, a base in 4 bits.
+"""LoRA: fine-tune by training two thin matrices beside each frozen one.
 
              ┌── W [out, in], frozen ─────────────┐
     x [in] ──┤                                    (+)── y = x Wᵀ + scale (x Aᵀ) Bᵀ
              └── A [r, in] ──────── B [out, r] ───┘
 
-1. LoRA (Hu et al. 2021, arXiv:2106.09685). Fine-tuning changes W by a matrix that a product B A of
-low rank r approximates well. Only A and B have gradients and AdamW moments: for all matrices of the
-8B model and r = 16, 42 million parameters instead of 8 billion. B starts at zero, so that training
+Fine-tuning changes W by a matrix that a product B A of low rank r approximates well (Hu et al.
+2021, arXiv:2106.09685). Only A and B have gradients and AdamW moments: for all matrices of the 8B
+model and r = 16, 42 million parameters instead of 8 billion. B starts at zero, so that training
 starts from the model as it is. scale is alpha / r; with rsLoRA alpha / sqrt(r), which keeps the
 size of the update at large r (Kalajdzievski 2023, arXiv:2312.03732).
 
-2. DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length of each row of the matrix, apart
-from its direction. Output i is multiplied by m[i] / (norm of row i of W + scale B A). The norms are
-computed from A and B in each forward, but are constants in backward. The magnitudes m [out] are
-trained, and start at the norms of W's rows.
-
-3. A base in 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314). What is frozen is only read. So
-W is stored as techniques/nf4.py says, at about 4.13 bits a weight, and becomes a full matrix only
-while a product needs it, in forward and again in backward. Gradients of the adapters are exact for
-this rounded W, so that they also learn to make up for its error.
-
-Checkpoints of adapters are files in PEFT's format (files/adapters.py).
-Letters: r rank; n tokens; in, out the widths of a matrix.
+Further down: DoRA, and a base in 4 bits. Checkpoints of adapters are files in PEFT's format
+(files/adapters.py). Letters: r rank; n tokens; in, out the widths of a matrix.
 """
 
 import math
@@ -40,9 +30,18 @@ from model import Llama, generator_for
 from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError, with_progress
 from plumbing.shards import to_local
-from techniques.nf4 import dequantized, packed_shape, quantized, some_rows
+from techniques.nf4 import dequantized, packed_shape, product_in_4_bits, quantized, some_rows
 from techniques.parallel_layers import product_of_shards, writes_to_stream
 from techniques.technique import Technique
+
+
+def with_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """Return y + scale (x Aᵀ) Bᵀ for y = x Wᵀ [n, out] and x [n, in].
+
+    That is LoRA. Backward needs x, of which A's gradient is a product, and x Aᵀ [n, r]; for the
+    frozen W it needs no x. The thin product is added to y while it is computed."""
+    return torch.addmm(y, x @ A.T, B.T, alpha=scale)
+
 
 TARGETS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # matrices that can have an adapter
 
@@ -63,122 +62,30 @@ class LoRA:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-# --------------------------------------------------------------------------------- the product
-
-
-@torch.library.custom_op("flatllama::lora_linear", mutates_args=())
-def lora_linear(
-    x: Tensor,
-    x_dropped: Tensor | None,
-    weight: Tensor,
-    row_scale: Tensor | None,
-    A: Tensor | None,
-    B: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return y = x Wᵀ + scale (x_dropped Aᵀ) Bᵀ [n, out] and x_dropped Aᵀ [n, r], for backward.
-
-    x [n, in]; x_dropped is x after dropout, or None without dropout. W is `weight`, or in 4 bits
-    the matrix that `weight` and `row_scale` encode. A layer that is no target has no A and B.
-    A single operator, which checkpointing saves or recomputes as a whole. A compiler that saw
-    inside, as it does with a torch.autograd.Function, would save the matrix for backward. A step
-    takes 10 % less time than with two calls of F.linear: the thin products are added to the wide
-    result in place, and backward chooses the order and memory layout in which they are fastest."""
-    y = x @ full_matrix(weight, row_scale, x.dtype).T
-    if A is None:
-        return y, x.new_empty(len(x), 0)
-    xA = (x if x_dropped is None else x_dropped) @ A.T
-    return y.addmm_(xA, B.T, alpha=scale), xA
-
-
-def full_matrix(weight: Tensor, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that is stored: as it is, or from 4 bits in this dtype."""
-    return weight if row_scale is None else dequantized(weight, row_scale, dtype)
-
-
-@lora_linear.register_fake
-def _(x, x_dropped, weight, row_scale, A, B, scale):
-    rank = 0 if A is None else len(A)
-    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], rank)
-
-
-def _save_for_backward(ctx, inputs, output):
-    x, x_dropped, weight, row_scale, A, B, ctx.scale = inputs
-    x_of_A = x if x_dropped is None else x_dropped
-    ctx.save_for_backward(x_of_A if A is not None else None, weight, row_scale, A, B, output[1])
-
-
-def _backward(ctx, grad, _):
-    x_of_A, weight, row_scale, A, B, xA = ctx.saved_tensors  # xA [n, r]; grad [n, out]
-    x_grad = x_dropped_grad = A_grad = B_grad = None
-    if ctx.needs_input_grad[0]:
-        x_grad = grad @ full_matrix(weight, row_scale, grad.dtype)  # [n, in]
-    if A is not None:
-        # B is copied into column-major order, in which this product is faster.
-        xA_grad = (grad @ B.T.contiguous().T).mul_(ctx.scale)  # [n, r]
-        if ctx.needs_input_grad[1]:
-            x_dropped_grad = xA_grad @ A
-        elif x_grad is not None:
-            x_grad.addmm_(xA_grad, A)
-        A_grad = xA_grad.T @ x_of_A
-        B_grad = (xA.T @ grad).T * ctx.scale  # faster than grad.T @ xA
-    return x_grad, x_dropped_grad, None, None, A_grad, B_grad, None
-
-
-lora_linear.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-@torch.library.custom_op("flatllama::changed_norms", mutates_args=())
-def changed_norms(
-    weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
-) -> Tensor:
-    """Return |W + scale B A| of each row, [out], in float32 or float64: constants in autograd."""
-    dtype, norms = torch.promote_types(A.dtype, torch.float32), []
-    stored = [weight] if row_scale is None else [weight, row_scale]
-    with torch.autocast(A.device.type, enabled=False):
-        for b, *rows in some_rows(A.shape[1], B, *stored):
-            matrix = (rows[0] if row_scale is None else dequantized(*rows, dtype)).to(dtype)
-            changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
-            norms.append(changed.norm(dim=1))
-    return torch.cat(norms)
-
-
-@changed_norms.register_fake
-def _(weight, row_scale, A, B, scale):
-    return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
-
-
-def _product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
+def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
-    x_dropped = F.dropout(flat, dropout) if dropout else None
+    y = flat @ weight.T if row_scale is None else product_in_4_bits(flat, weight, row_scale)
     if A is not None:
-        A, B = A.to(dtype), B.to(dtype)
-    y, _ = lora_linear(flat, x_dropped, weight, row_scale, A, B, scale)
+        y = with_adapter(y, F.dropout(flat, dropout), A.to(dtype), B.to(dtype), scale)
     if magnitude is not None:
-        # FSDP may have rounded m to bfloat16. Norms are rounded alike, so that an untrained m is a
-        # factor of exactly 1.
-        norms = norms.to(magnitude.dtype).to(norms.dtype)
-        y = (y * (magnitude / at_least_tiny(norms))).to(dtype)
+        y = with_lengths(y, magnitude, norms)
     return y.unflatten(0, x.shape[:-1])
 
 
-def at_least_tiny(norms: Tensor) -> Tensor:
-    """Return norms to divide by: a row of zeros stays zero, and does not become NaN."""
-    return norms.clamp(min=torch.finfo(norms.dtype).tiny)
-
-
-# ------------------------------------------------------------------------------------ the module
-
-
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with an adapter, in 4 bits, or both. The weight keeps its name. With a
-    base in 4 bits, a layer that is no target has `lora` too, but no A and B.
+    """A frozen linear layer with an adapter, in 4 bits, or both. The weight keeps its name.
+
+    A base in 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314): what is frozen is only read.
+    So W is stored as techniques/nf4.py says, at about 4.13 bits a weight, and becomes a full matrix
+    only while a product needs it, in forward and again in backward. Gradients of the adapters are
+    exact for this rounded W, so that they also learn to make up for its error. A layer in 4 bits
+    that is no target has `lora` too, but no A and B.
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
-    # Some may be None; in the order of _product's arguments.
+    # Some may be None; in the order of product's arguments.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
@@ -198,7 +105,7 @@ class LoRALinear(nn.Linear):
             self.lora_A = nn.Parameter(empty(lora.rank, width))
             self.lora_B = nn.Parameter(empty(out, lora.rank))
             self.lora_magnitude = nn.Parameter(empty(out)) if lora.dora else None
-        self.product: Callable = partial(_product, scale=lora.scale)
+        self.product: Callable = partial(product, scale=lora.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         norms = None if self.lora_magnitude is None else self.row_norms()
@@ -243,6 +150,47 @@ class LoRALinear(nn.Linear):
         placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
         placed += placed[-1], None  # norms are placed as magnitudes are; dropout is no tensor
         self.product = product_of_shards(self.product, placed, mesh)
+
+
+# -------------------------------------------------------------------------------------------- DoRA
+
+# DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length of each row of the matrix, apart
+# from its direction. Output i is multiplied by m[i] / (norm of row i of W + scale B A). The norms
+# are computed from A and B in each forward, but are constants in backward. The magnitudes m [out]
+# are trained, and start at the norms of W's rows.
+
+
+def with_lengths(y: Tensor, magnitude: Tensor, norms: Tensor) -> Tensor:
+    """Return y [n, out] with each output as long as its `magnitude` [out] says."""
+    # FSDP may have rounded m to bfloat16. Norms are rounded alike, so that an untrained m is a
+    # factor of exactly 1.
+    norms = norms.to(magnitude.dtype).to(norms.dtype)
+    return (y * (magnitude / at_least_tiny(norms))).to(y.dtype)
+
+
+@torch.library.custom_op("flatllama::changed_norms", mutates_args=())
+def changed_norms(
+    weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
+) -> Tensor:
+    """Return |W + scale B A| of each row, [out], in float32 or float64: constants in autograd."""
+    dtype, norms = torch.promote_types(A.dtype, torch.float32), []
+    stored = [weight] if row_scale is None else [weight, row_scale]
+    with torch.autocast(A.device.type, enabled=False):
+        for b, *rows in some_rows(A.shape[1], B, *stored):
+            matrix = (rows[0] if row_scale is None else dequantized(*rows, dtype)).to(dtype)
+            changed = torch.addmm(matrix, b.to(dtype), A.to(dtype), alpha=scale)
+            norms.append(changed.norm(dim=1))
+    return torch.cat(norms)
+
+
+@changed_norms.register_fake
+def _(weight, row_scale, A, B, scale):
+    return A.new_empty(len(weight), dtype=torch.promote_types(A.dtype, torch.float32))
+
+
+def at_least_tiny(norms: Tensor) -> Tensor:
+    """Return norms to divide by: a row of zeros stays zero, and does not become NaN."""
+    return norms.clamp(min=torch.finfo(norms.dtype).tiny)
 
 
 def merged_weight(

@@ -32,6 +32,7 @@ from config import Work
 from model import LlamaConfig
 from plumbing.devices import has_triton
 from plumbing.processes import UserError
+from techniques.recompute import PRODUCTS
 from techniques.technique import Technique
 
 BLOCK = 64
@@ -96,6 +97,33 @@ def dequantized(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor
 @dequantized.register_fake
 def _(weight, row_scale, dtype):
     return weight.new_empty(weight.shape[0], weight.shape[1] * BLOCK, dtype=dtype)
+
+
+@torch.library.custom_op("flatllama::product_in_4_bits", mutates_args=())
+def product_in_4_bits(x: Tensor, weight: Tensor, row_scale: Tensor) -> Tensor:
+    """Return x Wᵀ [n, out], for x [n, in] and the matrix W that (weight, row_scale) stand for.
+
+    A single operator, which checkpointing saves or recomputes as a whole. A compiler that saw
+    inside, as it does with a torch.autograd.Function, would save the matrix for backward."""
+    return x @ dequantized(weight, row_scale, x.dtype).T
+
+
+@product_in_4_bits.register_fake
+def _(x, weight, row_scale):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save_for_backward(ctx, inputs, output):
+    _, *stored = inputs
+    ctx.save_for_backward(*stored)
+
+
+def _backward(ctx, grad):
+    return grad @ dequantized(*ctx.saved_tensors, grad.dtype), None, None
+
+
+product_in_4_bits.register_autograd(_backward, setup_context=_save_for_backward)
+PRODUCTS.add("product_in_4_bits")
 
 
 def _numbers(weight: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:

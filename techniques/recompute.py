@@ -32,6 +32,9 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
+# Operators that multiply matrices, and that which async TP ends with; a technique adds its own.
+PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
+
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
@@ -90,16 +93,16 @@ def is_attention(operator: str) -> bool:
 
 
 def _selective_context():
-    """Save attention and the products of the layers that a module names in `saved_products`, with
-    what LoRA adds to them. Under tensor parallelism also save what each reduce-scatter returns."""
-    products = "mm", "addmm", "bmm", "_scaled_mm", "lora_linear", "all_to_all_single"
+    """Save attention and the products of the layers that a module names in `saved_products`; LoRA's
+    thin products are computed again. Under tensor parallelism also save what each reduce-scatter
+    returns."""
     marked = {}  # in backward (True) or forward: whether an alias came since the last product
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__
         if name == "alias.default":
             marked[context.is_recompute] = True
-        save = name.removesuffix(".default") in products and marked.pop(context.is_recompute, False)
+        save = name.removesuffix(".default") in PRODUCTS and marked.pop(context.is_recompute, False)
         if save or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -322,9 +322,8 @@ def install(four_bits: Callable) -> None:
     """Multiply by the student's function what the project has quantized, which rounds scales."""
     _, _, multiply = four_bits()
 
-    def lora_linear(x, x_dropped, weight, row_scale, A, B, scale) -> tuple[Tensor, Tensor]:
+    def product_in_4_bits(x: Tensor, weight: Tensor, row_scale: Tensor) -> Tensor:
         scales = weight[..., 0] * row_scale.view(torch.float32)
-        xA = x @ A.T
-        return multiply(x, weight[..., 1:].flatten(1), scales) + scale * (xA @ B.T), xA
+        return multiply(x, weight[..., 1:].flatten(1), scales)
 
-    lora.lora_linear = lora_linear
+    lora.product_in_4_bits = product_in_4_bits

@@ -266,10 +266,11 @@ from perf.instruments import build_on_meta
 from plumbing.parser import Parser
 from plumbing.processes import Process
 from runs.flags import add_optimizer_flags
+from runs.setup import make_optimizer
 from techniques.chunked_loss import chunked_loss
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
-from train import accumulate, make_optimizer, update
+from train import accumulate, update
 
 CONFIG = LlamaConfig(256, 2, 4, 2, 512, vocab_size=1024)  # widths that 8 and 4 bits take
 FSDP, TP = dict(dp="fsdp", shard=2), dict(dp="fsdp", tp=2)
