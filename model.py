@@ -57,7 +57,7 @@ class LlamaConfig:
                 f"dim {self.dim} over n_heads {self.n_heads} gives heads of width {width:g}: "
                 f"choose n_heads so that the width is an even integer"
             )
-        object.__setattr__(self, "head_dim", int(width))  # which is frozen
+        object.__setattr__(self, "head_dim", int(width))  # the dataclass is frozen
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
@@ -151,7 +151,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     # With a mask, or in float32 on a GPU, kernels need a key/value head for each query head.
     if mask is not None or ((q.is_cuda or q.is_mps) and q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    # Without a mask they are fastest: they skip the upper half and never store T x T.
+    # Kernels are fastest without a mask: they skip the upper half and never store T x T.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
     # cuDNN's kernel is planned anew for each S, and so for every token that is generated.
     without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -163,7 +163,7 @@ class KVCache:
     """Keys and values of the tokens seen so far, so that a new token is the only one to compute.
 
     Only attention has a cache: another layer that mixes tokens would need one of its own.
-    Concatenation keeps this simple and lets it grow, at the cost of a copy for each token."""
+    Concatenation keeps this simple, at the cost of a copy for each token."""
 
     def __init__(self):
         self.positions: Tensor | None = None  # [B, S]
@@ -208,7 +208,7 @@ class RMSNorm(nn.Module):
 
 class Attention(nn.Module):
     writes_to_stream = ("wo",)  # layers whose output is added to the residual stream
-    saved_products = ("wk", "wo")  # layers whose output selective checkpointing saves
+    saved_products = ("wk", "wo")  # layers whose output selective checkpointing keeps
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -291,7 +291,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let output and embedding share one parameter, where the configuration says so."""
+        """Let output and embedding share one parameter, if both are here and are to be tied."""
         if self.config.tie_embeddings and self.output and self.tok_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -339,13 +339,13 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
-        """Call assign(parameter, full_initial_value), which may keep a shard of the value, for each
-        parameter. Values are drawn on `device`. Adapters and 4-bit matrices have theirs in lora.py.
+        """Draw each parameter's initial value on `device`, and call assign(parameter, value), which
+        may keep only this rank's shard of it. Adapters and 4-bit matrices have theirs in lora.py.
 
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
         (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
-        the same however the model is split, on one kind of device. float64 is cast from float32."""
+        the same however the model is split; CPU and GPU differ. float64 is cast from float32."""
         for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
             if kind.startswith("lora_") or not parameter.is_floating_point():
