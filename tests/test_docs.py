@@ -127,7 +127,8 @@ def test_the_numbers_of_the_slurm_script_fit_together():
 
 
 def slurm_script() -> str:
-    (script,) = re.findall(r"^```bash\n(#!.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/cluster.md").read_text()
+    (script,) = re.findall(r"^```bash\n(#!.*?)^```", page, re.MULTILINE | re.DOTALL)
     return script
 
 
