@@ -35,7 +35,8 @@ from perf.compare import tasks_of  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import Process  # noqa: E402
-from techniques.schedules import SCHEDULES, STAGES, bubble, check_schedule, draw_svg, make_schedule  # noqa: E402
+from techniques import schedules  # noqa: E402
+from techniques.schedules import FILLS, SCHEDULES  # noqa: E402
 
 MEASURED = ROOT / "docs/measured"
 INK, GREY, PAPER = "#1f2328", "#6e7781", "#ffffff"
@@ -94,10 +95,8 @@ def draw_loss(path: Path) -> None:
     ax.plot(*zip(*validation), "o", color=ORANGE, markersize=5)
     last, value = validation[-1]
     ax.annotate("each step, and the mean of 50", (230, 2.65), color=BLUE)
-    ax.annotate(
-        f"validation: {value:.3f} at the end", (last, value), (0, 34), color=ORANGE,
-        textcoords="offset points", ha="right",
-    )  # fmt: skip
+    told = dict(color=ORANGE, textcoords="offset points", ha="right")
+    ax.annotate(f"validation: {value:.3f} at the end", (last, value), (0, 34), **told)
     ax.set_ylim(1.3, 3.4)
     ax.grid(axis="y", color=GREY, alpha=0.25)
     ax.set_xlabel("step")
@@ -180,7 +179,7 @@ def draw_apart(path: Path) -> None:
             ax.plot([step * speed for step in steps], means, marker="o", markersize=3, **style)
         ax.set_title(title, loc="left")
         ax.set_xlim(left=0)
-    axes[2].legend(frameon=False, fontsize=8)
+    figure.legend(handles=axes[0].lines, frameon=False, fontsize=8, loc="outside right center")
     axes[0].set_ylabel("bits per byte")
     figure.supxlabel("seconds of training", color=GREY, fontsize=9)
     save(figure, path)
@@ -217,7 +216,7 @@ def draw_float8(path: Path) -> None:
         of_recipe = dict(color=colors.get(name, GREY), linewidth=1.5 if name in colors else 0.8)
         ax.plot(steps, difference, **of_recipe, label=name if name in colors else None)
     ax.plot([], [], color=GREY, linewidth=0.8, label="float32, other seeds")
-    ax.legend(frameon=False, ncols=4, loc="lower center")
+    figure.legend(frameon=False, ncols=4, loc="outside lower center")
     ax.set_ylim(-0.2, 0.2)
     ax.grid(axis="y", color=GREY, alpha=0.25)
     ax.set_xlabel("step")
@@ -273,16 +272,19 @@ def draw_mesh(path: Path) -> None:
 def draw_pipeline(path: Path) -> None:
     """The four schedules for four ranks and eight microbatches, one below another; the times of
     interleaved stages, two on a rank, are half of the others'."""
-    parts, height = [], 0
+    key = {"F": "forward", "B": "backward", "W": "backward of weights apart; paler: a later stage"}
+    words = (f'<tspan fill="{FILLS[kind]}">■</tspan> {word} ' for kind, word in key.items())
+    parts, height = [f'<text x="60" y="20">{"".join(words)}</text>'], 26
     for name in SCHEDULES:
-        v = STAGES.get(name, 1)
-        spans = check_schedule(make_schedule(name, 4, 8, v), 8, 4 * v)
-        share = f"{100 * bubble(spans):.0f} %"
-        drawing = draw_svg(spans, f"{name}: ranks wait {share} of the time")
+        v = schedules.STAGES.get(name, 1)
+        spans = schedules.check_schedule(schedules.make_schedule(name, 4, 8, v), 8, 4 * v)
+        share = f"{100 * schedules.bubble(spans):.0f} %"
+        drawing = schedules.draw_svg(spans, f"{name}: ranks wait {share} of the time")
         own_height = int(re.search(r'viewBox="0 0 900 (\d+)"', drawing)[1])
         parts.append(drawing.replace("<svg ", f'<svg y="{height}" height="{own_height}" ', 1))
         height += own_height + 6
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}">'
+    font = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" {font}>'
     path.write_text("\n".join([head, *parts, "</svg>\n"]))
 
 
