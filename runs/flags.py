@@ -61,8 +61,6 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
              "functions of the standard library)")
     add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
     add("--seq-len", type=positive_int, default=512, help="tokens per row of samples")
-    add("--long", choices=["truncate", "drop"], default="truncate",
-        help="treatment of samples longer than a row")
     add("--train-on-prompt", action="store_true", help="count the loss of prompts, too")
 
     add = parser.add_argument_group("LoRA").add_argument
