@@ -119,7 +119,6 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Readin
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
         n_tokens = _write_token_files(unfinished, files, tokenizer, reading)
-        reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
         metadata = tokenizer.save(unfinished) | n_tokens
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
         try:
@@ -127,6 +126,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Readin
         except OSError:
             if not out.exists():  # it does if another run has just tokenized the same corpus
                 raise
+    reading.list_left_out(out / LEFT_OUT_FILE)
 
 
 def _write_token_files(

@@ -21,6 +21,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -413,21 +414,18 @@ def lock_directory(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a hidden directory to write to, and rename it to `target` if nothing was raised.
-
-    Raises UserError if the target exists."""
+    """Yield a directory to write to, in a hidden one, and rename it to `target` if nothing was
+    raised. Raises UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        with endings.ctrl_c_raises():
-            yield temporary
-        os.rename(temporary, target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-")
+    with endings.ctrl_c_raises(), hidden as directory:
+        unfinished = Path(directory) / target.name
+        unfinished.mkdir()
+        yield unfinished
+        os.rename(unfinished, target)
+    sync(target.parent)
 
 
 def remove_old(newest: Path, keep: int, is_best: bool) -> None:

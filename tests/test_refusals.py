@@ -149,6 +149,7 @@ REFUSALS = """
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} | nothing to score: give --data, --exam or both
 1 | evaluate.py {base} --exam {here}/no | does not exist: give a file with lines like {"question"
+1 | evaluate.py {base} --exam {sums} --float8 rowwise | unrecognized arguments: --float8
 1 | evaluate.py {base} --exam {sums} | line 1: "question" is None: give it as a string
 1 | evaluate.py {base} --exam {here} | is a directory: give a file
 1 | evaluate.py {base} --data {here} | holds no

@@ -55,13 +55,12 @@ class Reading:
                 raise UserError(problem)
             self.left_out.append(str(problem))
 
-    def list_left_out(self, path: Path, later: Path | None = None) -> None:
-        """Write a file with a line for each document that was left out, if any was. Say so, and
-        where the file is, or `later` will be."""
+    def list_left_out(self, path: Path) -> None:
+        """Write a file with a line for each document that was left out, if any was, and say so."""
         if self.left_out:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{line}\n" for line in self.left_out))
-            print(f"left out {len(self.left_out):,} documents: {later or path}", file=sys.stderr)
+            print(f"left out {len(self.left_out):,} documents: {path}", file=sys.stderr)
 
 
 def find_files(sources: Iterable[str]) -> list[Path]:
