@@ -239,7 +239,7 @@ def to_ids(pieces: Iterable[tuple[str | int, bool]], tokenizer: Tokenizer) -> En
     for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece[0], str)):
         contents, flags = zip(*group)
         if is_text:
-            before = "".join(itertools.compress(contents, (not flag for flag in flags)))
+            before = "".join(text for text, is_answer in zip(contents, flags) if not is_answer)
             start, contents = len(tokenizer.encode(before)), tokenizer.encode("".join(contents))
             flags = (i >= start for i in range(len(contents)))
         ids += contents
