@@ -60,11 +60,10 @@ LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     where the file is something else or incomplete."""
-    size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
         raise UserError(f"{path} is not a token file: write one with data.py tokenize")
-    expected, found = int(header[2]), (size - HEADER_BYTES) // dtype.itemsize
+    expected, found = int(header[2]), (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
     if found != expected or expected == 0:
         raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))

@@ -74,11 +74,9 @@ def open_safetensors(path: Path) -> Weights:
         header = file.read(length)
     try:
         entries = json.loads(header.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
-        refuse(f"its header is not JSON ({type(error).__name__})")
-    if not isinstance(entries, dict):
-        refuse("its header is not a JSON object")
-    entries.pop("__metadata__", None)  # what a program notes about the file
+        entries.pop("__metadata__", None)  # what a program notes about the file
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        refuse(f"its header is not a JSON object ({type(error).__name__})")
 
     tensors, ranges = {}, []
     for name, entry in entries.items():
@@ -95,13 +93,10 @@ def open_safetensors(path: Path) -> Weights:
         read = partial(_map, path, file_size, 8 + length + begin, dtype, shape)
         tensors[name] = StoredTensor(dtype, shape, read)
         ranges.append((begin, end))
-    data_end = 0
-    for begin, end in sorted(ranges):
-        if begin != data_end:
-            refuse(f"its tensors overlap or leave a gap at byte {min(begin, data_end):,}")
-        data_end = end
-    if 8 + length + data_end != file_size:
-        refuse(f"it has {file_size:,} bytes, but its header describes {8 + length + data_end:,}")
+    ranges.sort()
+    begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+    if [*begins, file_size - 8 - length] != [0, *ends]:
+        refuse("its tensors overlap, or leave a gap, or do not end where the file ends")
     return tensors
 
 

@@ -55,9 +55,9 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
     "header, message",
     [
         (b"[]", "not a JSON object"),
-        (b"{" * 100_000, "not JSON"),
-        (b'{"a": 1' + b"0" * 5000 + b"}", "not JSON"),
-        (b"\xff{}", "not JSON"),
+        (b"{" * 100_000, "not a JSON object"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "not a JSON object"),
+        (b"\xff{}", "not a JSON object"),
         ({"a": 3}, "'a' needs a known dtype, a shape"),
         ({"a": entry(dtype="F7")}, "a known dtype, .*F7"),
         ({"a": entry(end=12)}, "does not fill"),
@@ -67,7 +67,7 @@ def entry(begin=0, end=8, dtype="F32", shape=(2,)) -> dict:
         ({"a": entry(shape=(1,) * 65, end=4)}, "needs a known dtype, a shape"),
         ({"a": entry(), "b": entry()}, "overlap"),
         ({"a": entry(4, 12)}, "gap"),
-        ({"a": entry(0, 4, shape=(1,))}, "but its header describes"),
+        ({"a": entry(0, 4, shape=(1,))}, "do not end where the file ends"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
