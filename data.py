@@ -22,11 +22,12 @@ import itertools
 import json
 import os
 import re
+import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -42,7 +43,7 @@ from plumbing.processes import Progress, UserError, run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Packed, Rows
-from text.corpora import VAL_FRACTION, Piece, Reading, find_files, read_pieces
+from text.corpora import VAL_FRACTION, Reading, find_files, read_pieces
 from text.tokenizer import CACHE, DEFAULT_TOKENIZER, Tokenizer, load_tokenizer, train_tokenizer
 
 # ---------------------------------------------------------------------------------- token files
@@ -60,12 +61,10 @@ LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
     where the file is something else or incomplete."""
-    size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
-        found = f"magic {header[0]}, version {header[1]}" if len(header) > 1 else f"{size} bytes"
-        raise UserError(f"{path} is not a token file ({found}): write one with data.py tokenize")
-    expected, found = int(header[2]), (size - HEADER_BYTES) // dtype.itemsize
+        raise UserError(f"{path} is not a token file: write one with data.py tokenize")
+    expected, found = int(header[2]), (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
     if found != expected or expected == 0:
         raise UserError(f"{path} is damaged: its header says {expected} tokens, it holds {found}")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(expected,))
@@ -112,39 +111,35 @@ class TokenFileWriter:
             self.file = None
 
 
-def tokenize(
-    files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading | None = None
-) -> None:
+def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Reading) -> None:
     """Write a corpus as a directory of token files, with a data.json that names the tokenizer, and
     a list of what was left out. The directory `out` appears only when it is complete."""
-    reading = reading or Reading()
     out.parent.mkdir(parents=True, exist_ok=True)
     with ctrl_c_raises(), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
         unfinished = Path(temporary) / out.name
         unfinished.mkdir()
-        of_split = partial(TokenFileWriter, unfinished, vocab_size=tokenizer.vocab_size)
-        writers = {split: of_split(split) for split in ("train", "val")}
-        size = sum(path.stat().st_size for path in files)
-        _write_documents(read_pieces(files, reading), size, tokenizer, writers)
-        reading.list_left_out(unfinished / LEFT_OUT_FILE, out / LEFT_OUT_FILE)
-        metadata = tokenizer.save(unfinished)
-        metadata |= {f"{split}_tokens": writer.n_tokens for split, writer in writers.items()}
+        n_tokens = _write_token_files(unfinished, files, tokenizer, reading)
+        metadata = tokenizer.save(unfinished) | n_tokens
         (unfinished / "data.json").write_text(json.dumps(metadata, indent=1))
         try:
             os.rename(unfinished, out)
         except OSError:
             if not out.exists():  # it does if another run has just tokenized the same corpus
                 raise
+    reading.list_left_out(out / LEFT_OUT_FILE)
 
 
-def _write_documents(
-    pieces: Iterator[Piece], size: int, tokenizer: Tokenizer, writers: dict[str, TokenFileWriter]
-) -> None:
-    """Tokenize documents of `size` bytes in all and write each with the writer of its split.
+def _write_token_files(
+    directory: Path, files: list[Path], tokenizer: Tokenizer, reading: Reading
+) -> dict[str, int]:
+    """Tokenize the documents of a corpus, write each into the files of its split, and say how many
+    there are. Return the numbers of tokens, by the names that they have in data.json.
 
     Every document begins with `bos`. Between two documents of a split, `eos` precedes it, unless
     the tokenizer has one token for both."""
-    progress = Progress("tokenizing", size / 1e6, " MB")
+    writers = {s: TokenFileWriter(directory, s, tokenizer.vocab_size) for s in ("train", "val")}
+    progress = Progress("tokenizing", sum(path.stat().st_size for path in files) / 1e6, " MB")
+    pieces, documents, text_bytes = read_pieces(files, reading), Counter(), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken runs outside Python's global lock
         while group := list(itertools.islice(pieces, 64)):  # at most about 64 MB
             arrays = pool.map(lambda piece: tokenizer.encode_array(piece.text), group)
@@ -156,11 +151,18 @@ def _write_documents(
                         border = [tokenizer.eos, tokenizer.bos]
                     writer.write(np.array(border, dtype=np.uint32))
                 writer.write(tokens)
+                documents[piece.split] += piece.starts_document
+                text_bytes += tokenizer.count_bytes(tokens)
                 progress.add(len(piece.text) / 1e6)  # of characters, some of several bytes
     for writer in writers.values():
         writer.close()
-    if not writers["train"].n_tokens:
-        raise UserError("there is no text to train on: give files that hold some")
+    train, val = (writer.n_tokens for writer in writers.values())
+    if not train:
+        raise UserError("there is no text to train on: give some, or less --val-fraction")
+    told = f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of"
+    told = f"{told} {documents['val']:,}; {text_bytes / (train + val):.2f} bytes a token"
+    print(told, file=sys.stderr)
+    return {"train_tokens": train, "val_tokens": val}
 
 
 # Part of every key in the cache. Increment it when documents are read, held out or divided
@@ -452,14 +454,10 @@ def main() -> None:
         train_tokenizer(args.sources, args.vocab_size, args.out, reading)
         reading.list_left_out(args.out.with_suffix(f".{LEFT_OUT_FILE}"))
     else:
-        files = find_files(args.sources)
-        tokenizer = load_tokenizer(args.tokenizer)
         if args.out.exists():
             raise UserError(f"{args.out} exists: remove it, or choose another --out")
-        if args.val_fraction >= 1:
-            raise UserError(f"--val-fraction {args.val_fraction} leaves no text: give less than 1")
-        reading.val_fraction = args.val_fraction
-        tokenize(files, tokenizer, args.out, reading)
+        reading = replace(reading, val_fraction=args.val_fraction)
+        tokenize(find_files(args.sources), load_tokenizer(args.tokenizer), args.out, reading)
     print(args.out)
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import load_weights
-from config import Work, add_parallel_flags
+from config import RESUMABLE, Work, add_parallel_flags
 from costs.search import fits_unsharded
 from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
 from files.adapters import bits_of_base, open_adapter
@@ -67,7 +67,8 @@ def parse_args() -> argparse.Namespace:
     add("--max-new-tokens", type=positive_int, default=ROOM, help="tokens of a written answer")
     add("--details", type=Path, metavar="FILE",
         help="write what the model makes of each question, as JSON lines")
-    add_parallel_flags(parser.add_argument_group("how the model is split over ranks"))
+    split = parser.add_argument_group("how the model is split over ranks")
+    add_parallel_flags(split, [*RESUMABLE, "dtype"])  # the others change what is learned
     # fmt: on
     args = parser.parse_args()
     if not args.data and not args.exam:
@@ -234,9 +235,8 @@ def main() -> None:
         reading = Reading(args.text_field, args.skip_bad)
         as_documents = partial(open_text, document_mask=flags.get("document_mask", False))
         open_data = open_chats if args.chat else as_documents
-        dataset = process.local_rank_zero_first(
-            partial(open_data, args.data, tokenizer, args.seq_len, reading)
-        )
+        read = partial(open_data, args.data, tokenizer, args.seq_len, reading)
+        dataset = process.local_rank_zero_first(read)
         if process.rank == 0:
             reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT_FILE}")
     model, world = load_split(args, metadata, process)

@@ -33,11 +33,11 @@ import checkpoint
 import lora
 from costs.search import sent_by_strategy
 from data import LEFT_OUT_FILE
-from files.adapters import check_names
 from files.adapters import load_adapter as load_adapter  # re-exported for users' scripts
+from files.adapters import peft_name
 from files.directories import find_adapter
 from generate import find_model, generate
-from lora import TARGETS, LoRA, add_adapters, init_adapters
+from lora import TARGETS, LoRA, adapters, add_adapters, init_adapters
 from model import Llama
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, print_rank_zero, run
@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
     reading = Reading(skip_bad=args.skip_bad)
     train_set, val_set, examples, summary = open_samples(
-        args.data, tokenizer, args.seq_len, args.long, args.train_on_prompt, args.val_data, reading
+        args.data, tokenizer, args.seq_len, args.train_on_prompt, args.val_data, reading
     )
     choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
@@ -108,7 +108,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[Job, list[tuple
         targets = tuple(t for t in args.targets if t in layers)  # a changed model may lack some
         settings = LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
         add_adapters(model, settings, args.base_bits)
-    check_names(model)
+    for name in adapters(model):
+        peft_name(name)  # refused before it is trained
 
     def initialize(model: Llama) -> None:
         checkpoint.load_weights(args.init, model)

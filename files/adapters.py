@@ -45,23 +45,17 @@ ACCEPTED = dict(
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of an adapter's parameter.
+    """Return PEFT's name of an adapter's parameter. Raise UserError where PEFT's files have none.
 
     layers.3.attention.wq.lora_A ->
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"""
     matrix, kind = name.rsplit(".", 1)
     kind = "lora_magnitude_vector" if kind == "lora_magnitude" else f"{kind}.weight"
-    return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
-
-
-def check_names(model: Llama) -> None:
-    """Raise UserError for an adapter that PEFT's files have no name for, before it is trained."""
-    for name in adapters(model):
-        try:
-            peft_name(name)
-        except UserError as error:
-            advice = f"leave {name.split('.')[-2]} out of --targets"
-            raise UserError(f"{error}, so no file holds its adapter: {advice}")
+    try:
+        return f"base_model.model.{hf_name(f'{matrix}.weight').removesuffix('weight')}{kind}"
+    except UserError as error:
+        advice = f"leave {matrix.split('.')[-1]} out of --targets"
+        raise UserError(f"{error}, so no file holds its adapter: {advice}")
 
 
 def _peft_target(target: str) -> str:
@@ -206,8 +200,7 @@ def merged_weights(weights: Weights, adapter: Path, config: LlamaConfig) -> Weig
 
     def merge(layer: str, weight: Tensor) -> Tensor:
         base = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if in_4_bits:
-            base = rounded(base)
+        base = rounded(base) if in_4_bits else base
         if layer.endswith(lora.targets):
             base = merged_weight(base, lora.scale, *(stored[f"{layer}.{k}"].read() for k in kinds))
         return base.to(weight.dtype)

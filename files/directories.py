@@ -21,6 +21,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,7 @@ from lora import LoRA
 from model import LlamaConfig
 from plumbing import endings
 from plumbing.processes import Progress, UserError, meet, print_rank_zero
+from text.published import FILES
 from text.tokenizer import Tokenizer, chat_template, find_tokenizer, load_tokenizer
 
 CHECKSUMS = "SHA256SUMS"
@@ -136,8 +138,7 @@ def hand_on(source: Path, target: Path, tokenizer: Tokenizer | None) -> None:
     names = ["generation_config.json"]
     with contextlib.suppress(UserError):  # it has no tokenizer, or one that cannot be read
         if tokenizer and load_tokenizer(str(source)).hash == tokenizer.hash:
-            names += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
-            names += ["chat_template.jinja"]
+            names += FILES
     for name in names:
         if (source / name).is_file():
             shutil.copy(source / name, target)
@@ -245,17 +246,16 @@ def verify(directory: Path, *prefixes: str, alone: bool = False) -> None:
     shared = dist.is_initialized() and not alone
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     digests = {name: digest for digest, name in (line.decode().split() for line in lines)}
-    names = [name for name in digests if name.startswith(prefixes)]
-    small = [name for name in names if "/" not in name]
-    large = [name for name in names if "/" in name]
-    files = {name: directory / name for name in small + large[rank::size]}
-    for name, file in files.items():
-        if not file.exists():
+    asked = [name for name in digests if name.startswith(prefixes)]
+    names = [name for name in asked if "/" not in name]
+    names += [name for name in asked if "/" in name][rank::size]
+    for name in names:
+        if not (directory / name).exists():
             raise UserError(f"{directory} is not complete: {name} is missing. {advice}")
-    for name, digest in checksums(directory, files.values()).items():
-        file = files[name]
+    for name, digest in checksums(directory, [directory / name for name in names]).items():
         if digest != digests[name]:
-            raise UserError(f"{file} is damaged: its checksum is not that in {CHECKSUMS}. {advice}")
+            fault = f"its checksum is not that in {CHECKSUMS}"
+            raise UserError(f"{directory / name} is damaged: {fault}. {advice}")
 
 
 def newest_undamaged(newest: Path) -> Path:
@@ -414,21 +414,18 @@ def lock_directory(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a hidden directory to write to, and rename it to `target` if nothing was raised.
-
-    Raises UserError if the target exists."""
+    """Yield a directory to write to, in a hidden one, and rename it to `target` if nothing was
+    raised. Raises UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists: give the name of a new directory")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        with endings.ctrl_c_raises():
-            yield temporary
-        os.rename(temporary, target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-")
+    with endings.ctrl_c_raises(), hidden as directory:
+        unfinished = Path(directory) / target.name
+        unfinished.mkdir()
+        yield unfinished
+        os.rename(unfinished, target)
+    sync(target.parent)
 
 
 def remove_old(newest: Path, keep: int, is_best: bool) -> None:

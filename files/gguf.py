@@ -40,9 +40,6 @@ BLOCK = 32
 TYPES = {torch.float32: 0, torch.float16: 1, Q8_0: 8, torch.bfloat16: 30}
 DType = torch.dtype | str
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
-# llama.cpp knows the pattern that divides text into words as "llama-bpe". A tokenizer of bytes
-# merges nothing, so that its pattern does not matter.
-PATTERNS = (WORD_PATTERN, BYTES_PATTERN)
 
 
 def save_gguf(
@@ -120,7 +117,9 @@ def slowdown(config: LlamaConfig) -> Tensor:
 
 def vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
     """Return the metadata of a tokenizer for a model with `size` tokens."""
-    if tokenizer.word_pattern not in PATTERNS:
+    # llama.cpp knows Llama 3's pattern as "llama-bpe". A tokenizer of bytes merges nothing, so that
+    # its pattern does not matter.
+    if tokenizer.word_pattern not in (WORD_PATTERN, BYTES_PATTERN):
         raise UserError(
             f"tokenizer {tokenizer.name} divides text in another way than Llama 3's: llama.cpp's "
             f"own converter may make a GGUF file of what --format hf writes"

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,42 +74,30 @@ def open_safetensors(path: Path) -> Weights:
         header = file.read(length)
     try:
         entries = json.loads(header.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
-        refuse(f"its header is not JSON ({type(error).__name__})")
-    if not isinstance(entries, dict):
-        refuse("its header is not a JSON object")
-    entries.pop("__metadata__", None)  # what a program notes about the file
+        entries.pop("__metadata__", None)  # what a program notes about the file
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        refuse(f"its header is not a JSON object ({type(error).__name__})")
 
     tensors, ranges = {}, []
     for name, entry in entries.items():
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            refuse(f"{name!r} needs exactly a dtype, a shape and data_offsets")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            refuse(f"{name!r} has the unknown dtype {dtype!s:.200}")
-        if not _are_sizes(shape) or len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**63:
-            refuse(f"{name!r} cannot have shape {shape!s:.200}")
-        if not _are_sizes(offsets) or len(offsets) != 2:
-            refuse(f"{name!r} cannot have data_offsets {offsets!s:.200}")
-        begin, end = offsets
-        if begin + math.prod(shape) * DTYPES[dtype].itemsize != end:
-            refuse(f"{name!r} of shape {shape} in {dtype} does not fill {offsets}")
-        read = partial(_map, path, file_size, 8 + length + begin, DTYPES[dtype], tuple(shape))
-        tensors[name] = StoredTensor(DTYPES[dtype], tuple(shape), read)
+        try:
+            dtype, shape, (begin, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+            dtype, shape = DTYPES[dtype], tuple(shape)
+            are_sizes = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (KeyError, TypeError, ValueError):
+            are_sizes = False
+        if not are_sizes or len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 2**63:
+            refuse(f"{name!r} needs a known dtype, a shape and data_offsets: {entry!s:.200}")
+        if begin + math.prod(shape) * dtype.itemsize != end:
+            refuse(f"{name!r} does not fill its data_offsets: {entry}")
+        read = partial(_map, path, file_size, 8 + length + begin, dtype, shape)
+        tensors[name] = StoredTensor(dtype, shape, read)
         ranges.append((begin, end))
-    data_end = 0
-    for begin, end in sorted(ranges):
-        if begin != data_end:
-            refuse(f"its tensors overlap or leave a gap at byte {min(begin, data_end):,}")
-        data_end = end
-    if 8 + length + data_end != file_size:
-        refuse(f"it has {file_size:,} bytes, but its header describes {8 + length + data_end:,}")
+    ranges.sort()
+    begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+    if [*begins, file_size - 8 - length] != [0, *ends]:
+        refuse("its tensors overlap, or leave a gap, or do not end where the file ends")
     return tensors
-
-
-def _are_sizes(value: Any) -> bool:
-    """Return whether a JSON value is a list of integers of at least 0."""
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _map(

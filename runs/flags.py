@@ -70,9 +70,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
         help="JSON lines, files or directories of them (default: python, docstrings to write for "
              "functions of the standard library)")
     add("--skip-bad", action="store_true", help="leave out what cannot be read; list it in a file")
-    add("--seq-len", type=positive_int, default=512, help="tokens per row of samples")
-    add("--long", choices=["truncate", "drop"], default="truncate",
-        help="treatment of samples longer than a row")
+    add("--seq-len", type=positive_int, default=512, help="tokens per row; longer samples are cut")
     add("--train-on-prompt", action="store_true", help="count the loss of prompts, too")
 
     add = parser.add_argument_group("LoRA").add_argument

@@ -93,7 +93,7 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 )
 def test_kinds_of_lines(record, prompt, answer, tmp_path):
     path = write(tmp_path / "a.jsonl", record)
-    assert list(read_conversations(path)) == [(1, [user(prompt), assistant(answer)])]
+    assert list(read_conversations(path, Reading())) == [(1, [user(prompt), assistant(answer)])]
 
 
 def test_roles_have_the_names_of_llama_3(tmp_path):
@@ -101,7 +101,7 @@ def test_roles_have_the_names_of_llama_3(tmp_path):
     roles = "developer user assistant tool assistant".split()
     messages = [{"role": role, "content": role[0]} for role in roles]
     path = write(tmp_path / "a.jsonl", {"messages": messages})
-    ((_, read),) = read_conversations(path)
+    ((_, read),) = read_conversations(path, Reading())
     assert [m["role"] for m in read] == ["system", "user", "assistant", "ipython", "assistant"]
     ids, is_target = encode(read, BYTES)
     assert target_text(ids, is_target) == "a{eot_id}a{eot_id}"
@@ -126,7 +126,7 @@ def test_blank_lines_byte_order_marks_and_messages_after_the_last_answer(tmp_pat
     path = tmp_path / "a.jsonl"
     line = json.dumps({"messages": [*TALK, user("Bye")]})
     path.write_text(f"\ufeff{line}\n\n \t\r\n{line}")
-    assert list(read_conversations(path)) == [(1, TALK), (4, TALK)]
+    assert list(read_conversations(path, Reading())) == [(1, TALK), (4, TALK)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_malformed_lines_are_refused(line, message, tmp_path):
     raw = line if isinstance(line, bytes) else json.dumps(line).encode()
     path.write_bytes(path.read_bytes() + b"\n" + raw)
     with pytest.raises(UserError) as error:
-        list(read_conversations(path))
+        list(read_conversations(path, Reading()))
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
@@ -245,11 +245,6 @@ def test_packing_puts_every_sample_in_one_row():
     assert len(pack(lengths, 2048)) < 1.005 * sum(lengths) / 2048
 
 
-def test_a_sample_that_fits_in_no_row_is_refused():
-    with pytest.raises(UserError, match="a sample of 9 tokens fits in no row"):
-        pack([3, 9], 8)
-
-
 def test_batch_holds_samples_padding_and_bytes():
     pad = BYTES.special["<|finetune_right_pad_id|>"]
     long = [65, 66, 67, 68], [False, False, True, True]
@@ -310,7 +305,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "split_of", lambda name: "val")  # or if all lines would be
     train, val, _, _ = opened(path)
     assert (len(train.samples), len(val.samples)) == (2, 1)
-    for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample: give two")):
+    for samples, holds in ((0, "no conversation: give lines like {"), (1, "one sample that fits")):
         write(path, *answering(samples))
         with pytest.raises(UserError, match=f"holds {holds}"):
             opened(path)
@@ -318,7 +313,7 @@ def test_of_a_few_lines_the_last_is_held_out(tmp_path, monkeypatch):
     assert (len(train.samples), len(val.samples)) == (1, 1)
 
 
-def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
+def test_long_samples_are_truncated_and_counted(tmp_path):
     prompt = len(encode_prompt([user("say 0")], BYTES))
     seq_len = prompt + 30  # an answer of 31 bytes loses the last one and its end token
     path = write(
@@ -334,12 +329,10 @@ def test_long_samples_are_truncated_or_dropped_and_counted(tmp_path):
     whole = [f"{i:030}{{eot_id}}" for i in range(8)]
     assert sorted(texts) == sorted([*whole, "8" * 31, "9" * 31])
     assert max(len(ids) - 1 for ids, _ in train.samples + val.samples) == seq_len
-    train, val, _, summary = opened(path, seq_len, long="drop")
-    assert sorted(answers_of(train) + answers_of(val)) == whole and summary.endswith("; 3 dropped")
     *_, summary = opened(path, seq_len, train_on_prompt=True)
     assert summary.endswith("; 3 truncated")  # the last one has targets in its prompt
     longest = len(encode([user("say 9"), assistant("9" * 400)], BYTES)[0]) - 1
-    message = f"11 of 11 samples do not fit .* longest takes {longest} .*longer --seq-len"
+    message = f"none of 11 samples fits .* longest takes {longest} .*longer --seq-len"
     with pytest.raises(UserError, match=message):
         opened(path, prompt - 1)
 

@@ -274,7 +274,7 @@ def test_an_export_removes_no_other_files(tmp_path):
     (tmp_path / ".git").mkdir()
     checkpoint.export_weights(saved, tmp_path / "git", "hf", None)
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         checkpoint.export_weights(saved, tmp_path / "file" / "x", "hf", None)
     assert {p.name for p in tmp_path.iterdir()} == {".git", "git", "file", "run"}
 

@@ -100,7 +100,7 @@ def test_token_files_made_with_a_tokenizer_json_keep_their_tokenizer(tmp_path, t
     train_tokenizer([str(text)], 300, tmp_path / "tokenizer.model")
     save_tokenizer(tmp_path, load_tokenizer(str(tmp_path)))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    data.tokenize([text], tokenizer, tmp_path / "out")
+    data.tokenize([text], tokenizer, tmp_path / "out", Reading())
     kept = load_tokenizer(data.tokenizer_of_token_files([str(tmp_path / "out")]))
     assert kept.hash == tokenizer.hash
     open_windows([str(tmp_path / "out")], kept, 32)
@@ -138,7 +138,7 @@ def header(*values: int) -> bytes:
     "name, content, message",
     [
         ("a.bin", b"", "is not a token file"),
-        ("a.bin", bytes(2000), "magic 0, version 0"),
+        ("a.bin", bytes(2000), "is not a token file"),
         ("a.bin", header(20240520, 1, 9)[:12], "is not a token file"),
         ("a.bin", header(20240520, 1, 900) + bytes(1000), "says 900 tokens, it holds 500"),
         ("a.txt", b"a few words", "too short: --seq-len 64 needs 65 consecutive tokens"),
@@ -193,8 +193,10 @@ def test_what_cannot_be_read_is_left_out_and_listed(tmp_path, monkeypatch, capsy
     left_out = (tmp_path / "tokens" / "left-out.txt").read_text().splitlines()
     places = [line.split(": ")[0].removeprefix(f"{sources}/") for line in left_out]
     assert places == ["b.txt", "c.jsonl, line 2", "c.jsonl, line 3"]
-    assert f"left out 3 documents: {tmp_path}/tokens/left-out.txt" in capsys.readouterr().err
-    kept = documents(tmp_path / "tokens", "train")
+    kept, told = documents(tmp_path / "tokens", "train"), capsys.readouterr().err
+    assert f"left out 3 documents: {tmp_path}/tokens/left-out.txt" in told
+    found = f"501 tokens of 2 documents; held out: 6 tokens of 1; {503 / 507:.2f} bytes a token"
+    assert found in told
     assert "good good" in kept
     assert kept.endswith(("one", "three"))
 
@@ -215,7 +217,7 @@ def test_what_is_left_out_of_a_directory_is_counted(tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.startswith(f"{tmp_path}: 3 files; left out: 3 hidden, 2 .html, 1 without a suffix")
     with pytest.raises(UserError, match="there is no text to train on"):
-        data.tokenize(find_files([tmp_path / "h"]), BYTES, tmp_path / "tokens")
+        data.tokenize(find_files([tmp_path / "h"]), BYTES, tmp_path / "tokens", Reading())
     assert not (tmp_path / "tokens").exists()
 
 

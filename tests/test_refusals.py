@@ -130,7 +130,7 @@ REFUSALS = """
 1 | data.py | train-tokenizer|tokenize ... --help
 1 | data.py tokenize {here}/no --out {out} | no data at
 1 | tokenize --out {here} | exists: remove it
-1 | tokenize --val-fraction 1 | --val-fraction 1.0 leaves no text: give less than 1
+1 | tokenize --val-fraction 1 | no text to train on: give some, or less --val-fraction
 1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
@@ -149,6 +149,7 @@ REFUSALS = """
 # -------------------------------------------------------------------------------- evaluate.py
 1 | evaluate.py {base} | nothing to score: give --data, --exam or both
 1 | evaluate.py {base} --exam {here}/no | does not exist: give a file with lines like {"question"
+1 | evaluate.py {base} --exam {sums} --float8 rowwise | unrecognized arguments: --float8
 1 | evaluate.py {base} --exam {sums} | line 1: "question" is None: give it as a string
 1 | evaluate.py {base} --exam {here} | is a directory: give a file
 1 | evaluate.py {base} --data {here} | holds no

@@ -28,8 +28,11 @@ def test_the_bytes_tokenizer():
 
 def test_a_trained_tokenizer(text, tmp_path):
     path = tmp_path / "tokenizer.model"
-    succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", path)
+    told = succeed("data.py", "train-tokenizer", text, "--vocab-size", 400, "--out", path).err
     tokenizer = load_tokenizer(str(path))
+    trained_on = text.read_text()[: int(text.stat().st_size * 0.95)]
+    per_token = len(trained_on.encode()) / len(tokenizer.encode(trained_on))
+    assert f"400 of 400 tokens, {per_token:.2f} bytes a token; 1 documents, and 1" in told
     assert tokenizer.vocab_size == 400
     assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
     line = "12 and 13 make 25\n"
@@ -101,7 +104,7 @@ def test_fewer_tokens_than_asked_for_are_told(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abab " * 99)
     train_tokenizer([tmp_path / "text.txt"], 400, tmp_path / "small.model")
     found = load_tokenizer(str(tmp_path / "small.model")).vocab_size
-    assert capsys.readouterr().err == f"warning: the text gives {found} tokens, not 400\n"
+    assert capsys.readouterr().err.startswith(f"{found} of 400 tokens, ")
     assert 267 < found < 300
 
 

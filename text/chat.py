@@ -62,18 +62,15 @@ LINE_FORMATS = (
 )
 
 
-def read_conversations(path: Path, reading: Reading | None = None) -> Iterator:
+def read_conversations(path: Path, reading: Reading) -> Iterator:
     """Yield (number, conversation) for each line of a JSONL file, or element of a JSON array.
 
     A line is a JSON object in one of the LINE_FORMATS; "input" may be missing. Messages after the
     last answer are left out, since they have no targets. Raise UserError where a line is something
-    else, and where the file has none."""
-    reading, number = reading or Reading(), 0
+    else."""
     for number, where, record in read_records(path, LINE_FORMATS, reading):
         with reading.one(where):
             yield number, _conversation(record, where)
-    if number == 0:
-        raise UserError(f"{path} holds no conversation: give lines like {LINE_FORMATS}")
 
 
 def _conversation(record: dict, where: str) -> Conversation:
@@ -242,7 +239,7 @@ def to_ids(pieces: Iterable[tuple[str | int, bool]], tokenizer: Tokenizer) -> En
     for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece[0], str)):
         contents, flags = zip(*group)
         if is_text:
-            before = "".join(itertools.compress(contents, (not flag for flag in flags)))
+            before = "".join(text for text, is_answer in zip(contents, flags) if not is_answer)
             start, contents = len(tokenizer.encode(before)), tokenizer.encode("".join(contents))
             flags = (i >= start for i in range(len(contents)))
         ids += contents
@@ -285,14 +282,11 @@ def drop_oldest(messages: Conversation, tokenizer: Tokenizer, max_tokens: int) -
 def pack(lengths: list[int], seq_len: int) -> list[list[int]]:
     """Distribute samples over as few rows as possible; return the sample indices of each row.
 
-    lengths: the number of slots that each sample takes. A row has seq_len slots. Raise UserError
-    if a sample takes more.
+    lengths: the number of slots that each sample takes. A row has seq_len slots.
 
     This is best fit decreasing: from the longest sample to the shortest, each goes into the row
     where it leaves the fewest free slots, or into a new row. It needs at most 11/9 of the smallest
     possible number of rows, plus a constant (Johnson et al. 1974)."""
-    if (longest := max(lengths, default=0)) > seq_len:
-        raise UserError(f"a sample of {longest} tokens fits in no row: give a longer --seq-len")
     rows = []
     by_room = []  # (free slots, row), in ascending order of free slots
     for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -379,7 +373,6 @@ def open_samples(
     data: list[str],
     tokenizer: Tokenizer,
     seq_len: int,
-    long: str = "truncate",
     train_on_prompt: bool = False,
     val_data: list[str] | None = None,
     reading: Reading | None = None,
@@ -388,17 +381,18 @@ def open_samples(
     answer), and a line that says how many samples and rows there are.
 
     data: JSONL files, directories of them, or `python` for the docstrings
-    long: whether to "truncate" or to "drop" samples that are longer than a row; a sample that has
-    no target within a row is dropped in any case
 
     Samples are held out by a hash; if that leaves either split empty, the last one is held out. If
     `val_data` is given, they are those in place of a part of `data`. Raise UserError if none can be
     used, or one of which none is left for validation."""
-    options = seq_len, long, train_on_prompt, reading or Reading()
-    samples, changes = _encode_all(data, tokenizer, *options, least=1 if val_data else 2)
+    options = tokenizer, seq_len, reading or Reading(), train_on_prompt
+    samples, changes = _encode_all(data, *options)
     train, val = ([s for s in samples if s.split == split] for split in ("train", "val"))
     if val_data:
-        train, val = samples, _encode_all(val_data, tokenizer, *options)[0]
+        train, val = samples, _encode_all(val_data, *options)[0]
+    elif len(samples) == 1:
+        which = f"one sample that fits in --seq-len {seq_len}"
+        raise UserError(f"{' '.join(data)} holds {which}: give two or more, one is held out")
     elif not train or not val:
         train, val = samples[:-1], samples[-1:]
     packed = [Packed([s.encoded for s in part], seq_len, tokenizer) for part in (train, val)]
@@ -419,7 +413,7 @@ def open_samples(
 
 def open_chats(data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading) -> Packed:
     """Return the rows of all conversations of files, with what is too long truncated."""
-    samples, _ = _encode_all(data, tokenizer, seq_len, "truncate", False, reading)
+    samples, _ = _encode_all(data, tokenizer, seq_len, reading)
     return Packed([sample.encoded for sample in samples], seq_len, tokenizer)
 
 
@@ -427,33 +421,30 @@ def _encode_all(
     data: list[str],
     tokenizer: Tokenizer,
     seq_len: int,
-    long: str,
-    on_prompt: bool,
     reading: Reading,
-    least: int = 1,
+    train_on_prompt: bool = False,
 ) -> tuple[list[Sample], str]:
-    """Return the samples that can be used, and text that says how many were truncated or dropped.
-    Raise UserError if fewer than `least` can be used: 2 where one of them is held out."""
+    """Return the samples that have a target within seq_len tokens, which may truncate them, and
+    text that says how many were truncated or dropped. Raise UserError if none can be used."""
     usable, truncated, longest = [], 0, 0
     conversations = list(_conversations(data, reading))
     for split, messages in with_progress(conversations, "encoding samples"):
-        ids, is_target = encode(messages, tokenizer, on_prompt)
+        ids, is_target = encode(messages, tokenizer, train_on_prompt)
         length = len(ids) - 1  # slots in a row
         longest = max(longest, length)
         ids, is_target = ids[: seq_len + 1], is_target[: seq_len + 1]
-        if any(is_target) and (length <= seq_len or long == "truncate"):
+        if any(is_target):
             truncated += length > seq_len
             # In arrays an id and its is_target take 5 bytes, in lists about 48.
             usable.append(Sample(split, messages, (np.array(ids, np.int32), np.array(is_target))))
-    count, dropped = len(conversations), len(conversations) - len(usable)
-    if len(usable) < least and dropped:
+    if not conversations:
+        raise UserError(f"{' '.join(data)} holds no conversation: give lines like {LINE_FORMATS}")
+    if not usable:
         raise UserError(
-            f"{dropped:,} of {count:,} samples do not fit in --seq-len {seq_len}, and at least "
-            f"{least} must: the longest takes {longest:,} tokens; give a longer --seq-len"
+            f"none of {len(conversations):,} samples fits in --seq-len {seq_len}: the longest "
+            f"takes {longest:,} tokens; give a longer --seq-len"
         )
-    if len(usable) < least:
-        raise UserError(f"{' '.join(data)} holds one sample: give two or more, one is held out")
-    counts = {"truncated": truncated, "dropped": dropped}
+    counts = {"truncated": truncated, "dropped": len(conversations) - len(usable)}
     return usable, "".join(f"; {n:,} {what}" for what, n in counts.items() if n)
 
 

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     split: str  # "train" or "val"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reading:
     """How documents are read and divided, and what was left out."""
 
@@ -55,13 +55,12 @@ class Reading:
                 raise UserError(problem)
             self.left_out.append(str(problem))
 
-    def list_left_out(self, path: Path, later: Path | None = None) -> None:
-        """Write a file with a line for each document that was left out, if any was. Say so, and
-        where the file is, or `later` will be."""
+    def list_left_out(self, path: Path) -> None:
+        """Write a file with a line for each document that was left out, if any was, and say so."""
         if self.left_out:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{line}\n" for line in self.left_out))
-            print(f"left out {len(self.left_out):,} documents: {later or path}", file=sys.stderr)
+            print(f"left out {len(self.left_out):,} documents: {path}", file=sys.stderr)
 
 
 def find_files(sources: Iterable[str]) -> list[Path]:
@@ -146,14 +145,13 @@ def document_name(path: Path) -> str:
 # -------------------------------------------------------------------------------------- reading
 
 
-def read_pieces(files: list[Path], reading: Reading | None = None) -> Iterator[Piece]:
+def read_pieces(files: list[Path], reading: Reading = Reading()) -> Iterator[Piece]:
     """Yield the text of a corpus in pieces of about PIECE_BYTES that end at line ends.
 
     A file is one document; in a `.jsonl` or `.json` file each record is one, in its "text" field.
     `split_of` assigns documents to training or validation; but with fewer than 100 files and no
     records, the end of the whole text is held out. Raise UserError where a file is not text;
     `reading` may have its record, or the rest of the file, left out."""
-    reading = reading or Reading()
     val_fraction = reading.val_fraction
     has_records = {path: kind_of(path) in (".jsonl", ".json") for path in files}
     hold_out_end = len(files) < 100 and not any(has_records.values())
@@ -213,13 +211,12 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def read_records(
-    path: Path, expected: str, reading: Reading | None = None
+    path: Path, expected: str, reading: Reading = Reading()
 ) -> Iterator[tuple[int, str, dict]]:
     """Yield (number, "FILE, line N", JSON object) for each line of a file; blank lines are skipped.
     A `.json` file may be an array of objects instead.
 
     Raise UserError, which asks for `expected`, where a line is something else."""
-    reading = reading or Reading()
     if not path.is_file():
         problem = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {problem}: give a file with lines like {expected}")

@@ -319,17 +319,23 @@ def train_tokenizer(
     files = find_files(sources)
     # 8 MiB are enough, taken evenly from the corpus.
     stride = max(1, sum(path.stat().st_size for path in files) // (8 << 20))
-    words = Counter()
-    for piece in itertools.islice(read_pieces(files, reading=reading), 0, None, stride):
-        if piece.split == "train":
+    words, documents = Counter(), Counter()
+    for i, piece in enumerate(read_pieces(files, reading or Reading())):
+        documents[piece.split] += piece.starts_document
+        if piece.split == "train" and i % stride == 0:
             words.update(regex.findall(WORD_PATTERN, piece.text))
     tokens = train_bpe(words, vocab_size - N_SMALL_SPECIAL)
-    if (found := len(tokens) + N_SMALL_SPECIAL) < vocab_size:
-        print(f"warning: the text gives {found:,} tokens, not {vocab_size:,}", file=sys.stderr)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     temporary.write_bytes(_model_file(tokens))
     os.replace(temporary, out)  # so no run ever reads half a file
+    trained = _encoding(out.name, {token: i for i, token in enumerate(tokens)}, WORD_PATTERN)
+    n_bytes = sum(n * len(word.encode()) for word, n in words.items())
+    n_tokens = sum(n * len(trained.encode_ordinary(word)) for word, n in words.items())
+    per_token = n_bytes / max(n_tokens, 1)
+    told = f"{trained.n_vocab:,} of {vocab_size:,} tokens, {per_token:.2f} bytes a token; "
+    told += f"{documents['train']:,} documents, and {documents['val']:,} held out"
+    print(told, file=sys.stderr)
 
 
 def train_bpe(words: Counter[str], n_tokens: int) -> list[bytes]:
