@@ -32,7 +32,6 @@ class Strategy:
     copy_per: str  # one copy of the weights for each "rank", "node" (or --shard ranks) or "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
-    splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
     own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
 
     @property
@@ -48,7 +47,7 @@ EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
 UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
 STRATEGIES = {  # --dp auto takes the first that fits
     "ddp": Strategy("ddp", "rank"),
-    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False, splits_layers=False),
+    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False),
     "hsdp": Strategy("fsdp", "node", EVERYTHING),
     "fsdp": Strategy("fsdp", "world", EVERYTHING),
     "diloco": Strategy("fsdp", "node", EVERYTHING, automatic=False, own_steps=True),
