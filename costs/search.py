@@ -115,16 +115,15 @@ def choose_parallel(
 def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy.
     `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
-    room, parts = process.minimum(usable_memory(process.device, process.per_node)), []
+    parts = []
     for flags in (*SAME_TRAINING, "fsdp --reshard none", "fsdp --reshard adapters"):
         dp, _, reshard = flags.partition(" --reshard ")
-        asked = replace(work.parallel, dp=dp, reshard=reshard or "auto")
-        is_as_fsdp = STRATEGIES[dp].copy_per == "node" and process.per_node == process.size
-        if not is_as_fsdp and not refusal(replace(work, parallel=asked)):
-            own_shard = shard if work.parallel.dp == dp else None
-            parallel, _ = choose_parallel(replace(work, parallel=asked), own_shard, process, room)
-            sent = sent_bytes(sends(replace(work, parallel=parallel)), parallel)
-            parts.append(f"--dp {flags} {sent / 1e6:,.2f} MB")
+        asked = replace(work.parallel, dp=dp, reshard=reshard or "weights")
+        own_shard = shard if work.parallel.dp == dp else None
+        parallel = with_mesh_sizes(asked, process.size, process.per_node, own_shard)
+        is_as_fsdp = dp == "hsdp" and parallel.replicate == 1
+        if not is_as_fsdp and not refusal(split := replace(work, parallel=parallel)):
+            parts.append(f"--dp {flags} {sent_bytes(sends(split), parallel) / 1e6:,.2f} MB")
     return "; ".join(parts)
 
 
