@@ -29,7 +29,7 @@ class Strategy:
     """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
 
     wrapper: str  # what parallel.py puts around the model: ddp, zero1 or fsdp
-    copy_per: str  # one copy of the weights for each "rank", "node" (or --shard ranks) or "world"
+    copy_spans: str  # one copy of the weights: a "rank", a "node" (or --shard ranks), the "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
     own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
@@ -40,7 +40,7 @@ class Strategy:
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
         """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
-        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
+        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_spans]
 
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
@@ -211,7 +211,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
     `before`, those of fields that differ from it."""
     shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
     # Elsewhere the size of shard follows from the processes.
-    has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_per == "node"
+    has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
     told = []
     for name in FLAGS:
         value = getattr(parallel, name)
