@@ -137,10 +137,9 @@ def what_would_fit(work: Work, process: Process) -> str:
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
     present = {name: getattr(before, name) for name in ACTIVATIONS["full"]}
     sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
-    larger = [n for n in divisors(ranks) if n % before.cp == 0 and work.seq_len % (2 * n) == 0]
-    cp = max([before.cp, *larger])
+    shared = [replace(sharded, cp=n) for n in divisors(ranks) if n % before.cp == 0]
     for base, moments, activations, size in itertools.product(
-        (before, sharded, replace(sharded, cp=cp)),
+        (before, *shared),
         dict.fromkeys((before.moments, "bfloat16")),
         (present, *ACTIVATIONS.values()),
         [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch],

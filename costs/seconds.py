@@ -49,14 +49,14 @@ def backwards(work: Work) -> int:
     return 2 if work.model.tok_embeddings.weight.requires_grad else 1
 
 
-def compute_time(work: Work, machine: Machine, stage: int | None = None) -> dict[str, float]:
+def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, float]:
     """Return the seconds of forward and backward of a microbatch on one rank, by part, without
-    communication: of the whole model, or of a `stage` of a pipeline."""
+    communication: of a `stage` of a pipeline, which is the whole model where there is none."""
     c, p = work.model.config, work.parallel
     D, F, V, Q, KV, w = c.dim, c.ffn_dim, c.vocab_size, c.q_dim, c.kv_dim, p.weight_bytes
     stages, gain = p.pp * p.stages_per_rank, math.prod(t.gain for t in used_techniques(p))
-    L = c.n_layers if stage is None else len(layers_of(stage, stages, c.n_layers))
-    V = V if stage in (None, stages - 1) else 0
+    L = len(layers_of(stage, stages, c.n_layers))
+    V = V if stage == stages - 1 else 0
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
     # the square. Selective checkpointing repeats wq, wv and w1, full all.
@@ -91,8 +91,7 @@ def compute_time(work: Work, machine: Machine, stage: int | None = None) -> dict
 def step_time(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a training step by part, as listed at the top of this file."""
     p, m, L = work.parallel, work.microbatches, work.model.config.n_layers
-    stages = range(p.pp * p.stages_per_rank) if p.pp > 1 else [None]
-    of_stages = [compute_time(work, machine, stage) for stage in stages]
+    of_stages = [compute_time(work, machine, i) for i in range(p.pp * p.stages_per_rank)]
     of_ranks = [of_stages[rank :: p.pp] for rank in range(p.pp)]
     busiest = max(range(p.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
     parts = {name: m * sum(s[name] for s in of_ranks[busiest]) for name in of_stages[0]}
