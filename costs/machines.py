@@ -90,7 +90,6 @@ GPUS = {
     "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450),
     "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0)),
 }
-LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal abov
 def assumed_machine(
     gpu: str, link: str, per_node: int, kernel: str = "", reached: dict[str, float] = REACHED
 ) -> Machine:
-    """Return the machine that --gpu and --link describe by a name or by numbers, whose attention is
-    computed by a `kernel`: "cudnn" (which H100s take), or "" for flash; that of documents by flash.
+    """Return the machine that --gpu and --link describe, whose attention is computed by a `kernel`:
+    "cudnn" (which H100s take), or "" for flash; that of documents by flash.
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
@@ -164,15 +163,8 @@ def assumed_machine(
 
 
 def link_speed(text: str) -> float:
-    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
-
-    Raises UserError where it is neither."""
-    if text.lower() in LINKS:
-        return LINKS[text.lower()]
+    """Return bytes/s of a link given by its speed, such as 400gbit or 50GB, or raise UserError."""
     units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9, "Mb": 1e6 / 8, "Gb": 1e9 / 8}
     if not (match := re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)):
-        raise UserError(
-            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
-            f"as 400gbit or 50GB"
-        )
+        raise UserError(f"no link '{text}': give its speed per GPU, such as 400gbit or 50GB")
     return float(match[1]) * units.get(match[2], units[match[2].lower()])
