@@ -35,7 +35,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3876, "techniques": 2883, "text": 1373, "files": 1599, "runs": 1128,
-    "costs": 955, "perf": 1941, "plumbing": 948, "labs": 10502, "tests": 14785, "docs": 797,
+    "costs": 955, "perf": 1941, "plumbing": 948, "labs": 10502, "tests": 14784, "docs": 797,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {
