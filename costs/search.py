@@ -87,9 +87,12 @@ def choose_parallel(
     choices = []
     for choice in map(split, strategies):
         parallel = choice.parallel
-        is_other = parallel.dp == "hsdp" and 1 in (parallel.replicate, parallel.shard)
-        if asked.dp == "auto" and is_other:  # DDP or FSDP in truth
-            continue
+        if (
+            asked.dp == "auto"
+            and parallel.dp == "hsdp"
+            and 1 in (parallel.replicate, parallel.shard)
+        ):
+            continue  # it would be DDP or FSDP
         reshards = [asked.reshard]
         if asked.reshard == "auto":
             splits_backward = asked.pp > 1 and has_w(asked.schedule)
@@ -105,10 +108,7 @@ def choose_parallel(
         f"node has {process.per_node} of {process.size} processes"
     )
     if not chosen:
-        reason += (
-            f"; nothing is predicted to leave {MARGIN:.0%} of that: try --checkpointing full or "
-            f"less --microbatch"
-        )
+        reason += "; nothing is predicted to fit: try --checkpointing full or less --microbatch"
     return (chosen or choices[-1]).parallel, reason
 
 

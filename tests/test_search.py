@@ -140,12 +140,13 @@ def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
 
 
 def test_auto_leaves_a_margin():
-    """DDP would fill nine tenths of the memory: FSDP is taken. One process has nothing else."""
-    model = build_on_meta(PRESETS["llama3.2-1b"])
+    """DDP would fill nine tenths of the memory: FSDP is taken, unless DDP is asked for."""
+    model, world = build_on_meta(PRESETS["llama3.2-1b"]), world_of(1, 8)
     work = Work(model, ParallelConfig(dp="auto"), 8, 1, 2048)
     peak = holds(replace(work, parallel=ParallelConfig(replicate=8)))["peak"]
     for room, expected in ((peak / 0.9, "fsdp"), (peak / 0.8, "ddp")):
-        parallel, why = choose_parallel(work, None, world_of(1, 8), room)
-        assert parallel.dp == expected and "nothing is predicted" not in why
-    _, why = choose_parallel(work, None, world_of(1, 1), peak / 0.9)
-    assert "nothing is predicted to leave 15% of that" in why
+        parallel, why = choose_parallel(work, None, world, room)
+        assert parallel.dp == expected and "nothing is predicted to fit" not in why
+    asked = replace(work, parallel=ParallelConfig(dp="ddp"))
+    _, why = choose_parallel(asked, None, world, peak / 0.9)
+    assert "nothing is predicted to fit" not in why
