@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from techniques.schedules import has_w
 from techniques.technique import Technique
 
 USABLE_FRACTION = 0.9  # of a device's memory, for tensors
-MARGIN = 0.15  # of what a process may fill: --dp auto leaves it for errors of the prediction
+CLOSE = 0.85  # of the room: a step that is predicted to need more of it is counted
 SAME_TRAINING = ("ddp", "zero1", "hsdp", "fsdp")  # strategies that compute the same
 # How activations are kept: the later, the less memory and the more time.
 ACTIVATIONS = {
@@ -64,43 +64,49 @@ def divisors(n: int) -> list[int]:
 
 
 def choose_parallel(
-    work: Work, shard: int | None, process: Process, room: int
+    work: Work, shard: int | None, process: Process, room: int, count: Callable = lambda work: 1.0
 ) -> tuple[ParallelConfig, str]:
     """Return the configuration of a step with its mesh sizes, and the reason in words.
 
     `work.parallel` is what the flags ask for: `dp` and `reshard` may be "auto". `shard` is the
     value of --shard, if given; `room` the memory in bytes that every rank may fill.
-    --dp auto takes the first strategy whose step fits in memory, with a margin: DDP where a whole
-    copy fits on a device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks
-    otherwise. Gradients of several microbatches accumulate unsharded if there is room."""
+    --dp auto takes the first strategy whose step fits in memory: DDP where a whole copy fits on a
+    device; on several nodes HSDP where a copy fits in a node; FSDP over all ranks otherwise.
+    Gradients of several microbatches accumulate unsharded if there is room. Where little of it is
+    left to --dp auto, `count` returns the counted peak of a step / the predicted one."""
     asked = work.parallel
 
-    def split(dp: str) -> Work:
-        parallel = replace(asked, dp=dp)
+    def split(dp: str, reshard: str) -> Work:
+        parallel = replace(asked, dp=dp, reshard=reshard)
         parallel = with_mesh_sizes(parallel, process.size, process.per_node, shard)
         return replace(work, parallel=parallel)
 
-    limit, strategies = room, [asked.dp]
+    def fits(choice: Work) -> bool:
+        peak = holds(choice)["peak"]
+        barely = asked.dp == "auto" and CLOSE * room < peak <= room
+        return (peak * count(choice) if barely else peak) <= room
+
+    strategies, reshards = [asked.dp], [asked.reshard]
     if asked.dp == "auto":
-        limit = (1 - MARGIN) * room
-        strategies = [dp for dp, strategy in STRATEGIES.items() if strategy.automatic]
-    choices = []
-    for choice in map(split, strategies):
-        parallel = choice.parallel
-        if (
-            asked.dp == "auto"
-            and parallel.dp == "hsdp"
-            and 1 in (parallel.replicate, parallel.shard)
-        ):
-            continue  # it would be DDP or FSDP
-        reshards = [asked.reshard]
-        if asked.reshard == "auto":
-            splits_backward = asked.pp > 1 and has_w(asked.schedule)
-            differ = parallel.shard > 1 and choice.microbatches > 1 and not splits_backward
-            reshards = ["weights", "all"] if differ else ["weights"]
-        choices += [replace(choice, parallel=replace(parallel, reshard=name)) for name in reshards]
-    chosen = next((choice for choice in choices if holds(choice)["peak"] <= limit), None)
-    copy = holds(split("ddp"))
+        data_ranks = process.size // (asked.tp * asked.pp)
+        in_node = data_ranks_in_node(data_ranks, asked.tp, process.per_node)
+        has_nodes = 1 < in_node < data_ranks
+        possible = {dp: s for dp, s in STRATEGIES.items() if s.automatic}
+        strategies = [dp for dp, s in possible.items() if has_nodes or s.copy_per != "node"]
+    if asked.reshard == "auto":
+        reshards = ["weights", "all"]
+        if asked.pp > 1 and has_w(asked.schedule):
+            reshards = ["weights"]
+    choices = [split(dp, reshard) for dp in strategies for reshard in reshards]
+    # Values of --reshard differ where FSDP has several microbatches.
+    choices = [
+        choice
+        for choice in choices
+        if choice.parallel.reshard == reshards[0]
+        or (choice.parallel.strategy.uses_fsdp and choice.microbatches > 1)
+    ]
+    chosen = next(filter(fits, choices), None)
+    copy = holds(split("ddp", "weights"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
         f"weights, gradients and optimizer state of a copy take {state / 1e9:.3g} GB, with "

@@ -1,7 +1,10 @@
 """Count a planned step of one rank in this process, and tell by how much costs/page.py is off.
 
-`bench.py plan --check` prints it."""
+`bench.py plan --check` prints it. A run whose --dp auto barely fits asks in a process of its own,
+`python -m perf.emulated`, which reads a Work as a pickle and writes one number."""
 
+import pickle
+import sys
 from dataclasses import replace
 
 from config import Work
@@ -39,3 +42,8 @@ def emulation_table(planned: Work) -> list[str]:
         "",
         *markdown_table(["emulated, in one process", "predicted", "counted"], rows),
     ]
+
+
+if __name__ == "__main__":
+    work = emulated(pickle.load(sys.stdin.buffer))
+    print(emulate(work)[1]["peak"] / holds(work, 0)["peak"] if work else 1.0)

@@ -2,6 +2,9 @@
 
 import argparse
 import copy
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,8 +143,26 @@ def choose_work(
     """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
     work = rules.requested_work(args, whole, process, packed)
     room = process.minimum(usable_memory(process.device, process.per_node))
-    parallel, reason = choose_parallel(work, args.shard, process, room)
+
+    def count(choice: Work) -> float:
+        return process.broadcast_from_rank_zero(partial(counted_by_predicted, choice))
+
+    parallel, reason = choose_parallel(work, args.shard, process, room, count)
     return replace(work, parallel=parallel), reason
+
+
+def counted_by_predicted(work: Work) -> float:
+    """Return the peak of memory of an emulated step / the predicted one, counted in a process of
+    its own, as this one has other ranks; 1 where that fails."""
+    print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
+    command = [sys.executable, "-m", "perf.emulated"]
+    root = Path(__file__).resolve().parent.parent
+    options = dict(input=pickle.dumps(work), capture_output=True, cwd=root, timeout=300)
+    try:
+        return float(subprocess.run(command, **options, check=True).stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        print(f"it could not be counted: {error}", file=sys.stderr)
+        return 1.0
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ from config import ParallelConfig, Work
 from costs.page import holds
 from costs.search import choose_parallel, fits_unsharded, what_would_fit, with_mesh_sizes
 from model import PRESETS, LlamaConfig
-from perf.instruments import build_on_meta
+from perf.instruments import build_on_meta, emulate
 from plumbing.processes import UserError
 from runs.rules import check_parallel
+from runs.setup import counted_by_predicted
 
 
 def world_of(nodes: int, per_node: int):
@@ -139,14 +140,26 @@ def test_flags_that_would_fit(monkeypatch, gigabytes, size, given, flags):
         assert float(text.split()[-1]) <= 0.9 * gigabytes
 
 
-def test_auto_leaves_a_margin():
-    """DDP would fill nine tenths of the memory: FSDP is taken, unless DDP is asked for."""
-    model, world = build_on_meta(PRESETS["llama3.2-1b"]), world_of(1, 8)
+def test_a_choice_that_barely_fits_is_counted():
+    """DDP would fill 0.9 of the memory: where a count finds a third more, FSDP is taken. A choice
+    with much room is not counted."""
+    model, world, asked = build_on_meta(PRESETS["llama3.2-1b"]), world_of(1, 8), []
     work = Work(model, ParallelConfig(dp="auto"), 8, 1, 2048)
     peak = holds(replace(work, parallel=ParallelConfig(replicate=8)))["peak"]
-    for room, expected in ((peak / 0.9, "fsdp"), (peak / 0.8, "ddp")):
-        parallel, why = choose_parallel(work, None, world, room)
-        assert parallel.dp == expected and "nothing is predicted to fit" not in why
-    asked = replace(work, parallel=ParallelConfig(dp="ddp"))
-    _, why = choose_parallel(asked, None, world, peak / 0.9)
-    assert "nothing is predicted to fit" not in why
+
+    def count(choice: Work) -> float:
+        asked.append(choice.parallel.dp)
+        return 1.33 if choice.parallel.dp == "ddp" else 1.0
+
+    for room, expected, counted in ((peak / 0.9, "fsdp", ["ddp"]), (2 * peak, "ddp", [])):
+        asked.clear()
+        parallel, _ = choose_parallel(work, None, world, room, count)
+        assert (parallel.dp, asked) == (expected, counted)
+
+
+def test_a_step_is_counted_in_another_process():
+    parallel = ParallelConfig(dp="fsdp", shard=4, compile=True)
+    work = Work(build_on_meta(LlamaConfig(64, 3, 4, 2, 160, 512)), parallel, 4, 1, 256, on_gpu=True)
+    eager = replace(work, parallel=replace(parallel, compile=False), on_gpu=False)
+    _, counted = emulate(eager)
+    assert counted_by_predicted(work) == pytest.approx(counted["peak"] / holds(eager, 0)["peak"])
