@@ -32,7 +32,7 @@ import torch
 import finetune_lora
 import train
 from config import Work, add_parallel_flags, in_float64, requested_parallel
-from costs.machines import GPUS, LINKS, assumed_machine
+from costs.machines import GPUS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
 from data import local_batch, read_ahead, row_of
 from lora import LoRA
@@ -137,7 +137,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or its peak, memory, memory bandwidth "
         "and link within a node as TFLOP/s:GB:GB/s:GB/s")
     add("--link", default="400gbit",
-        help=f"link from each GPU to other nodes: {', '.join(LINKS)}, or a speed")
+        help="speed of the link from each GPU to other nodes, such as 400gbit or 50GB")
     add("--measured", type=Path, metavar="FILE",
         help="result of bench.py comm --model: plan for that cluster, in place of --gpus, "
              "--per-node, --gpu, --link, and for that model by default")

@@ -29,10 +29,9 @@ class Strategy:
     """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
 
     wrapper: str  # what parallel.py puts around the model: ddp, zero1 or fsdp
-    copy_per: str  # one copy of the weights for each "rank", "node" (or --shard ranks) or "world"
+    copy_spans: str  # one copy of the weights: a "rank", a "node" (or --shard ranks), the "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
-    splits_layers: bool = True  # it can be combined with tensor and pipeline parallelism
     own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
 
     @property
@@ -41,14 +40,14 @@ class Strategy:
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
         """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
-        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_per]
+        return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_spans]
 
 
 EVERYTHING = {"parameters": "shard", "gradients": "shard", "optimizer": "shard"}
 UPDATES = {"gradients": "replicate", "optimizer": "replicate"}
 STRATEGIES = {  # --dp auto takes the first that fits
     "ddp": Strategy("ddp", "rank"),
-    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False, splits_layers=False),
+    "zero1": Strategy("zero1", "rank", UPDATES, automatic=False),
     "hsdp": Strategy("fsdp", "node", EVERYTHING),
     "fsdp": Strategy("fsdp", "world", EVERYTHING),
     "diloco": Strategy("fsdp", "node", EVERYTHING, automatic=False, own_steps=True),
@@ -212,7 +211,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
     `before`, those of fields that differ from it."""
     shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
     # Elsewhere the size of shard follows from the processes.
-    has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_per == "node"
+    has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
     told = []
     for name in FLAGS:
         value = getattr(parallel, name)

@@ -21,7 +21,7 @@ REACHED = {
     "attention h100": 0.212,
     "attention b200": 0.438,
     "attention h100 cudnn": 0.317,
-    "500 of 700 W": 0.842,  # the share of both that an H100 with 500 W keeps
+    "h100-500w": 0.842,  # the share of both that an H100 with 500 of its 700 W keeps
     "node link": 0.374,
 }
 # Steps of GPUs that are not in the fit: what is known of them, for the first line of a plan.
@@ -71,28 +71,25 @@ class GPU(NamedTuple):
     bandwidth: float  # GB/s of its memory
     node_link: float  # GB/s within a node, one way
     capability: tuple[int, int] = (9, 0)  # as CUDA numbers what GPUs can do
-    like: str = "h100"  # of which GPU it has REACHED
-    power: str = ""  # key of REACHED for a cap of its power
-    keeps: float = 1.0  # of those rates, where a single published step tells
+    keeps: float = 1.0  # of the rates in REACHED, where a single published step tells
     caveat: str = ""  # why its predictions are not as good as the others
 
 
 GPUS = {
     "h100": GPU(PEAK_FLOPS["H100"], 80, 3350, 450),
     "h200": GPU(PEAK_FLOPS["H200"], 141, 4800, 450),
-    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), "b200"),
-    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0), "a100"),
-    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), "a100", caveat=NO_STEP),
-    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9), "a100", caveat=NO_STEP),
-    "gb200": GPU(PEAK_FLOPS["GB200"], 186, 8000, 900, (10, 0), "b200", caveat=NO_STEP),
+    "b200": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0)),
+    "a100": GPU(PEAK_FLOPS["A100"], 80, 2039, 300, (8, 0)),
+    "l40s": GPU(PEAK_FLOPS["L40S"], 48, 864, 32, (8, 9), caveat=NO_STEP),
+    "rtx4090": GPU(PEAK_FLOPS["RTX 4090"], 24, 1008, 32, (8, 9), caveat=NO_STEP),
+    "gb200": GPU(PEAK_FLOPS["GB200"], 186, 8000, 900, (10, 0), caveat=NO_STEP),
     # 8B on 8 of them, FSDP, selective, compiled, 8,192 tokens: 5,377 and 8,308 tokens/s a GPU
     # (pytorch/ao docs/source/workflows/training.md @ 2210df8, of August 2025).
-    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0), keeps=0.537, caveat=ONE_STEP),
-    "b200-capped": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), "b200", "", 0.502, ONE_STEP),
-    "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450, power="500 of 700 W"),
-    "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0), "a100"),
+    "mi300x": GPU(PEAK_FLOPS["MI300X"], 192, 5300, 448, (0, 0), 0.537, ONE_STEP),
+    "b200-capped": GPU(PEAK_FLOPS["B200"], 180, 8000, 900, (10, 0), 0.502, ONE_STEP),
+    "h100-500w": GPU(PEAK_FLOPS["H100"], 96, 2400, 450),
+    "a100-40": GPU(PEAK_FLOPS["A100"], 40, 1555, 300, (8, 0)),
 }
-LINKS = {"ndr": 400e9 / 8, "hdr": 200e9 / 8, "edr": 100e9 / 8, "efa-p5": 400e9 / 8}  # bytes/s
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Machine:
     per_node: int = 8
     matmul_fraction: float = 1.0  # of the peak, reached by large matrix products
     attention_fraction: float = 1.0  # of the peak, reached by attention
-    flash_fraction: float = 0.0  # likewise of documents, and with cp; 0: the same
+    flash_fraction: float = 1.0  # likewise within documents, and with cp
     overlaps: bool = True  # whether collectives run beside computation
     latency: float = 10e-6  # seconds to start a collective; assumed
     fsdp_overhead: float = 0.0  # seconds per microbatch
@@ -130,8 +127,8 @@ NUMBER = r"(?=[\d.]*[1-9])\d+(?:\.\d+)?"  # regular expression of a decimal abov
 def assumed_machine(
     gpu: str, link: str, per_node: int, kernel: str = "", reached: dict[str, float] = REACHED
 ) -> Machine:
-    """Return the machine that --gpu and --link describe by a name or by numbers, whose attention is
-    computed by a `kernel`: "cudnn" (which H100s take), or "" for flash; that of documents by flash.
+    """Return the machine that --gpu and --link describe, whose attention is computed by a `kernel`:
+    "cudnn" (which H100s take), or "" for flash; that of documents by flash.
 
     A GPU in numbers is TFLOP/s:GB:GB/s:GB/s. Raises UserError for unknown names."""
     if gpu.lower() in GPUS:
@@ -144,17 +141,19 @@ def assumed_machine(
             f"no GPU '{gpu}': choose one of {', '.join(GPUS)}, or give its peak, memory, memory "
             f"bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s, such as 989:80:3350:450"
         )
-    flash = reached[f"attention {row.like}"]
-    other = kernel if row.capability >= (9, 0) else ""
-    keeps = reached.get(row.power, 1.0) * row.keeps
+    fitted = {8: "a100", 10: "b200"}.get(row.capability[0], "h100")  # the GPU whose rates it has
+    keeps = reached.get(gpu.lower(), row.keeps)
+    flash = attention = reached[f"attention {fitted}"]
+    if row.capability >= (9, 0):  # AMD's GPUs, and NVIDIA's earlier ones, have flash alone
+        attention = reached.get(f"attention {fitted} {kernel}", flash)
     return Machine(
         gpu,
         peak=row.peak_flops,
         memory=row.memory * 1e9,
         bandwidth=row.bandwidth * 1e9,
         node_link=row.node_link * 1e9 * reached["node link"],
-        matmul_fraction=reached[f"products {row.like}"] * keeps,
-        attention_fraction=reached.get(f"attention {row.like} {other}", flash) * keeps,
+        matmul_fraction=reached[f"products {fitted}"] * keeps,
+        attention_fraction=attention * keeps,
         flash_fraction=flash * keeps,
         link=link_speed(link),
         per_node=per_node,
@@ -164,15 +163,8 @@ def assumed_machine(
 
 
 def link_speed(text: str) -> float:
-    """Return bytes/s of a link given by name or by speed, such as 400gbit or 50GB.
-
-    Raises UserError where it is neither."""
-    if text.lower() in LINKS:
-        return LINKS[text.lower()]
+    """Return bytes/s of a link given by its speed, such as 400gbit or 50GB, or raise UserError."""
     units = {"mbit": 1e6 / 8, "gbit": 1e9 / 8, "mb": 1e6, "gb": 1e9, "Mb": 1e6 / 8, "Gb": 1e9 / 8}
     if not (match := re.fullmatch(rf"({NUMBER})(mbit|gbit|mb|gb)(/s)?", text, re.IGNORECASE)):
-        raise UserError(
-            f"no link '{text}': choose one of {', '.join(LINKS)}, or give its speed per GPU, such "
-            f"as 400gbit or 50GB"
-        )
+        raise UserError(f"no link '{text}': give its speed per GPU, such as 400gbit or 50GB")
     return float(match[1]) * units.get(match[2], units[match[2].lower()])

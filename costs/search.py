@@ -13,6 +13,7 @@ from config import LAYOUTS, STRATEGIES, ParallelConfig, Work, flags_of
 from costs.machines import Machine
 from costs.page import holds, sends
 from costs.seconds import sent_bytes, step_time
+from model import LlamaConfig
 from parallel import World, refusal
 from plumbing.processes import Process, memory_of_others, print_rank_zero, with_progress
 from techniques.schedules import has_w
@@ -75,37 +76,34 @@ def choose_parallel(
     left to --dp auto, `count` returns the counted peak of a step / the predicted one."""
     asked = work.parallel
 
-    def split(dp: str, reshard: str) -> Work:
-        parallel = replace(asked, dp=dp, reshard=reshard)
+    def split(dp: str) -> Work:
+        parallel = replace(asked, dp=dp)
         parallel = with_mesh_sizes(parallel, process.size, process.per_node, shard)
         return replace(work, parallel=parallel)
 
     def fits(choice: Work) -> bool:
         peak = holds(choice)["peak"]
-        barely = asked.dp == "auto" and CLOSE * room < peak <= room
-        return (peak * count(choice) if barely else peak) <= room
+        if asked.dp == "auto" and CLOSE * room < peak <= room:
+            peak *= count(choice)
+        return peak <= room
 
-    strategies, reshards = [asked.dp], [asked.reshard]
+    strategies = [asked.dp]
     if asked.dp == "auto":
-        data_ranks = process.size // (asked.tp * asked.pp)
-        in_node = data_ranks_in_node(data_ranks, asked.tp, process.per_node)
-        has_nodes = 1 < in_node < data_ranks
-        possible = {dp: s for dp, s in STRATEGIES.items() if s.automatic}
-        strategies = [dp for dp, s in possible.items() if has_nodes or s.copy_per != "node"]
-    if asked.reshard == "auto":
-        reshards = ["weights", "all"]
-        if asked.pp > 1 and has_w(asked.schedule):
-            reshards = ["weights"]
-    choices = [split(dp, reshard) for dp in strategies for reshard in reshards]
-    # Values of --reshard differ where FSDP has several microbatches.
-    choices = [
-        choice
-        for choice in choices
-        if choice.parallel.reshard == reshards[0]
-        or (choice.parallel.strategy.uses_fsdp and choice.microbatches > 1)
-    ]
+        strategies = [dp for dp, strategy in STRATEGIES.items() if strategy.automatic]
+    choices = []
+    for choice in map(split, strategies):
+        parallel = choice.parallel
+        is_other = parallel.dp == "hsdp" and 1 in (parallel.replicate, parallel.shard)
+        if asked.dp == "auto" and is_other:  # DDP or FSDP in truth
+            continue
+        reshards = [asked.reshard]
+        if asked.reshard == "auto":
+            splits_backward = asked.pp > 1 and has_w(asked.schedule)
+            differ = parallel.shard > 1 and choice.microbatches > 1 and not splits_backward
+            reshards = ["weights", "all"] if differ else ["weights"]
+        choices += [replace(choice, parallel=replace(parallel, reshard=name)) for name in reshards]
     chosen = next(filter(fits, choices), None)
-    copy = holds(split("ddp", "weights"))
+    copy = holds(split("ddp"))
     state = copy["parameters"] + copy["gradients"] + copy["optimizer"]
     reason = (
         f"weights, gradients and optimizer state of a copy take {state / 1e9:.3g} GB, with "
@@ -120,16 +118,15 @@ def choose_parallel(
 def sent_by_strategy(work: Work, shard: int | None, process: Process) -> str:
     """Return in words the megabytes that a rank would send in a step under each strategy.
     `work.parallel` is what the flags ask for, `shard` the value of --shard, if given."""
-    room, parts = process.minimum(usable_memory(process.device, process.per_node)), []
+    parts = []
     for flags in (*SAME_TRAINING, "fsdp --reshard none", "fsdp --reshard adapters"):
         dp, _, reshard = flags.partition(" --reshard ")
-        asked = replace(work.parallel, dp=dp, reshard=reshard or "auto")
-        is_as_fsdp = STRATEGIES[dp].copy_per == "node" and process.per_node == process.size
-        if not is_as_fsdp and not refusal(replace(work, parallel=asked)):
-            own_shard = shard if work.parallel.dp == dp else None
-            parallel, _ = choose_parallel(replace(work, parallel=asked), own_shard, process, room)
-            sent = sent_bytes(sends(replace(work, parallel=parallel)), parallel)
-            parts.append(f"--dp {flags} {sent / 1e6:,.2f} MB")
+        asked = replace(work.parallel, dp=dp, reshard=reshard or "weights")
+        own_shard = shard if work.parallel.dp == dp else None
+        parallel = with_mesh_sizes(asked, process.size, process.per_node, own_shard)
+        is_as_fsdp = dp == "hsdp" and parallel.replicate == 1
+        if not is_as_fsdp and not refusal(split := replace(work, parallel=parallel)):
+            parts.append(f"--dp {flags} {sent_bytes(sends(split), parallel) / 1e6:,.2f} MB")
     return "; ".join(parts)
 
 
@@ -141,16 +138,13 @@ def what_would_fit(work: Work, process: Process) -> str:
     room = usable_memory(process.device, process.per_node) - memory_of_others(process.device)
     needed = holds(work)["peak"]
     limit = min(room, 0.9 * needed)  # a tenth less at least than what did not fit
-    ways = list(ACTIVATIONS.values())
-    present = {name: getattr(before, name) for name in ways[0]}
-    later = ways[ways.index(present) :] if present in ways else ways
+    present = {name: getattr(before, name) for name in ACTIVATIONS["full"]}
     sharded = with_mesh_sizes(replace(before, dp="fsdp"), process.size, process.per_node)
-    larger = [n for n in divisors(ranks) if n % before.cp == 0 and work.seq_len % (2 * n) == 0]
-    cp = max([before.cp, *larger])
+    shared = [replace(sharded, cp=n) for n in divisors(ranks) if n % before.cp == 0]
     for base, moments, activations, size in itertools.product(
-        (before, sharded, replace(sharded, cp=cp)),
+        (before, *shared),
         dict.fromkeys((before.moments, "bfloat16")),
-        (present, *later),
+        (present, *ACTIVATIONS.values()),
         [n for n in reversed(divisors(work.sequences)) if n <= work.microbatch],
     ):
         parallel = replace(base, moments=moments, **activations)
@@ -187,6 +181,8 @@ def fits_unsharded(work: Work, world: World) -> bool:
 FILTERS = [*LAYOUTS, "microbatch"]
 MOST_RANKS = 16  # of a pipeline, unless --pp asks for more
 LEAST_TOKENS = 8192  # of a sequence on a rank that shares it, unless --cp asks for fewer
+# Schedule and stages of a rank. GPipe is left out: 1F1B takes as long, with less memory.
+PIPELINES = [("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
 
 
 @dataclass(frozen=True)
@@ -238,30 +234,42 @@ def order(plan: Plan) -> tuple:
     return not plan.fits, plan.seconds if plan.fits else plan.memory["peak"]
 
 
+def tp_sizes(config: LlamaConfig, gpus: int) -> list[int]:
+    """Return the sizes of tensor parallelism that a model and so many GPUs allow."""
+    return divisors(math.gcd(gpus, config.n_kv_heads, config.ffn_dim))
+
+
 def every_plan(
     work: Work, gpus: int, machine: Machine, wanted: dict[str, object], *techniques: Technique
 ) -> Iterator[Plan]:
     """Yield every plan for the batch of `work` on a cluster, with the dtypes, the optimizer and the
     products that `work.parallel` asks for. `wanted` has values of FILTERS, None for any.
     `techniques` are those that parallelism does not know."""
-    c, data = work.model.config, functools.partial(data_parallel_choices, wanted["dp"])
+    config = work.model.config
     frozen = any(not parameter.requires_grad for parameter in work.model.parameters())
-    tp_sizes = divisors(math.gcd(gpus, c.n_kv_heads, c.dim, c.ffn_dim))
-    for tp, pp in with_progress(list(itertools.product(tp_sizes, divisors(gpus))), "plans"):
+    sizes = list(itertools.product(tp_sizes(config, gpus), divisors(gpus)))
+    for tp, pp in with_progress(sizes, "plans"):
         ranks, rest = divmod(gpus, tp * pp)
-        if rest or pp > min(c.n_layers, wanted["pp"] or MOST_RANKS):
+        if rest or pp > min(config.n_layers, wanted["pp"] or MOST_RANKS):
             continue
-        shares = list(shares_of_batch(ranks, work, wanted["cp"]))
-        for (dp, shard), (cp, microbatch) in itertools.product(data(ranks, tp * pp), shares):
+        for (dp, shard), (cp, microbatch) in itertools.product(
+            data_parallel_choices(wanted["dp"], ranks), shares_of_batch(ranks, work, wanted["cp"])
+        ):
             microbatches = work.batch * cp // ranks // microbatch
-            # The values of --reshard differ in how several microbatches share all-gathers. In a
-            # pipeline, gradients are of a few layers: sharding each microbatch's saves little.
-            several = shard > 1 and microbatches > 1
-            reshards = ["weights", *["none"] * several, *["all"] * (several and pp == 1)]
-            reshards += ["adapters"] * (frozen and shard > 1)
+            if microbatches < pp:  # ranks of the pipeline would wait half of the time
+                continue
+            reshards = ["weights"]
+            if shard > 1 and microbatches > 1:  # which may share all-gathers
+                reshards.append("none")
+                if (
+                    pp == 1
+                ):  # a stage's gradients are few: to shard those of a microbatch saves little
+                    reshards.append("all")
+            if shard > 1 and frozen:
+                reshards.append("adapters")
             mesh = dict(pp=pp, replicate=ranks // shard, shard=shard, tp=tp, cp=cp, dp=dp)
             for activations, reshard, (schedule, v) in itertools.product(
-                ACTIVATIONS.values(), reshards, schedules(pp, microbatches, c.n_layers)
+                ACTIVATIONS.values(), reshards, PIPELINES if pp > 1 else PIPELINES[:1]
             ):
                 order = dict(reshard=reshard, schedule=schedule, stages_per_rank=v)
                 parallel = replace(work.parallel, **mesh, **activations, **order)
@@ -276,40 +284,22 @@ def shares_of_batch(ranks: int, work: Work, wanted_cp: int | None) -> Iterator[t
     """Yield (ranks that share a sequence, sequences of a microbatch) for so many ranks of data
     parallelism."""
     for cp in divisors(ranks):
-        long_enough = cp in (1, wanted_cp) or work.seq_len // cp >= LEAST_TOKENS
         sequences, rest = divmod(work.batch * cp, ranks)  # of a step, on each rank
-        if long_enough and not rest and (cp == 1 or work.seq_len % (2 * cp) == 0):
+        long_enough = cp in (1, wanted_cp) or work.seq_len // cp >= LEAST_TOKENS
+        if long_enough and not rest:
             for microbatch in divisors(sequences):
                 yield cp, microbatch
 
 
-def schedules(pp: int, microbatches: int, n_layers: int) -> Iterator[tuple[str, int]]:
-    """Yield (schedule, stages of a rank) for a pipeline. Left out are GPipe, since 1F1B takes as
-    long with less memory; fewer microbatches than ranks, which would wait half of the time; and
-    what cannot be carried out."""
-    if pp == 1 or microbatches >= pp:
-        yield "1f1b", 1
-    if pp > 1 and microbatches >= pp:
-        yield "zero-bubble", 1
-        if microbatches % pp == 0:
-            yield from (("interleaved", v) for v in (2, 4) if pp * v <= n_layers)
-
-
-def data_parallel_choices(
-    wanted: str | None, ranks: int, of_copy: int
-) -> Iterator[tuple[str, int]]:
-    """Yield (strategy, shard size) for so many ranks with different sequences, where `of_copy`
-    ranks along tp and pp share theirs. HSDP's shard size may be any divisor of the ranks, not only
-    the ranks of a node. A strategy that would be another one on these ranks is left out, and so is
-    one that trains otherwise, unless it is `wanted`."""
-    for dp in dict.fromkeys([*SAME_TRAINING, *[wanted] * (wanted in STRATEGIES)]):
-        strategy = STRATEGIES[dp]
-        if of_copy > 1 and not strategy.splits_layers:
-            continue
-        for shard in sorted({strategy.shard_size(ranks, n) for n in divisors(ranks)}):
-            sizes = {"replicate": ranks // shard, "shard": shard}
-            # Sharding over one rank is DDP; a copy per node with all ranks in one node is FSDP.
-            is_ddp = any(sizes[dim] == 1 for dim in strategy.sharded.values())
-            is_fsdp = strategy.copy_per == "node" and shard == ranks
-            if dp not in SAME_TRAINING or not (is_ddp or is_fsdp):
-                yield dp, shard
+def data_parallel_choices(wanted: str | None, ranks: int) -> list[tuple[str, int]]:
+    """Return (strategy, shard size) for so many ranks with different sequences: those that compute
+    the same, and what is `wanted`. HSDP's shard size may be any divisor of the ranks, not only the
+    ranks of a node, but 1, which is DDP, and all, which is FSDP."""
+    choices = [("ddp", 1)]
+    if ranks > 1:
+        hsdp = [("hsdp", shard) for shard in divisors(ranks)[1:-1]]
+        choices += [("zero1", 1), *hsdp, ("fsdp", ranks)]
+    if wanted in STRATEGIES and wanted not in SAME_TRAINING:
+        sizes = {STRATEGIES[wanted].shard_size(ranks, in_node) for in_node in divisors(ranks)}
+        choices += [(wanted, shard) for shard in sorted(sizes)]
+    return choices

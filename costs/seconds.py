@@ -49,14 +49,14 @@ def backwards(work: Work) -> int:
     return 2 if work.model.tok_embeddings.weight.requires_grad else 1
 
 
-def compute_time(work: Work, machine: Machine, stage: int | None = None) -> dict[str, float]:
+def compute_time(work: Work, machine: Machine, stage: int = 0) -> dict[str, float]:
     """Return the seconds of forward and backward of a microbatch on one rank, by part, without
-    communication: of the whole model, or of a `stage` of a pipeline."""
+    communication: of a `stage` of a pipeline, which is the whole model where there is none."""
     c, p = work.model.config, work.parallel
     D, F, V, Q, KV, w = c.dim, c.ffn_dim, c.vocab_size, c.q_dim, c.kv_dim, p.weight_bytes
     stages, gain = p.pp * p.stages_per_rank, math.prod(t.gain for t in used_techniques(p))
-    L = c.n_layers if stage is None else len(layers_of(stage, stages, c.n_layers))
-    V = V if stage in (None, stages - 1) else 0
+    L = len(layers_of(stage, stages, c.n_layers))
+    V = V if stage == stages - 1 else 0
 
     # FLOPs of forward per token: 2 per element of a matrix; scores and weighted sums over half of
     # the square. Selective checkpointing repeats wq, wv and w1, full all.
@@ -72,13 +72,14 @@ def compute_time(work: Work, machine: Machine, stage: int | None = None) -> dict
     moved = L * passes * w * elements * (1.0 if p.compile else EAGER_FACTOR) + (2 * w + 16) * V
 
     rate = machine.peak * machine.matmul_fraction
-    kernel = machine.attention_fraction
-    if machine.flash_fraction and (work.document or p.cp > 1):
-        kernel = machine.flash_fraction
+    by_flash = work.document or p.cp > 1
+    attention_rate = machine.peak * (
+        machine.flash_fraction if by_flash else machine.attention_fraction
+    )
     # Backward of attention recomputes the scores: it takes 2.5 times the FLOPs of forward.
     products = (1 + backwards(work)) * (L * block / gain + output) / rate
-    products += 3.5 * L * attention / (machine.peak * kernel)
-    recompute = L * (block_again / gain / rate + attention_again / (machine.peak * kernel))
+    products += 3.5 * L * attention / attention_rate
+    recompute = L * (block_again / gain / rate + attention_again / attention_rate)
     tokens = work.tokens / p.tp  # tp ranks divide the work of each token evenly
     return {
         "products": tokens * products,
@@ -90,8 +91,7 @@ def compute_time(work: Work, machine: Machine, stage: int | None = None) -> dict
 def step_time(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a training step by part, as listed at the top of this file."""
     p, m, L = work.parallel, work.microbatches, work.model.config.n_layers
-    stages = range(p.pp * p.stages_per_rank) if p.pp > 1 else [None]
-    of_stages = [compute_time(work, machine, stage) for stage in stages]
+    of_stages = [compute_time(work, machine, i) for i in range(p.pp * p.stages_per_rank)]
     of_ranks = [of_stages[rank :: p.pp] for rank in range(p.pp)]
     busiest = max(range(p.pp), key=lambda r: sum(sum(s.values()) for s in of_ranks[r]))
     parts = {name: m * sum(s[name] for s in of_ranks[busiest]) for name in of_stages[0]}
@@ -118,19 +118,19 @@ def step_time(work: Work, machine: Machine) -> dict[str, float]:
         "replicate": backward / m,
     }
     exposed_calls = {"tp": 0, "cp": 0, "shard": 2, "replicate": 1}  # of each kind of collective
-    total, hideable = dict.fromkeys(hides, 0.0), dict.fromkeys(hides, 0.0)
+    parts |= dict.fromkeys(hides, 0.0)
+    hideable = dict.fromkeys(hides, 0.0)
     for (dim, collective), (calls, nbytes) in traffic.items():
         seconds = collective_time(collective, nbytes / calls, dim, p, machine)
         if collective == "all-to-all":  # Muon's
             parts["optimizer"] += calls * seconds
         elif dim != "pp":
-            total[dim] += calls * seconds
+            parts[dim] += calls * seconds
             follows_update = (dim, collective) == ("replicate", "all-gather")  # ZeRO-1's
             if not follows_update and (dim != "tp" or collective == "send"):
                 hideable[dim] += max(0, calls - exposed_calls[dim]) * seconds
-    for dim in total:
-        hidden = min(hideable[dim], hides[dim]) if machine.overlaps else 0.0
-        parts[dim] = total[dim] - hidden
+    for dim in hides if machine.overlaps else ():
+        parts[dim] -= min(hideable[dim], hides[dim])
     if p.pp > 1:
         waits = parts["tp"] + parts["cp"]
         parts["pp"] = bubble_time(work, forward + backward, waits, traffic, machine)
@@ -150,11 +150,10 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
     p, m = work.parallel, work.microbatches
     splits = has_w(p.schedule) and backwards(work) == 2  # a frozen matrix has nothing for W
     few = min(m, 2 * p.pp) if p.schedule in STEADY else m  # of more, no rank waits longer
-    shape = p.schedule, p.pp, few, p.stages_per_rank
     calls, nbytes = traffic.get(("pp", "send"), (1, 0))
     message = collective_time("send", nbytes / calls, "pp", p, machine)
-    idle = idle_forwards(*shape, backwards(work), splits) * (busy + waits)
-    idle /= m * p.stages_per_rank * (1 + backwards(work))
+    idle = idle_forwards(p.schedule, p.pp, few, p.stages_per_rank, backwards(work), splits)
+    idle *= (busy + waits) / (m * p.stages_per_rank * (1 + backwards(work)))
     return max(idle + 2 * (p.pp - 1) * message, calls * message - busy - waits)
 
 
@@ -162,7 +161,8 @@ def bubble_time(work: Work, busy: float, waits: float, traffic: Traffic, machine
 def idle_forwards(name: str, p: int, m: int, v: int, backwards: int, splits: bool) -> float:
     """Return for how many forwards of a stage a rank waits, if a backward takes `backwards` as
     long, and W, where it `splits`, half of that."""
-    seconds = {"F": 1, "B": backwards / 2 if splits else backwards, "W": backwards / 2 * splits}
+    of_w = backwards / 2 if splits else 0
+    seconds = {"F": 1, "B": backwards - of_w, "W": of_w}
     spans = simulate(make_schedule(name, p, m, v), lambda action: seconds[action.kind])
     end = max(of_rank[-1].end for of_rank in spans)
     return end - m * v * (1 + backwards)
@@ -210,9 +210,8 @@ def collective_time(
 
 def group_shape(dim: str, parallel: ParallelConfig, per_node: int) -> tuple[int, int]:
     """Return how many ranks a group along a mesh dimension has, and how many of them in a node."""
-    n = parallel.group_size(dim)
-    # The ranks of a group are `stride` apart, as ranks are in row-major order of the mesh.
-    stride = parallel.size // parallel.pp if dim == "pp" else 1
-    if dim in ("shard", "replicate", "cp"):
-        stride = parallel.tp * (parallel.shard if dim == "replicate" else 1)
+    tp, replica = parallel.tp, parallel.tp * parallel.shard
+    # How far apart the ranks of a group are, as ranks are in row-major order of the mesh.
+    strides = {"shard": tp, "cp": tp, "replicate": replica, "pp": parallel.group_size("stage")}
+    n, stride = parallel.group_size(dim), strides.get(dim, 1)
     return n, max(1, math.gcd(n * stride, per_node) // stride)

@@ -60,11 +60,12 @@ def units(part: Llama, parallel: ParallelConfig, shards: int) -> tuple[Unit, Uni
     each, each_frozen = elements(block, f"layers.{number}", *size)
     whole, whole_frozen = elements(part, "", *size)
     root, root_frozen = whole - L * each, whole_frozen - L * each_frozen
-    w, gathers_frozen = parallel.weight_bytes, 0 if parallel.reshard == "adapters" else 1
-    return (
-        Unit(1, root, root_frozen, root * w + root_frozen * gathers_frozen),
-        Unit(L, each, each_frozen, each * w + each_frozen * gathers_frozen),
-    )
+
+    def unit(copies: int, trained: int, frozen: int) -> Unit:
+        gathered_frozen = 0 if parallel.reshard == "adapters" else frozen
+        return Unit(copies, trained, frozen, trained * parallel.weight_bytes + gathered_frozen)
+
+    return unit(1, root, root_frozen), unit(L, each, each_frozen)
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:

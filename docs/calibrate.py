@@ -38,7 +38,7 @@ START = {
     "attention h100": 0.3,
     "attention b200": 0.4,
     "attention h100 cudnn": 0.5,
-    "500 of 700 W": 0.85,
+    "h100-500w": 0.85,
     "node link": 0.6,
 }
 PRIOR = 0.1  # weight of a constant's distance from START, where that of a source is 1
@@ -72,7 +72,7 @@ class Published:
         machine = assumed_machine(self.gpu, self.link, self.per_node, kernel, reached)
         in_8_bits = self.float8 != "none" and self.tp > 1
         changes = dict(node_link=machine.node_link * (1 + in_8_bits), overlaps=bool(self.overlap))
-        return dataclasses.replace(machine, flash_fraction=0.0, **changes)
+        return dataclasses.replace(machine, flash_fraction=machine.attention_fraction, **changes)
 
 
 def published() -> Rows:

@@ -85,7 +85,7 @@ def is_alone(contestant: str) -> bool:
 def default_contestants(process: Process, lora: bool) -> list[str]:
     """Return the contestants that differ from each other on these processes."""
     several_nodes = 1 < process.per_node < process.size  # else HSDP is DDP or FSDP
-    names = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_per != "node"]
+    names = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_spans != "node"]
     names += ["fsdp-none", *["fsdp-adapters"] * lora, "tp"]
     others = ["selective", "full", *["compiled"] * (process.device.type == "cuda")]
     return (names if process.size > 1 else ["one"]) + others

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from config import DIMS, LAYOUTS, ParallelConfig, Work, flags_of
 from costs.machines import FITTED, GPUS, Machine
-from costs.search import LESS_STATE, USABLE_FRACTION, Plan, every_plan, order
+from costs.search import LESS_STATE, USABLE_FRACTION, Plan, every_plan, order, tp_sizes
 from costs.shapes import flops_per_token
 from lora import LoRA, adapter_settings
 from parallel import refusal
@@ -303,8 +303,7 @@ def explain_no_plan(question: Question) -> str:
         return reason
     config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
     given = {name: value for name, value in question.wanted.items() if value}
-    largest = math.gcd(gpus, config.n_kv_heads, config.ffn_dim)
-    tp = given.get("tp", largest)
+    tp = given.get("tp", max(tp_sizes(config, gpus)))
     data_ranks, rest = divmod(gpus, tp * given.get("pp", 1) * given.get("cp", 1))
     if not rest and batch % data_ranks:
         return (

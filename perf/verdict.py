@@ -123,7 +123,7 @@ def shard_levers(facts: Facts) -> list[str]:
     in_node = data_ranks_in_node(data_ranks, parallel.tp, facts.per_node)
     crosses = facts.crosses_nodes("shard")
     if crosses and in_node > 1 and (note := facts.fit_note(dp="hsdp")):
-        has_shard_flag = STRATEGIES[parallel.dp].copy_per == "node"
+        has_shard_flag = STRATEGIES[parallel.dp].copy_spans == "node"
         flag = f"--shard {in_node}" if has_shard_flag else "--dp hsdp"
         levers.append(f"{flag} keeps them within nodes, and {note}")
     only_replicate_crosses = facts.crosses_nodes("replicate") and not crosses

@@ -48,6 +48,7 @@ HEARTBEAT_TIMEOUT = 20  # seconds without a heartbeat after which a rank counts 
 PEER_LOST_TIMEOUT = 4  # the same once a connection to some rank has been lost
 OF_GLOO = "gloo/transport|Application timeout"  # in errors of its collectives, waited for or not
 GRACE = 5  # seconds in which all ranks notice that they are stuck
+PROGRESS_EVERY = 5  # seconds between two lines on what takes long
 STUCK_AFTER = 60  # seconds, or five times the last step if that is more, without the end of a step
 # Errors of the operating system that a user can fix: permissions, full disks, wrong paths.
 USER_FIXABLE = "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
@@ -259,29 +260,26 @@ def print_rank_zero(text: str, **where) -> None:
 
 
 class Progress:
-    """Prints on rank 0, every so many seconds, how much of a `total` is done, and the time left."""
+    """Prints on rank 0, every PROGRESS_EVERY, how much of a `total` is done, and the time left."""
 
-    def __init__(self, what: str, total: float, unit: str = "", every: float = 5.0):
-        self.what, self.total, self.unit, self.every = what, total, unit, every
-        self.done, self.started = 0, time.monotonic()
-        self.printed = self.started
+    def __init__(self, what: str, total: float, unit: str = ""):
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.started = self.printed = time.monotonic()
 
     def add(self, amount: float = 1) -> None:
         self.done += amount
         now = time.monotonic()
-        if now - self.printed > self.every and self.done < self.total:
+        if now - self.printed > PROGRESS_EVERY and self.done < self.total:
             self.printed = now
             left = round((now - self.started) / self.done * (self.total - self.done))
-            done, total = (f"{n:,.1f}" if self.unit else f"{n:,}" for n in (self.done, self.total))
-            where = f"{done} of {total}{self.unit}"
-            print_rank_zero(
-                f"{self.what}: {where}  {timedelta(seconds=left)} left", file=sys.stderr
-            )
+            digits = 1 if self.unit else 0
+            done = f"{self.done:,.{digits}f} of {self.total:,.{digits}f}{self.unit}"
+            print_rank_zero(f"{self.what}: {done}  {timedelta(seconds=left)} left", file=sys.stderr)
 
 
-def with_progress(items: Iterable, what: str, total: int | None = None, **options) -> Iterator:
+def with_progress(items: Iterable, what: str, total: int | None = None) -> Iterator:
     """Yield the items, of which there are len(items) or `total`, and print the Progress."""
-    progress = Progress(what, len(items) if total is None else total, **options)
+    progress = Progress(what, len(items) if total is None else total)
     for item in items:
         yield item
         progress.add()

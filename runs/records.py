@@ -213,11 +213,9 @@ def describe_run(
 ) -> str:
     """Return a line on the model, the batch, the `sources` (data.row_of's) and the processes."""
     with torch.device("meta"):
-        base = dict(Llama(model.config).named_parameters())
-    added = [p for name, p in model.named_parameters() if name not in base and p.requires_grad]
-    parameters = sum(p.numel() for p in [*base.values(), *added])
+        parameters = sum(p.numel() for p in Llama(model.config).parameters())  # without adapters
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    part = f", {trainable / 1e6:,.3f} M trainable" if trainable < parameters else ""
+    part = f", {trainable / 1e6:,.3f} M trainable" if trainable != parameters else ""
     notes = (technique.about(model, world) for technique in used_techniques(world.parallel))
     notes = "".join(f"; {told}" for told in notes if told)
     return (

@@ -152,7 +152,7 @@ def check_parallel(work: Work, shard: int | None, process: Process) -> None:
     dp = f"--dp {parallel.dp}"
     sizes = f"--tp {parallel.tp} x --pp {parallel.pp}"
     sharded = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.uses_fsdp]
-    in_nodes = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.copy_per == "node"]
+    in_nodes = [f"--dp {name}" for name, entry in STRATEGIES.items() if entry.copy_spans == "node"]
     data_ranks, rest = divmod(process.size, parallel.tp * parallel.pp)
     if rest:
         raise UserError(f"{process.size} processes are no multiple of {sizes}")

@@ -115,7 +115,7 @@ def test_samples_gather_weights_once_only_where_they_fit(monkeypatch, capsys):
         (80, 8, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full"),
          "--offload-activations --moments bfloat16"),
         (80, 4, dict(microbatch=1, seq_len=131072, dp="fsdp", checkpointing="full",
-                     moments="bfloat16", offload_activations=True), "--cp 4"),
+                     moments="bfloat16", offload_activations=True), "--cp 2"),
         (150, 1, dict(microbatch=1, seq_len=65536, offload_activations=True),
          "--checkpointing full --moments bfloat16"),
         (80, 1, dict(microbatch=1), None),
