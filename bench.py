@@ -47,7 +47,12 @@ from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
-from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
+from runs.flags import (
+    add_finetuning_flags,
+    add_optimizer_flags,
+    add_pretraining_flags,
+    complete_finetuning,
+)
 from runs.rules import check_batch, check_parallel, check_work
 from runs.setup import build, choose_work, make_optimizer, prepare_pretraining, setup
 
@@ -241,7 +246,7 @@ def step(args: argparse.Namespace) -> str:
     """Set up a training as train.py or finetune_lora.py does, and measure its step."""
     check_same_step(args.dp)
     if args.lora:
-        finetune_lora.complete(args)
+        complete_finetuning(args)
     # Nothing is written, so OUT may be another run's directory, which --resume accepts.
     args.out, args.resume = args.out or Path("out"), True
     if args.device == "mps":

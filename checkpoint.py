@@ -43,7 +43,14 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
 from files import directories, formats
-from files.adapters import gather_adapters, is_adapter, merged_weights, open_adapter, save_adapter
+from files.adapters import (
+    gather_adapters,
+    is_adapter,
+    merged_weights,
+    open_adapter,
+    peft_name,
+    save_adapter,
+)
 from files.directories import check_tokenizer, find_checkpoint, open_weights, read_config
 from files.gguf import Q8_0, DType, save_gguf
 from files.optimizer_state import optimizer_state
@@ -123,6 +130,8 @@ class Saver(contextlib.AbstractContextManager):
         OUT, or if OUT has too little space for a checkpoint."""
         is_new = not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
+        for name in weights if self.lora else ():
+            peft_name(name)  # refuses one that PEFT's files have no name for
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there
@@ -361,7 +370,8 @@ def import_weights(source: Path, target: Path, tokenizer: str | None) -> None:
 
 
 def merge(base: Path, adapter: Path, target: Path, tokenizer: Tokenizer | None) -> None:
-    """Write a checkpoint at `target` of a model with an adapter added."""
+    """Write a checkpoint at `target` of a model with an adapter, or that of a run, added."""
+    adapter = directories.find_adapter(adapter)
     config, stored = open_weights(base)
     merged = merged_weights(stored, adapter, config)
     flags = dict(init=str(base.resolve()), adapter=adapter.name)
@@ -449,8 +459,7 @@ def main() -> None:
         import_weights(args.source, args.target, args.tokenizer)
     elif args.command == "merge":
         source = find_checkpoint(args.source)
-        adapter = directories.find_adapter(args.adapter)
-        merge(source, adapter, args.target, _tokenizer_of(read_config(source)))
+        merge(source, args.adapter, args.target, _tokenizer_of(read_config(source)))
     else:
         dtype = args.dtype and getattr(torch, args.dtype, args.dtype)
         export_weights(args.source, args.target, args.format, dtype)

@@ -39,7 +39,7 @@ from torch.utils.data import ConcatDataset
 
 from model import IGNORE
 from plumbing.parser import Parser, nonnegative_float, positive_int
-from plumbing.processes import Progress, UserError, run
+from plumbing.processes import Progress, UserError, is_rank_zero, run
 from techniques.context_parallel import share_sequences
 from text.batch import Batch
 from text.chat import Packed, Rows
@@ -415,6 +415,12 @@ def read_ahead(
         batches = (pool.submit(load, step) for step in steps)
         for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):  # _ is being read
             yield batch.result().to(device)
+
+
+def list_left_out(reading: Reading, name: str) -> None:
+    """Let rank 0 list the documents that were left out, if any were, in a file of the cache."""
+    if is_rank_zero():
+        reading.list_left_out(CACHE / f"{name}-{LEFT_OUT_FILE}")
 
 
 # --------------------------------------------------------------------------------- command line

@@ -19,7 +19,8 @@ import plumbing.endings  # first, for Ctrl-C during the imports
 import argparse
 import contextlib
 import json
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import Tensor
 from checkpoint import load_weights
 from config import RESUMABLE, Work, add_parallel_flags
 from costs.search import fits_unsharded
-from data import LEFT_OUT_FILE, Windows, add_reading_flags, open_text
+from data import Windows, add_reading_flags, list_left_out, open_text
 from files.adapters import bits_of_base, open_adapter
 from files.directories import find_adapter
 from generate import add_model_flags, find_model, generate
@@ -46,10 +47,10 @@ from runs.rules import check_parallel, check_work, requested_work
 from runs.setup import Job, choose_work
 from techniques import nf4
 from techniques.context_parallel import share_sequences
-from text.chat import Packed, Rows, open_chats
+from text.chat import ANSWER_ROOM, SHOWN, Packed, Rows, open_chats
 from text.corpora import Reading
 from text.exams import ROOM, Exam
-from text.tokenizer import CACHE
+from text.tokenizer import Tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -192,6 +193,34 @@ def sample_text(job: Job, prompt: str, step: int) -> str:
     return f"--- {prompt}{job.tokenizer.decode(tokens)}\n---"
 
 
+def sample_answers(
+    model: Llama, examples: list[tuple[list[int], str]], tokenizer: Tokenizer, step: int
+) -> str:
+    """Return lines that show what a model answers to the first examples, and score all answers:
+    how many end by themselves, how long they are, and the share of tokens that they have in common
+    with the true ones (the F1 score of two bags of tokens). Tokens are drawn as generate.py draws
+    them: a small model that always takes the likeliest one soon repeats itself."""
+    if not examples:
+        return "no held-out prompt is short enough to show"
+    prompts = [prompt for prompt, _ in examples]
+    stop = tokenizer.stop
+    answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
+    who = f"after {step} steps" if step else "base model"
+    lines, scores = [], []
+    for (prompt, truth), answer in zip(examples, answers):
+        if len(scores) < SHOWN:
+            shown = "" if step else tokenizer.decode(prompt)
+            lines += [f"{shown}--- {who}: {tokenizer.decode(answer)}", f"--- true answer: {truth}"]
+        said = [token for token in answer if token not in stop]
+        true = tokenizer.encode(truth)
+        common = (Counter(said) & Counter(true)).total()
+        overlap = 2 * common / max(1, len(said) + len(true))
+        scores.append((len(said) < len(answer), len(said), len(true), overlap))
+    ended, length, true_length, overlap = map(statistics.mean, zip(*scores))
+    score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
+    return "\n".join([*lines, f"--- {who}: of {len(scores)} answers {score} in common", "---"])
+
+
 # ------------------------------------------------------------------------------------ the command
 
 
@@ -237,8 +266,7 @@ def main() -> None:
         open_data = open_chats if args.chat else as_documents
         read = partial(open_data, args.data, tokenizer, args.seq_len, reading)
         dataset = process.local_rank_zero_first(read)
-        if process.rank == 0:
-            reading.list_left_out(CACHE / f"evaluated-{LEFT_OUT_FILE}")
+        list_left_out(reading, "evaluated")
     model, world = load_split(args, metadata, process)
     if dataset:
         totals = evaluate(model, dataset, len(dataset), args.microbatch, world)

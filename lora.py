@@ -29,7 +29,7 @@ from config import Work
 from model import Llama, generator_for
 from plumbing.devices import cast_by_autocast
 from plumbing.processes import UserError, with_progress
-from plumbing.shards import to_local
+from plumbing.shards import assign_shard, to_local
 from techniques.nf4 import dequantized, packed_shape, product_in_4_bits, quantized, some_rows
 from techniques.parallel_layers import product_of_shards, writes_to_stream
 from techniques.technique import Technique
@@ -214,6 +214,8 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
     yet, without A and B where it is no target."""
     if adapter_settings(model):
         raise UserError("this model has an adapter already: load the base, or a merged model")
+    if lora.rank > model.config.dim:
+        raise UserError(f"--rank {lora.rank} exceeds the model width: at most {model.config.dim}")
     model.requires_grad_(False)
     for name, layer in list(model.named_modules()):
         parent, _, attribute = name.rpartition(".")
@@ -237,7 +239,7 @@ def adapters(model: Llama) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def init_adapters(
-    model: Llama, seed: int = 0, assign: Callable = Tensor.copy_, device: torch.device | None = None
+    model: Llama, seed: int = 0, assign: Callable = assign_shard, device: torch.device | None = None
 ) -> None:
     """Call assign(parameter, full_initial_value) for each parameter of adapters: B zero, A uniform
     within 1 / sqrt(in), as in PEFT, magnitudes the norms of the base's rows, which must be loaded.

@@ -75,11 +75,6 @@ def train(
     if done >= args.steps:
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
-    evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
-    if args.init and args.eval_every and not done:
-        evaluate_and_show(0)
-    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
-    batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     saver = checkpoint.Saver(
         args.out,
         job.model,
@@ -90,6 +85,11 @@ def train(
         args.async_save,
         args.keep_best,
     )
+    evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
+    if args.init and args.eval_every and not done:
+        evaluate_and_show(0)
+    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
+    batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:

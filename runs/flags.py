@@ -17,6 +17,7 @@ from plumbing.parser import (
     positive_float,
     positive_int,
 )
+from plumbing.processes import UserError
 from text.tokenizer import DEFAULT_TOKENIZER
 
 MODEL_SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")  # overridable by flags
@@ -56,6 +57,30 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt", default="def", help="prompt of the text samples at evaluations")
     add_training_flags(parser)
     parser.set_defaults(lr=None)  # it depends on the optimizer
+
+
+def parse_finetuning() -> argparse.Namespace:
+    """Return the flags of finetune_lora.py."""
+    parser = Parser(description="Fine-tune a Llama with LoRA.")
+    add_finetuning_flags(parser)
+    return complete_finetuning(parser.parse_args())
+
+
+def complete_finetuning(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the flags that need no model, and set the default of --out."""
+    args.targets = [target for target in TARGETS if target in args.targets]
+    if args.dropout >= 1:
+        raise UserError(f"--dropout {args.dropout:g} drops everything: give a number below 1")
+    if args.dora and args.dropout:
+        raise UserError("--dora with --dropout would multiply each matrix twice: leave one out")
+    if args.alpha == 0:
+        raise UserError("--alpha 0 switches the adapters off: give a number above 0")
+    if args.merge == "best" and not args.keep_best:
+        raise UserError("--merge best is the checkpoint of --keep-best: give it, too")
+    init = args.init.resolve()
+    name = init.parent.name if init.name.startswith("step-") else init.name
+    args.out = args.out or Path("out") / f"{name}-lora"
+    return args
 
 
 def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:

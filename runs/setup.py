@@ -16,7 +16,7 @@ from torch import nn
 import checkpoint
 from config import FLAGS, Work
 from costs.page import sends
-from costs.search import choose_parallel, usable_memory, what_would_fit
+from costs.search import choose_parallel, sent_by_strategy, usable_memory, what_would_fit
 from data import Windows, open_windows
 from files.directories import newest_undamaged
 from model import Llama
@@ -182,6 +182,15 @@ def check_equal_replicas(model: nn.Module, world: World) -> None:
             f"ranks {different} begin with other weights than the first replica: give every node "
             f"the same files; draw weights from generator_for(name, seed), as init_weights does"
         )
+
+
+def describe_strategies(args: argparse.Namespace, job: Job, process: Process) -> str:
+    """Return what a rank would send in a step of fine-tuning under each strategy; "" where ranks do
+    not share the sequences."""
+    if process.size == args.tp * args.pp:
+        return ""
+    work = rules.requested_work(args, job.whole, process, packed=True)
+    return f"per step, each rank would send: {sent_by_strategy(work, args.shard, process)}"
 
 
 def build(

@@ -9,7 +9,7 @@ import tiktoken
 import torch
 import transformers
 
-import finetune_lora
+import evaluate
 from model import IGNORE
 from plumbing.processes import UserError
 from text import chat
@@ -350,8 +350,8 @@ def test_answers_are_scored(monkeypatch):
     """Shares that end and are in common with the true answers, counted by hand."""
     stop = next(iter(BYTES.stop))
     said = [[*b"abcd", stop], [*b"aaaaaa"]]
-    monkeypatch.setattr(finetune_lora, "generate", lambda *_, **__: said)
+    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: said)
     examples = [([*b"1?"], "abxy"), ([*b"2?"], "aa")]
-    text = finetune_lora.sample_answers(None, examples, BYTES, 0)
+    text = evaluate.sample_answers(None, examples, BYTES, 0)
     overlap = (2 * 2 / 8 + 2 * 2 / 8) / 2  # F1: two of four, and two of six and two
     assert f"of 2 answers 50% end, 5.0 tokens (true ones 3.0), {overlap:.0%} in common" in text
