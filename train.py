@@ -38,7 +38,7 @@ from parallel import World, finish_step, gradient_sync
 from plumbing.processes import UserError, print_rank_zero, run
 from runs import flags, records, setup
 from techniques import diloco
-from techniques.optimizers import own_gradients
+from techniques.optimizers import make_optimizer, own_gradients
 from text.batch import Batch
 
 
@@ -70,7 +70,7 @@ def train(
     `runner` is what a step calls: the model, or what parallelize has put around it. All ranks call
     sample_text(step), which returns text to show at evaluations. Returns False if a signal stopped
     the run before its last step."""
-    optimizer = setup.make_optimizer(job.model, args)
+    optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     done = setup.resume(args, newest, job, optimizer)
     if done >= args.steps:
         return True

@@ -39,19 +39,18 @@ from costs.page import Traffic
 from lora import LoRA, add_adapters, init_adapters, quantize_base
 from model import Llama, LlamaConfig
 from parallel import World, allocate, parallelize, with_mesh, zero_gradients
-from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, is_rank_zero, with_progress
 from plumbing.shards import assign_shard, to_local
-from runs.flags import add_optimizer_flags
 from runs.records import Totals, describe_traffic, write_atomically
-from runs.setup import make_optimizer
 from techniques.context_parallel import share_sequences
+from techniques.optimizers import make_optimizer
 from techniques.recompute import is_attention
 from text.batch import Batch
 from train import accumulate, train_step
 
 # ---------------------------------------------------------------------------------------- timing
 
+LEARNING_RATE = 1e-4  # of a measured step: the loss stays finite
 # Name -> what runs a step. It may return a function that gives the seconds of parts of the step.
 Contestants = dict[str, Callable[[], object]]
 Rounds = dict[str, dict[str, list[float]]]  # contestant -> part -> its seconds in each round
@@ -249,13 +248,6 @@ class Live(Instrument):
 # ------------------------------------------------------------------------------------- a training
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task(Work):
-    """A training step to measure."""
-
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]  # make_optimizer with its flags
-
-
 @dataclass(frozen=True)
 class Training:
     """A training as train.py sets it up. A call runs its step on the next batch."""
@@ -326,10 +318,10 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
 
 
-def make_step(task: Task, world: World, batch: Batch) -> Training:
+def make_step(work: Work, world: World, batch: Batch) -> Training:
     """Return a training of a new model, with adapters or without, on `world`. In every step `batch`
     holds this rank's sequences."""
-    model = copy.deepcopy(task.model)
+    model = copy.deepcopy(work.model)
 
     def random_matrix(name: str) -> Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -341,8 +333,8 @@ def make_step(task: Task, world: World, batch: Batch) -> Training:
         init_adapters(model, assign=assign_shard, device=world.device)
 
     runner = parallelize(model, world, initialize)
-    optimizer = task.optimizer_of(model)
-    return Training(world, model, runner, optimizer, itertools.repeat(batch), task.microbatch)
+    optimizer = make_optimizer(model, work.parallel, LEARNING_RATE)
+    return Training(world, model, runner, optimizer, itertools.repeat(batch), work.microbatch)
 
 
 # --------------------------------------------------------------------------------------- silencing
@@ -414,8 +406,7 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
 
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
     with mode:
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **vars(parallel)))
-        batches = itertools.repeat(batch)
+        optimizer, batches = make_optimizer(model, parallel), itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
         for _ in range(3 if needs_real_tensors(parallel) else 2):

@@ -115,7 +115,7 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that make_optimizer reads."""
+    """Add the flags of the optimizer."""
     add = parser.add_argument
     add("--lr", type=nonnegative_float, default=5e-3,
         help="peak learning rate; larger models need less (default: muon 0.02, adamw 0.005)")

@@ -28,9 +28,7 @@ from plumbing.shards import assign_shard, to_local
 from runs import records, rules
 from runs.changed import check_documents, notes, prediction_note
 from runs.equal import check_model
-from techniques.optimizers import BFloat16AdamW, Muon
 from techniques.technique import Technique
-from techniques.zero1 import all_gather_updates, optimizer_parameters
 from text.corpora import Reading
 from text.exams import Exam
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -220,28 +218,6 @@ def build(
     runner = parallelize(job.model, world, job.initialize)
     check_equal_replicas(job.model, world)
     return world, runner, work
-
-
-def make_optimizer(model: Llama, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
-    named = optimizer_parameters(model).items()  # names identify their state in checkpoints
-    matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    norms = [(name, p) for name, p in named if p.ndim < 2]
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, args.weight_decay), (norms, 0.0))
-        if parameters  # an adapter has no norms
-    ]
-    options = dict(lr=args.lr, betas=(0.9, 0.95))
-    if args.optimizer == "muon":
-        world = getattr(model, "world", None)  # set by parallelize
-        optimizer = Muon(groups, **options, world=world)
-    elif args.moments == "bfloat16":
-        optimizer = BFloat16AdamW(groups, **options)
-    else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    optimizer.register_step_post_hook(all_gather_updates)  # of ZeRO-1's slices; else does nothing
-    return optimizer
 
 
 def resume(

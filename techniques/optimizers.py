@@ -34,13 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from config import Work
+from config import ParallelConfig, Work
 from model import Llama
 from plumbing.devices import has_triton
 from plumbing.processes import UserError
 from plumbing.shards import local_squared_norm, shard_of, sharded_over, to_local
 from techniques.parallel_layers import writes_to_stream
 from techniques.technique import Technique
+from techniques.zero1 import all_gather_updates, optimizer_parameters
 
 MOMENTUM = 0.95
 # The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
@@ -257,7 +258,29 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
     return torch.compile(update, dynamic=True) if compiled else update
 
 
-# --------------------------------------------------------------------------- gradients of a step
+# --------------------------------------------------------------------------------- a training's own
+
+
+def make_optimizer(
+    model: Llama, parallel: ParallelConfig, lr: float = 5e-3, weight_decay: float = 0.1
+) -> torch.optim.Optimizer:
+    """Return Muon or an AdamW; weight decay applies to matrices and not to norms."""
+    named = optimizer_parameters(model).items()  # names identify their state in checkpoints
+    matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    norms = [(name, p) for name, p in named if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}]
+    if norms:  # an adapter has none
+        groups.append({"params": norms, "weight_decay": 0.0})
+    options = dict(lr=lr, betas=(0.9, 0.95))
+    if parallel.optimizer == "muon":
+        world = getattr(model, "world", None)  # set by parallelize
+        optimizer = Muon(groups, **options, world=world)
+    elif parallel.moments == "bfloat16":
+        optimizer = BFloat16AdamW(groups, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+    optimizer.register_step_post_hook(all_gather_updates)  # of ZeRO-1's slices; else does nothing
+    return optimizer
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
@@ -359,5 +382,5 @@ def suggests(facts) -> str:
     return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains differently"
 
 
-# runs/setup.py makes the optimizer.
+# make_optimizer does the rest.
 TECHNIQUE = Technique("optimizer", lambda *_: None, refuses, holds, sends, 1.0, about, suggests)

@@ -14,14 +14,13 @@ from conftest import succeed
 from test_formats import Evil
 
 import checkpoint
+from config import ParallelConfig
 from files.directories import CHECKSUMS, checkpoints, checksums, complete
 from files.published import small_logits
 from model import Llama, LlamaConfig
-from plumbing.parser import Parser
 from plumbing.processes import UserError, init_distributed
-from runs.flags import add_optimizer_flags
 from runs.records import best_loss
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer, train_tokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -38,11 +37,10 @@ def save(out, step, model, optimizer, tokenizer=BYTES, keep=0):
     return checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1}, keep).save(step)
 
 
-def trained(seed=0, steps=3, **options):
+def trained(seed=0, steps=3, weight_decay=0.1, **options):
     model = Llama(CONFIG)
     model.init_weights(seed)
-    args = Parser.defaults(add_optimizer_flags, **dict(lr=1e-2) | options)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(model, ParallelConfig(**options), 1e-2, weight_decay)
     for step in range(steps):
         tokens = torch.arange(24).view(2, 12) + step
         model(tokens, targets=tokens + 1).backward()

@@ -39,10 +39,8 @@ from config import ParallelConfig
 from model import Llama
 from perf.instruments import random_batch
 from plumbing import endings
-from plumbing.parser import Parser
 from plumbing.processes import UserError
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from train import train_step
 
 # ----------------------------------------------------------------------------------------- Ctrl-C
@@ -333,7 +331,7 @@ def test_a_node_that_reads_for_long_is_waited_for():
 def test_nothing_is_updated_when_another_rank_is_not_finite():
     model = Llama(CONFIG)
     model.init_weights()
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
+    optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
 
     def step(number: int, loss: float, squared_norm: float) -> None:
         """Take a step beside another rank, which has this loss and norm."""

@@ -25,13 +25,11 @@ from generate import generate
 from lora import LoRA
 from model import LlamaConfig, rope_angles, sum_of_losses
 from parallel import parallelize, tensor_parallel, with_mesh, zero_gradients
-from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
-from plumbing.parser import Parser
+from perf.instruments import Counted, build_on_meta, make_step, random_batch, silenced
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
 from runs.changed import check_documents
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
 from train import accumulate, train_step, update
@@ -264,15 +262,12 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     lora = options.pop("lora", None)
     parallel = ParallelConfig(**options)
     model = build_on_meta(BIG, lora)
-    predicted = holds(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
+    work = step_of(model, parallel, 4, microbatches, 1024, on_gpu=True)
+    predicted = holds(work)
     gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
-    moments = parallel.moments
-    args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
     batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
-    optimizer_of = partial(make_optimizer, args=args)
-    task = Task(model, parallel, 4 * microbatches, 4, 1024, optimizer_of=optimizer_of)
-    step = make_step(task, with_mesh(process, parallel), batch)
+    step = make_step(work, with_mesh(process, parallel), batch)
     for _ in range(2):
         step()
     torch.cuda.reset_peak_memory_stats()
@@ -331,8 +326,7 @@ def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
     torch.use_deterministic_algorithms(False)  # some of which wait
     model, runner, world = built(process, SMALL, lora, dtype=LOW, **options)
     moments = "bfloat16" if "moments" in options else "float32"
-    args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(model, replace(world.parallel, moments=moments), lr=1e-4)
     batch = batch_of(4, 96, packed).to(DEVICE)
     for _ in range(3):
         train_step(runner, optimizer, batch, 2, 1.0, world, step=1)
@@ -359,7 +353,7 @@ def test_silenced_collectives_come_back(process, options):
     results = []
     for with_silenced_passes in (False, True):
         model, runner, world = built(process, SMALL, values=weights_of(SMALL), **options)
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+        optimizer = make_optimizer(model, ParallelConfig())
         group = world.mesh.get_group("shard")
         backend = group._get_backend(DEVICE)
         for step in range(3):
@@ -380,7 +374,7 @@ def test_losses_of_bfloat16_follow_those_of_float32(process):
     means = []
     for dtype in (torch.float32, LOW if ON_GPU else torch.float64):
         model, runner, world = built(process, SMALL, values=weights_of(SMALL), dtype=dtype)
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-3))
+        optimizer = make_optimizer(model, ParallelConfig(), lr=1e-3)
         losses = []
         for step in range(200 if ON_GPU else 10):
             torch.manual_seed(step)
@@ -409,9 +403,8 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
     """Training goes on while it is written, and nothing of that is in it."""
     tokenizer = load_tokenizer("bytes")
     config = replace(SMALL, vocab_size=tokenizer.vocab_size)
-    args = Parser.defaults(add_optimizer_flags, lr=1e-2)
     model, runner, world = built(process, config, values=weights_of(config), **parallel)
-    optimizer = make_optimizer(model, args)
+    optimizer = make_optimizer(model, world.parallel, lr=1e-2)
     batch = batch_of(4, 32, False, config).to(DEVICE)
     step = partial(train_step, runner, optimizer, batch, 2, 1.0, world)
     for number in range(2):
@@ -424,7 +417,7 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
         for number in range(3):
             step(number)
     again, _, _ = built(process, config, **parallel)
-    its_optimizer = make_optimizer(again, args)
+    its_optimizer = make_optimizer(again, world.parallel, lr=1e-2)
     assert checkpoint.resume(tmp_path / "step-00000002", again, its_optimizer, tokenizer) == 2
     for parameter, weight, moment in zip(again.parameters(), state, moments, strict=True):
         assert torch.equal(to_local(parameter.detach()), weight)

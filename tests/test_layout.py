@@ -35,7 +35,7 @@ plumbing
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
     "top": 3876, "techniques": 2883, "text": 1367, "files": 1575, "runs": 1157,
-    "costs": 976, "perf": 1950, "plumbing": 948, "labs": 10502, "tests": 14798, "docs": 797,
+    "costs": 976, "perf": 1845, "plumbing": 948, "labs": 10502, "tests": 14776, "docs": 797,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]
 FILES = {

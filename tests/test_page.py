@@ -22,11 +22,9 @@ from lora import LoRA
 from model import PRESETS, Llama, LlamaConfig, rope_angles
 from parallel import parallelize, with_mesh
 from perf.instruments import Live, build_on_meta, emulate, needs_real_tensors, state_tensors
-from plumbing.parser import Parser
 from plumbing.processes import init_distributed
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
 from techniques import float8, offload, optimizers
+from techniques.optimizers import make_optimizer
 from techniques.recompute import recompute_and_compile
 from text.batch import Batch
 from train import accumulate
@@ -226,7 +224,7 @@ def test_a_mask_takes_what_is_predicted(checkpointing):
     model = build_on_meta(CHUNKY)
     expected = holds(Work(model, parallel, 2, 2, 512, document=50))["peak"]
     runner = parallelize(model, world, Llama.init_weights)
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+    optimizer = make_optimizer(model, ParallelConfig())
     tokens = torch.zeros(2, 512, dtype=torch.int64)
     positions = (torch.arange(1024) % 50).view(2, 512)
     for _ in range(2):  # step 1 makes AdamW's moments

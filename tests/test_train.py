@@ -16,12 +16,11 @@ from exact import plain_adamw
 from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoint import load_pretrained
+from config import ParallelConfig
 from data import open_windows, window_of
 from model import Llama, LlamaConfig
-from plumbing.parser import Parser
-from runs.flags import add_optimizer_flags
 from runs.records import warn_about_changed_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from text.tokenizer import load_tokenizer
 from train import learning_rate
 
@@ -177,8 +176,7 @@ def test_schedule_and_decay_groups():
     assert rates[15:] == [pytest.approx(i / 7) for i in range(6, 0, -1)]
     assert learning_rate(1, Namespace(lr=1.0, warmup=0, steps=10)) == 1.0
     assert learning_rate(1, Namespace(lr=1.0, warmup=50, steps=2)) == 0.02
-    args = Parser.defaults(add_optimizer_flags)
-    decayed, free = make_optimizer(Llama(CONFIG), args).param_groups
+    decayed, free = make_optimizer(Llama(CONFIG), ParallelConfig()).param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decayed["params"])
     assert free["weight_decay"] == 0 and all(p.ndim == 1 for p in free["params"])
 

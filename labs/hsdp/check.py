@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import train
 from labs.machinery import compare
 from labs.machinery.compare import Property
 from labs.machinery.student import SHARDING, check_returned
@@ -14,6 +13,7 @@ from labs.machinery.training import Run, after_backward, replace_ddp
 from model import Llama
 from parallel import World
 from perf.instruments import Counted, Live
+from techniques import optimizers
 
 FUNCTION = "hybrid_sharding"
 ABOUT = "the groups of two nodes, and two reductions"
@@ -180,7 +180,7 @@ def install(hybrid_sharding: Callable) -> None:
                 rows.whole.data.copy_(whole.view_as(rows.whole))
 
         after_backward(finish)
-        train.all_gather_updates = all_gather_updates
+        optimizers.all_gather_updates = all_gather_updates
         return model
 
     replace_ddp(apply)

@@ -14,10 +14,8 @@ from labs.machinery.student import check_returned
 from model import LlamaConfig
 from parallel import zero_gradients
 from perf.instruments import Live, build_on_meta, random_batch, state_tensors
-from plumbing.parser import Parser
 from plumbing.shards import to_local
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from train import accumulate
 
 FUNCTION = "memory"
@@ -117,7 +115,7 @@ def count(step: Step) -> dict[str, int]:
     options = dict(reshard=step.reshard, checkpointing=step.checkpointing)
     with first_rank(step.config, ParallelConfig(step.dp, **sizes, **options)) as ready:
         model, runner, world = ready
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags))
+        optimizer = make_optimizer(model, ParallelConfig())
         batch = random_batch(step.config, step.microbatches, step.tokens)
 
         def train() -> dict[str, int]:

@@ -7,13 +7,13 @@ import torch
 import torch.distributed.optim  # imports more than torch does: here once, and not on each rank
 from torch import Tensor, nn
 
+import train
 from labs.machinery import compare, student
 from labs.machinery.compare import Property
 from labs.machinery.lab import drawn, plural
 from labs.machinery.student import check_returned
 from labs.machinery.training import Run, replace_ddp
 from perf.instruments import Counted, Live
-from runs import setup
 
 FUNCTION = "sharded_adamw"
 ABOUT = "a step of AdamW with sharded moments"
@@ -273,7 +273,7 @@ RUN = Run(flags="--microbatch 6 --clip 0")
 
 def install(sharded_adamw: Callable) -> None:
     """Give the student's function each rank's own gradients, and let it take the step."""
-    original = setup.make_optimizer
+    original = train.make_optimizer
 
     def make_optimizer(*args) -> torch.optim.Optimizer:
         optimizer = original(*args)
@@ -282,4 +282,4 @@ def install(sharded_adamw: Callable) -> None:
         return optimizer
 
     replace_ddp(lambda model, world: model)
-    setup.make_optimizer = make_optimizer
+    train.make_optimizer = make_optimizer

@@ -17,11 +17,9 @@ import checkpoint
 from config import ParallelConfig
 from model import Llama, LlamaConfig
 from parallel import parallelize, with_mesh
-from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from text.tokenizer import load_tokenizer
 from train import train_step
@@ -68,8 +66,7 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(CONFIG)
         runner = parallelize(model, world, partial(Llama.init_weights, seed=3, assign=assign_shard))
-        flags = dict(lr=1e-2, optimizer=world.parallel.optimizer)
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
+        optimizer = make_optimizer(model, world.parallel, lr=1e-2)
         if source:
             saved = directory / source / "step-00000002"
             assert checkpoint.resume(saved, model, optimizer, tokenizer) == 2

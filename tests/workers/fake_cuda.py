@@ -263,12 +263,10 @@ from lora import LoRA
 from model import KVCache, LlamaConfig, Vocabulary
 from parallel import parallelize, with_mesh
 from perf.instruments import build_on_meta
-from plumbing.parser import Parser
 from plumbing.processes import Process
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
 from techniques.chunked_loss import chunked_loss
 from techniques.context_parallel import share_sequences
+from techniques.optimizers import make_optimizer
 from text.batch import Batch
 from train import accumulate, update
 
@@ -346,8 +344,7 @@ def take_step(
     layers = parallel.pp * parallel.stages_per_rank + 1
     model = build_on_meta(replace(CONFIG, n_layers=layers, qk_norm=qk_norm), lora, base_bits=bits)
     runner = parallelize(model, world, lambda model: None)
-    flags = dict(moments=parallel.moments, optimizer=parallel.optimizer)
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **flags))
+    optimizer = make_optimizer(model, parallel)
     tokens = torch.zeros(4, 96, dtype=torch.int64)
     positions = torch.cat([torch.arange(n) for n in (32, 16, 48)]).repeat(4, 1)
     batch = Batch(tokens, tokens.clone(), positions if packed else None, 1)

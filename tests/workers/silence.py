@@ -16,11 +16,9 @@ from model import Llama, LlamaConfig
 from parallel import World, parallelize, with_mesh
 from perf.instruments import Training, build_on_meta, silenced
 from perf.step import dims_of, stamped_step
-from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
+from techniques.optimizers import make_optimizer
 from text.batch import Batch
 
 CONFIGS = {
@@ -36,7 +34,7 @@ def train(world: World, with_silenced_passes: bool) -> list[torch.Tensor]:
     """Return this rank's weights after three steps of two microbatches each."""
     model = build_on_meta(LlamaConfig(32, 2, 4, 2, 48, vocab_size=101))
     runner = parallelize(model, world, partial(Llama.init_weights, assign=assign_shard))
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, lr=1e-2))
+    optimizer = make_optimizer(model, ParallelConfig(), lr=1e-2)
     for step in range(3):
         torch.manual_seed(10 * step + world.data_rank)
         tokens = torch.randint(101, (2, 17))

@@ -28,13 +28,11 @@ from lora import LoRA, adapters, add_adapters, init_adapters, quantize_base
 from model import IGNORE, Llama, LlamaConfig, generator_for
 from parallel import parallelize, unsharded, with_mesh
 from perf.instruments import Counted
-from plumbing.parser import Parser
 from plumbing.processes import init_distributed, run
 from plumbing.shards import assign_shard, to_local
 from runs.equal import whole_tensor
-from runs.flags import add_optimizer_flags
-from runs.setup import make_optimizer
 from techniques.context_parallel import share_sequences
+from techniques.optimizers import make_optimizer
 from techniques.zero1 import optimizer_parameters
 from text.batch import Batch
 from train import train_step
@@ -121,9 +119,7 @@ def train(process, case: dict) -> dict:
     predicted = sends(Work(model, world.parallel, BATCH, microbatch, seq), pp_rank=0)
     runner = parallelize(model, world, initialize)
     first = {name: whole_tensor(p) for name, p in model.named_parameters()}
-    options = dict(lr=1e-3 if "lora" in case else 1e-2, optimizer=world.parallel.optimizer)
-    options |= dict(moments=world.parallel.moments) | case.get("flags", {})
-    optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **options))
+    optimizer = make_optimizer(model, world.parallel, lr=1e-3 if "lora" in case else 1e-2)
     gradients = {}
 
     def keep_first_gradients(optimizer, args, kwargs):
