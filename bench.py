@@ -39,50 +39,23 @@ from lora import LoRA
 from model import PRESETS, Llama
 from parallel import with_mesh
 from perf.comm import measure_comm
-from perf.compare import NAMES, default_contestants, measure_compare, tasks_of
-from perf.instruments import Task, Training, build_on_meta, check_writable
+from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
+from perf.instruments import Training, build_on_meta, check_writable
 from perf.measured import measured_machine, read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
 from plumbing.processes import Process, UserError, init_distributed, print_rank_zero, run
 from runs.equal import compare_steps
-from runs.flags import add_finetuning_flags, add_optimizer_flags, add_pretraining_flags
-from runs.rules import check_batch, check_parallel, check_work
+from runs.flags import add_finetuning_flags, add_pretraining_flags
+from runs.rules import check_batch, check_parallel, check_work, requested_work
 from runs.setup import build, choose_work, prepare_pretraining, setup
 
 # fmt: off
 
 
-def add_integers(parser: argparse.ArgumentParser, **flags: tuple[int, str]) -> None:
-    """Add flags for integers of at least 1: name -> default, meaning."""
-    for name, (default, meaning) in flags.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive_int, default=default, help=meaning)
-
-
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results as JSON")
-
-
-def add_size_flags(
-    parser: argparse.ArgumentParser, model: str, batch: int, seq_len: int, repeats: int
-) -> None:
-    """Add the flags for a step of limit and compare, and for the number of its repetitions."""
-    parser.add_argument("--model", choices=PRESETS, default=model, help="preset")
-    add_integers(parser, batch=(batch, "sequences per step, over all processes"),
-                 seq_len=(seq_len, "tokens per sequence"),
-                 repeats=(repeats, "rounds of all contestants"))
-    add_parallel_flags(parser, ["dtype"])
-    add_optimizer_flags(parser)
-    add_adapter_flags(parser)
-    parser.set_defaults(lr=1e-4, dtype="float32")
-
-
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    add_size_flags(parser, model="medium", batch=4, seq_len=512, repeats=11)
-    parser.add_argument("--compile", action="store_true", dest="also_compiled",
-                        help="also measure compiled blocks")
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,33 +68,49 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare_flags(parser: argparse.ArgumentParser) -> None:
-    described = ("one", "bare", "transformers", "wrong")
-    flags = "; ".join(f"{name}: {f}" for name, f in NAMES.items() if name not in described)
-    parser.add_argument("contestants", nargs="*", metavar="CONTESTANT",
+    add = parser.add_argument
+    add("contestants", nargs="*", metavar="CONTESTANT",
         help="a name, flags of train.py's parallelism in quotes, or a name and flags, such as "
-             "'tp --compile'. one: rank 0 alone; bare: its matrix products alone; transformers: "
-             "transformers' model and peft's adapters; wrong: hsdp that shards across nodes; the "
-             f"others stand for flags: {flags} (default: those that differ on these processes; all "
-             "are in memory at once)")
-    add_size_flags(parser, model="tiny", batch=8, seq_len=128, repeats=5)
-    add_integers(parser, microbatch=(1, "sequences that a process computes at a time"))
+             f"'fsdp --reshard none'. {', '.join(SAME_TRAINING)}: values of --dp; wrong: hsdp that "
+             "shards across nodes; one: rank 0 alone; bare: its matrix products alone; "
+             "transformers: transformers' model and peft's adapters. All are in memory at once "
+             "(default for compare: strategies, and ways to keep activations; for limit: bare "
+             "transformers one)")
+    add("--model", choices=PRESETS, default="tiny", help="preset")
+    add("--batch", type=positive_int, default=8, help="sequences per step, over all processes")
+    add("--microbatch", type=positive_int, default=1,
+        help="sequences that a process computes at a time (default: 1; for limit: all)")
+    add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
+    add("--repeats", type=positive_int, default=5, help="rounds of all contestants")
+    add_parallel_flags(parser, ["dtype"])
+    add_adapter_flags(parser)
     add_json_flag(parser)
+    parser.set_defaults(dtype="float32")
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    add_compare_flags(parser)
+    contestants = ["bare", "transformers", "one"]
+    parser.set_defaults(contestants=contestants, model="medium", batch=4, seq_len=512,
+                        microbatch=None, repeats=11)
 
 
 def add_comm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the results as JSON")
-    parser.add_argument("--model", choices=PRESETS,
-                        help="preset whose microbatch is timed too, for bench.py plan --measured")
-    add_integers(parser, repeats=(11, "rounds of all collectives"),
-                 microbatch=(1, "sequences of that microbatch"),
-                 seq_len=(512, "tokens per sequence of that microbatch"))
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="file for the results as JSON")
+    add("--model", choices=PRESETS,
+        help="preset whose microbatch is timed too, for bench.py plan --measured")
+    add("--repeats", type=positive_int, default=11, help="rounds of all collectives")
+    add("--microbatch", type=positive_int, default=1, help="sequences of that microbatch")
+    add("--seq-len", type=positive_int, default=512, help="tokens per sequence of that microbatch")
 
 
 def add_step_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the script whose step is measured, and some more."""
-    parser.add_argument("--lora", action="store_true",
-                        help="a step of finetune_lora.py, with its flags, in place of train.py's")
-    add_integers(parser, repeats=(15, "rounds of all measurements"))
+    add = parser.add_argument
+    add("--lora", action="store_true",
+        help="a step of finetune_lora.py, with its flags, in place of train.py's")
+    add("--repeats", type=positive_int, default=15, help="rounds of all measurements")
     add_json_flag(parser)
     if "--lora" in sys.argv:
         add_finetuning_flags(parser)
@@ -186,49 +175,34 @@ def model_of(args: argparse.Namespace) -> Llama:
     return build_on_meta(PRESETS[args.model], lora, base_bits=args.base_bits)
 
 
-def task_of(args: argparse.Namespace, flags: str, process: Process) -> Task:
-    """Return the step of limit or compare that some more `flags` ask for on these processes."""
+def work_of(args: argparse.Namespace, contestant: str, process: Process) -> Work:
+    """Return the step of a contestant of limit or compare on these processes."""
     parser = Parser()
     add_parallel_flags(parser)
     parser.set_defaults(dp="ddp", reshard="weights")
     # Flags that a contestant does not have are those of the command.
-    args = parser.parse_args(flags.split(), argparse.Namespace(**vars(args)))
+    flags = flags_of_contestant(contestant).split()
+    args = parser.parse_args(flags, argparse.Namespace(**vars(args)))
+    process = replace(process, size=1) if is_alone(contestant) else process
     check_same_step(args.dp)
     if args.reshard == "adapters" and not args.lora:
         raise UserError("--reshard adapters is for --lora: nothing is frozen without it")
-    parallel = requested_parallel(args)
-    task = Task(
-        model=model_of(args),
-        parallel=parallel,
-        batch=args.batch,
-        microbatch=args.microbatch,
-        seq_len=args.seq_len,
-        on_gpu=process.device.type == "cuda",
-        optimizer_of=partial(train.make_optimizer, args=args),
-    )
-    check_parallel(task, args.shard, process)
+    work = requested_work(args, model_of(args), process)
+    check_parallel(work, args.shard, process)
     sizes = process.size, process.per_node, args.shard
-    task = replace(task, parallel=with_mesh_sizes(parallel, *sizes))
-    check_batch(task)
-    check_work(task)
-    return task
-
-
-def limit(args: argparse.Namespace) -> str:
-    if args.optimizer not in (None, "adamw"):
-        raise UserError(f"this command measures AdamW: leave out --optimizer {args.optimizer}")
-    args.contestants = ["bare", "transformers", "one", *["one --compile"] * args.also_compiled]
-    args.microbatch, args.json = args.batch, None
-    return compare(args)
+    work = replace(work, parallel=with_mesh_sizes(work.parallel, *sizes))
+    check_batch(work)
+    check_work(work)
+    return work
 
 
 def compare(args: argparse.Namespace) -> str:
     process = init_distributed()
     check_writable("--json", args.json)
-    names = args.contestants or default_contestants(process, args.lora)
-    tasks = tasks_of(names, partial(task_of, args), process, leave_out=not args.contestants)
+    contestants = args.contestants or default_contestants(process)
+    works = {name: work_of(args, name, process) for name in contestants}
     flags = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
-    return measure_compare(tasks, process, args.repeats, flags, args.json)
+    return measure_compare(works, process, args.repeats, flags, args.json)
 
 
 def comm(args: argparse.Namespace) -> str:
@@ -333,7 +307,7 @@ def plan(args: argparse.Namespace) -> str:
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output
-    "limit": (add_limit_flags, limit),
+    "limit": (add_limit_flags, compare),
     "compare": (add_compare_flags, compare),
     "comm": (add_comm_flags, comm),
     "step": (add_step_flags, step),

@@ -15,6 +15,7 @@ expected, one NVIDIA H200 gave it on 2026-11-26 (docs/measured.md).
 import base64
 import itertools
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -27,15 +28,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from config import ParallelConfig  # noqa: E402
+from config import ParallelConfig, Work  # noqa: E402
 from model import PRESETS, attend  # noqa: E402
 from parallel import with_mesh  # noqa: E402
 from perf import instruments  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import UserError, init_distributed, run  # noqa: E402
-from runs.flags import add_optimizer_flags  # noqa: E402
 from techniques.float8 import float8_product, has_float8  # noqa: E402
-from train import make_optimizer  # noqa: E402
 
 PART_SECONDS = 530
 LEAST_SECONDS = 60  # that must be left of a part for another command to begin
@@ -45,7 +44,7 @@ TOKENS = "--batch 8 --microbatch 2 --seq-len 4096"
 STEP = f"bench.py step {TOKENS} --optimizer adamw --tokenizer TOKENIZER --repeats 5 --model"
 STEP_1B = f"{STEP} llama3.2-1b --checkpointing none"
 STEP_8B = f"{STEP} llama3.1-8b --moments bfloat16 --compile --checkpointing"
-COMPARE = "bench.py compare {} --dtype bfloat16 --repeats 5 --model"
+COMPARE = 'bench.py compare "{}" --dtype bfloat16 --repeats 5 --model'
 LORA_8B = "llama3.1-8b --batch 8 --seq-len 4096 --lora --rank 16 --microbatch"
 QLORA_70B = "llama3.1-70b --batch 2 --seq-len 8192 --lora --base-bits 4"
 PARTS = {  # part -> name, command and what is expected, the most telling first
@@ -59,12 +58,12 @@ PARTS = {  # part -> name, command and what is expected, the most telling first
         ("8B, tensorwise", f"{STEP_8B} selective --float8 tensorwise", NEW),
         ("8B, full", f"{STEP_8B} full --microbatch 4", "8,910 tokens/s, 46.4 % MFU, 112.3 GB"),
         ("8B, rowwise", f"{STEP_8B} selective --float8 rowwise", NEW),
-        ("LoRA of 8B", f"{COMPARE.format('compiled')} {LORA_8B} 2", NEW),
+        ("LoRA of 8B", f"{COMPARE.format('one --compile')} {LORA_8B} 2", NEW),
         ("LoRA of 8B by peft", f"{COMPARE.format('transformers')} {LORA_8B} 1", NEW),
     ],
     "C": [
         ("1B", f"{STEP_1B} --compile", "55,281 tokens/s, 50.4 % MFU, 36.7 GB"),
-        ("LoRA of 70B in 4 bits", f"{COMPARE.format('full')} {QLORA_70B}", NEW),
+        ("LoRA of 70B in 4 bits", f"{COMPARE.format('one --checkpointing full')} {QLORA_70B}", NEW),
         ("1B, eager", f"{STEP_1B} --no-compile", NEW),
         ("1B by transformers", f"{COMPARE.format('transformers')} llama3.2-1b {TOKENS}", NEW),
         ("tests", "-m pytest -q -m gpu tests/test_gpu_kernels.py", "no test fails"),
@@ -111,14 +110,12 @@ def measure_rates() -> dict[str, str]:
 def measure_kernels() -> dict[str, float]:
     """Return the seconds of a step of 8B, and of the kernels that take most of them."""
     name, seq_len = ("llama3.1-8b", 4096) if ON_GPU else ("tiny", 32)
-    flags = Parser.defaults(add_optimizer_flags, lr=1e-5, moments="bfloat16")
-    settings = dict(checkpointing="selective", moments=flags.moments)
+    settings = dict(checkpointing="selective", moments="bfloat16")
     parallel = ParallelConfig(dtype=DTYPE, compile=ON_GPU, **settings)
-    optimizer_of = partial(make_optimizer, args=flags)
     model = instruments.build_on_meta(PRESETS[name])
-    task = instruments.Task(model, parallel, 4, 2, seq_len, optimizer_of=optimizer_of)
-    batch = instruments.random_batch(model.config, task.batch, seq_len).to(DEVICE)
-    step = instruments.make_step(task, with_mesh(init_distributed(), parallel), batch)
+    work = Work(model, parallel, 4, 2, seq_len)
+    batch = instruments.random_batch(model.config, work.batch, seq_len).to(DEVICE)
+    step = instruments.make_step(work, with_mesh(init_distributed(), parallel), batch)
     seconds = {"the step": seconds_of(step, burst=1)}
     with torch.profiler.profile() as profile:
         step()
@@ -146,7 +143,7 @@ def write_tokenizer(file: Path) -> None:
 def run_command(line: str, directory: Path, timeout: float) -> object:
     """Return what bench.py writes to --json, the last line of another command, or an error."""
     (file := directory / "result.json").unlink(missing_ok=True)
-    words = line.replace("TOKENIZER", str(directory / "tokenizer.model")).split()
+    words = shlex.split(line.replace("TOKENIZER", str(directory / "tokenizer.model")))
     if words[0] == "bench.py":
         words += ["--json", str(file)]
     options = dict(cwd=ROOT, capture_output=True, text=True, timeout=timeout)

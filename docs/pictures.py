@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +30,6 @@ from config import ParallelConfig, Work  # noqa: E402
 from costs.page import holds, sends  # noqa: E402
 from costs.seconds import sent_bytes  # noqa: E402
 from model import PRESETS  # noqa: E402
-from perf.compare import tasks_of  # noqa: E402
 from perf.instruments import build_on_meta  # noqa: E402
 from plumbing.parser import Parser  # noqa: E402
 from plumbing.processes import Process  # noqa: E402
@@ -114,7 +112,7 @@ def draw_strategies(path: Path) -> None:
     process = Process(0, report["ranks"], 0, report["per_node"], torch.device("cpu"))
     counted = report["strategies"].values()
     memory, traffic = [], []
-    for work in tasks_of(names, partial(bench.task_of, args), process).values():
+    for work in (bench.work_of(args, name, process) for name in names):
         memory.append(holds(work)["peak"] / 1e9)
         traffic.append(sent_bytes(sends(work), work.parallel) / 1e9)
     figure, (left, right) = new_figure(8, 0.9 + 0.36 * len(names), columns=2, sharey=True)

@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import ParallelConfig
+from config import ParallelConfig, Work
 from costs.search import USABLE_FRACTION, usable_memory
 from model import PRESETS
 from parallel import World, with_mesh
 from perf.instruments import (
     Contestants,
-    Task,
     Training,
     build_on_meta,
     check_writable,
@@ -37,10 +36,8 @@ from perf.instruments import (
     write_json,
 )
 from plumbing.devices import has_bfloat16
-from plumbing.parser import Parser
 from plumbing.processes import UserError
-from runs.flags import add_optimizer_flags
-from train import accumulate, make_optimizer
+from train import accumulate
 
 SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25]  # bytes; small shows latency, large bandwidth
 
@@ -178,14 +175,13 @@ def time_computation(
     if not preset:
         return None
     dtype = torch.bfloat16 if has_bfloat16(world.device) else torch.float32
-    optimizer_of = partial(make_optimizer, args=Parser.defaults(add_optimizer_flags))
     model, trainings = build_on_meta(PRESETS[preset]), {}
     for dp in ("ddp", "fsdp"):
         # The mesh of `world` has one rank along shard: so FSDP communicates with no other rank.
         alone = replace(world, size=1, parallel=ParallelConfig(dp=dp, dtype=dtype))
-        parallel, batch = alone.parallel, random_batch(model.config, microbatch, seq_len)
-        task = Task(model, parallel, microbatch, microbatch, seq_len, optimizer_of=optimizer_of)
-        trainings[dp] = make_step(task, alone, batch.to(world.device))
+        work = Work(model, alone.parallel, microbatch, microbatch, seq_len)
+        batch = random_batch(model.config, microbatch, seq_len)
+        trainings[dp] = make_step(work, alone, batch.to(world.device))
     contestants = {dp: partial(forward_and_backward, t) for dp, t in trainings.items()}
     contestants["update"] = partial(clip_and_update, trainings["ddp"])
     medians = time_slowest(contestants, repeats, world)

@@ -1,13 +1,13 @@
 """`bench.py compare` and `limit`: the same training step, distributed and computed in many ways.
 
-    torchrun --nproc-per-node 2 bench.py compare ddp fsdp "fsdp --reshard none" "tp --async-tp"
+    torchrun --nproc-per-node 2 bench.py compare ddp fsdp "fsdp --reshard none" "--tp 2 --async-tp"
     python bench.py limit --lora        how far a step is from what the machine can do
 
-A contestant is a name, of a strategy of parallel.py for example, and flags of train.py that say how
-a step is split and computed. All start from the same weights and train on the same batch: so their
-losses must agree, and they differ in time, memory and communication. Two are for scale: the bare
-matrix products of a step, and transformers' step with weights of its own (perf/rivals.py). They run
-in turns and stay in memory together.
+A contestant is a name, such as a value of --dp, and flags of train.py that say how a step is split
+and computed. All start from the same weights and train on the same batch: so their losses must
+agree, and they differ in time, memory and communication. Two are for scale: the bare matrix
+products of a step, and transformers' step with weights of its own (perf/rivals.py). They run in
+turns and stay in memory together.
 """
 
 import statistics
@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig
-from costs.page import Traffic, holds
+from config import ARITHMETIC, FLAGS, STRATEGIES, ParallelConfig, Work
+from costs.page import Traffic
 from costs.search import SAME_TRAINING
 from costs.seconds import sent_bytes
 from parallel import World, with_mesh
 from perf.instruments import (
     Rounds,
-    Task,
     Training,
     describe_machine,
     make_step,
@@ -42,75 +41,38 @@ from perf.rivals import bare_step, transformers_step
 from plumbing.processes import Process, UserError, print_rank_zero
 from techniques.context_parallel import share_sequences
 
-# Relative: what sums in another order differ by, and (True) bfloat16 or different arithmetics.
-LOSS_TOLERANCE = {False: 1e-4, True: 1e-2}
 # What rank 0 runs alone, with the whole batch -> what makes its step.
 ALONE = {"one": make_step, "bare": bare_step, "transformers": transformers_step}
 NAMES = {  # of contestants -> the flags that they stand for
-    "one": "",
+    **dict.fromkeys(ALONE, ""),
     **{name: f"--dp {name}" for name in SAME_TRAINING},
-    "fsdp-none": "--dp fsdp --reshard none",
-    "fsdp-adapters": "--dp fsdp --reshard adapters",
     "wrong": "--dp hsdp",  # all-gathers weights across nodes, all-reduces gradients in them
-    "tp": "--tp {ranks}",
-    "cp": "--dp fsdp --cp {per_node}",
-    "pp": "--dp fsdp --pp {stages}",
-    "selective": "--checkpointing selective",
-    "full": "--checkpointing full",
-    "compiled": "--compile",
-    "bare": "",
-    "transformers": "",
 }
 
 # ------------------------------------------------------------------------------- contestants
 
 
-def flags_of_contestant(contestant: str, process: Process) -> str:
+def flags_of_contestant(contestant: str) -> str:
     """Return all flags that a contestant stands for: those of its name, and its own."""
     if contestant.startswith("--"):
         return contestant
     name, _, more = contestant.partition(" ")
     if name not in NAMES:
         raise UserError(f"no contestant {name}: choose from {', '.join(NAMES)}; or give flags")
-    nodes = process.size // process.per_node
-    stages = nodes if nodes > 1 else process.size
-    sizes = dict(ranks=process.size, per_node=process.per_node, stages=stages)
-    return f"{NAMES[name].format(**sizes)} {more}"
+    return f"{NAMES[name]} {more}"
 
 
 def is_alone(contestant: str) -> bool:
     return contestant.split()[0] in ALONE
 
 
-def default_contestants(process: Process, lora: bool) -> list[str]:
-    """Return the contestants that differ from each other on these processes."""
+def default_contestants(process: Process) -> list[str]:
+    """Return strategies that differ on these processes, and ways to keep activations."""
     several_nodes = 1 < process.per_node < process.size  # else HSDP is DDP or FSDP
-    names = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_per != "node"]
-    names += ["fsdp-none", *["fsdp-adapters"] * lora, "tp"]
-    others = ["selective", "full", *["compiled"] * (process.device.type == "cuda")]
-    return (names if process.size > 1 else ["one"]) + others
-
-
-def tasks_of(
-    names: list[str], task_of: Callable, process: Process, leave_out: bool = False
-) -> dict[str, Task]:
-    """Return the step of each contestant; task_of(flags, process) returns what flags ask for.
-    Raises UserError where one is impossible, or is told to leave those out, and none is left."""
-    tasks, left_out = {}, []
-    for name in names:
-        try:
-            on = replace(process, size=1) if is_alone(name) else process
-            tasks[name] = task_of(flags_of_contestant(name, process), on)
-        except UserError as error:
-            if not leave_out:
-                raise
-            left_out.append(f"{name} ({error})")
-    reasons = "; ".join(left_out)
-    if not tasks:
-        raise UserError(f"nothing is left to compare: without {reasons}")
-    if reasons:
-        print_rank_zero(f"left out: {reasons}", file=sys.stderr)
-    return tasks
+    strategies = [n for n in SAME_TRAINING if several_nodes or STRATEGIES[n].copy_per != "node"]
+    strategies = [*strategies, "fsdp --reshard none"] if process.size > 1 else ["one"]
+    plain = strategies[0]
+    return [*strategies, f"{plain} --checkpointing selective", f"{plain} --checkpointing full"]
 
 
 def world_of(name: str, parallel: ParallelConfig, process: Process) -> World:
@@ -139,23 +101,23 @@ class Cost:
 
 
 def measure_compare(
-    tasks: dict[str, Task], process: Process, repeats: int, flags: dict, json_file: Path | None
+    works: dict[str, Work], process: Process, repeats: int, flags: dict, json_file: Path | None
 ) -> str:
     """Run the contestants; return the results as text, and write them to --json with the flags."""
     steps, costs = {}, {}
-    for name, task in tasks.items():
+    for name, work in works.items():
         print_rank_zero(f"counting {name}", file=sys.stderr)
-        world = world_of(name, task.parallel, process)
-        steps[name], costs[name] = lambda: None, Cost(task.parallel)
+        world = world_of(name, work.parallel, process)
+        steps[name], costs[name] = lambda: None, Cost(work.parallel)
         if process.rank == 0 or not is_alone(name):  # the other ranks wait for rank 0
             make = ALONE.get(name.split()[0], make_step)
-            batch = random_batch(task.model.config, task.batch, task.seq_len)
-            share = batch.microbatches(task.batch // world.data_size)[world.data_rank]
+            batch = random_batch(work.model.config, work.batch, work.seq_len)
+            share = batch.microbatches(work.batch // world.data_size)[world.data_rank]
             before = torch.cuda.memory_allocated() if world.device.type == "cuda" else 0
-            steps[name] = make(task, world, share_sequences(share, world).to(world.device))
+            steps[name] = make(work, world, share_sequences(share, world).to(world.device))
             costs[name] = count_costs(steps[name], world, before)
     rounds = run_in_turns(steps, repeats)
-    text, results = report(tasks, rounds, costs)
+    text, results = report(works, rounds, costs)
     write_json(json_file, flags | describe_machine(process) | {"strategies": results})
     return text
 
@@ -181,32 +143,31 @@ def count_costs(step: Callable[[], object], world: World, before: int) -> Cost:
 # --------------------------------------------------------------------------------- reporting
 
 
-def report(tasks: dict[str, Task], rounds: Rounds, costs: dict[str, Cost]) -> tuple[str, dict]:
+def report(works: dict[str, Work], rounds: Rounds, costs: dict[str, Cost]) -> tuple[str, dict]:
     """Return the results as text, and for --json: a table, whether the losses agree, and each
     contestant's traffic."""
     columns = "step, seconds, tokens/s, ratio to the first (quartiles), peak memory, sends, loss"
     rows, traffic, results = [], [], {}
     first = next(iter(rounds.values()))["step"]
-    for name, task in tasks.items():
+    for name, work in works.items():
         cost, seconds = costs[name], rounds[name]["step"]
-        ratios = quartiles(own / of_first for own, of_first in zip(seconds, first))
         median = statistics.median(seconds)
-        speed, payload = task.batch * task.seq_len / median, cost.traffic or {}
+        speed = work.batch * work.seq_len / median
+        lower, ratio, upper = quartiles(own / of_first for own, of_first in zip(seconds, first))
+        ratio_in_words = f"{ratio:.3f} ({lower:.3f}-{upper:.3f})"
         sends = None if cost.traffic is None else sent_bytes(cost.traffic, cost.parallel)
         loss = "-" if cost.loss is None else f"{cost.loss:.5f}"
-        ratio = "{1:.3f} ({0:.3f}-{2:.3f})".format(*ratios)
-        row = [name, f"{median:.3f}", f"{speed:,.0f}", ratio, megabytes(cost.peak)]
+        row = [name, f"{median:.3f}", f"{speed:,.0f}", ratio_in_words, megabytes(cost.peak)]
         rows.append([*row, megabytes(sends), loss])
         if not is_alone(name):
             traffic.append(f"{name} sends {traffic_in_words(cost.traffic, cost.parallel)}")
         results[name] = {
             "seconds": seconds,
             "tokens_per_second": speed,
-            "ratio": ratios[1],
+            "ratio": ratio,
             "peak_bytes": cost.peak,
-            "predicted_peak_bytes": None if cost.loss is None else holds(task)["peak"],
             "sends": sends,
-            "payload": {" ".join(key): list(value) for key, value in payload.items()},
+            "payload": {" ".join(key): counts for key, counts in (cost.traffic or {}).items()},
             "loss": cost.loss,
         }
     table = markdown_table(columns.split(", "), rows)
@@ -222,8 +183,9 @@ def compare_losses(costs: dict[str, Cost]) -> str:
     arithmetic = [name for name, field in FLAGS.items() if field.metadata["kind"] == ARITHMETIC]
     kinds = {tuple(getattr(cost.parallel, name) for name in arithmetic) for cost in costs.values()}
     is_rough = len(kinds) > 1 or reference.parallel.dtype == torch.bfloat16
+    tolerance = 1e-2 if is_rough else 1e-4  # the latter for sums in another order
     errors = {name: abs(cost.loss / reference.loss - 1) for name, cost in costs.items()}
-    if different := [name for name in errors if errors[name] > LOSS_TOLERANCE[is_rough]]:
+    if different := [name for name in errors if errors[name] > tolerance]:
         losses = ", ".join(f"{name} {costs[name].loss:.5f}" for name in different)
         return f"losses of the first step DO NOT AGREE: {losses}, but {first} {reference.loss:.5f}"
     return f"losses of the first step agree to {max(errors.values()):.0e}"

@@ -248,13 +248,6 @@ class Live(Instrument):
 # ------------------------------------------------------------------------------------- a training
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task(Work):
-    """A training step to measure."""
-
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]  # make_optimizer with its flags
-
-
 @dataclass(frozen=True)
 class Training:
     """A training as train.py sets it up. A call runs its step on the next batch."""
@@ -325,10 +318,16 @@ def random_batch(config: LlamaConfig, sequences: int, seq_len: int) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, text_bytes=1)
 
 
-def make_step(task: Task, world: World, batch: Batch) -> Training:
+def optimizer_of(model: nn.Module, parallel: ParallelConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a configuration, with a learning rate that keeps the loss finite."""
+    flags = Parser.defaults(add_optimizer_flags, lr=1e-4, **vars(parallel))
+    return make_optimizer(model, flags)
+
+
+def make_step(work: Work, world: World, batch: Batch) -> Training:
     """Return a training of a new model, with adapters or without, on `world`. In every step `batch`
     holds this rank's sequences."""
-    model = copy.deepcopy(task.model)
+    model = copy.deepcopy(work.model)
 
     def random_matrix(name: str) -> Tensor:
         layer = model.get_submodule(name.removesuffix(".weight"))
@@ -340,8 +339,8 @@ def make_step(task: Task, world: World, batch: Batch) -> Training:
         init_adapters(model, assign=assign_shard, device=world.device)
 
     runner = parallelize(model, world, initialize)
-    optimizer = task.optimizer_of(model)
-    return Training(world, model, runner, optimizer, itertools.repeat(batch), task.microbatch)
+    optimizer = optimizer_of(model, work.parallel)
+    return Training(world, model, runner, optimizer, itertools.repeat(batch), work.microbatch)
 
 
 # --------------------------------------------------------------------------------------- silencing
@@ -413,8 +412,7 @@ def _few_steps(work: Work, world: World) -> tuple[Traffic, dict[str, int]]:
 
         runner = parallelize(model, replace(world, device=torch.device("meta")), allocate_fake)
     with mode:
-        optimizer = make_optimizer(model, Parser.defaults(add_optimizer_flags, **vars(parallel)))
-        batches = itertools.repeat(batch)
+        optimizer, batches = optimizer_of(model, parallel), itertools.repeat(batch)
         training = Training(world, model, runner, optimizer, batches, work.microbatch)
         # Step 1 makes the optimizer's state, and step 2 DDP's final buckets.
         for _ in range(3 if needs_real_tensors(parallel) else 2):

@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from config import Work
 from files.formats import HF_FIELDS
 from lora import adapter_settings
 from model import attend
 from parallel import World
-from perf.instruments import Task
+from perf.instruments import optimizer_of
 from plumbing.processes import UserError
 from text.batch import Batch
 
 
-def products(task: Task) -> Iterator[tuple[int, int, int]]:
+def products(work: Work) -> Iterator[tuple[int, int, int]]:
     """Yield the sizes (m, k, n) of the matrix products [m, k] x [k, n] of a microbatch.
 
     A weight [out, in] is in three: for the output, for the gradient of the input, and for its own.
     With LoRA it is frozen and has none; instead, its factors A [r, in] and B [out, r] are in three
     products each. As in training, the output matrix has no adapter."""
-    tokens, lora = task.microbatch * task.seq_len, adapter_settings(task.model)
-    for name, layer in task.model.named_modules():
+    tokens, lora = work.microbatch * work.seq_len, adapter_settings(work.model)
+    for name, layer in work.model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         width, out = layer.in_features, layer.out_features
@@ -39,10 +40,10 @@ def products(task: Task) -> Iterator[tuple[int, int, int]]:
                 yield low, tokens, high
 
 
-def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
+def bare_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
     """Return a function that runs only the matrix products and the attention of a training step.
     The time that a training step takes beyond this is overhead."""
-    c, sizes = task.model.config, list(products(task))
+    c, sizes = work.model.config, list(products(work))
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=world.device, dtype=world.parallel.dtype)
@@ -50,11 +51,11 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     shapes = {shape for m, k, n in sizes for shape in ((m, k), (k, n))}
     operands = {shape: random(*shape) for shape in shapes}
     heads = c.n_heads, c.n_kv_heads, c.n_kv_heads, c.n_heads  # of q, k, v, the output's gradient
-    qkv_grad = [random(task.microbatch, task.seq_len, n, c.head_dim) for n in heads]
+    qkv_grad = [random(work.microbatch, work.seq_len, n, c.head_dim) for n in heads]
     qkv, grad = [tensor.requires_grad_() for tensor in qkv_grad[:3]], qkv_grad[3]
 
     def step() -> None:
-        for _ in range(len(batch.tokens) // task.microbatch):
+        for _ in range(len(batch.tokens) // work.microbatch):
             for m, k, n in sizes:
                 torch.mm(operands[m, k], operands[k, n])
             for _ in range(c.n_layers):
@@ -63,9 +64,9 @@ def bare_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
     return step
 
 
-def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], object]:
+def transformers_step(work: Work, world: World, batch: Batch) -> Callable[[], object]:
     """Return the same step on transformers' LlamaForCausalLM, with peft's adapters beside the
-    seven matrices of each block where the task has them. In bfloat16 it computes under autocast,
+    seven matrices of each block where the model has them. In bfloat16 it computes under autocast,
     with float32 weights, but for a frozen base."""
     try:
         import peft
@@ -74,9 +75,9 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], ob
         raise UserError(
             "this command compares with transformers and peft: pip install -r requirements-dev.txt"
         )
-    if not all(parameter.is_floating_point() for parameter in task.model.parameters()):
+    if not all(parameter.is_floating_point() for parameter in work.model.parameters()):
         raise UserError("transformers' step is not made in 4 bits: leave out one of the two")
-    config, lora = task.model.config, adapter_settings(task.model)
+    config, lora = work.model.config, adapter_settings(work.model)
     fields = {theirs: getattr(config, ours) for ours, theirs in HF_FIELDS.items()}
     described = transformers.LlamaConfig(**fields, attn_implementation="sdpa", use_cache=False)
     with torch.device(world.device):
@@ -88,7 +89,7 @@ def transformers_step(task: Task, world: World, batch: Batch) -> Callable[[], ob
         options = dict(r=lora.rank, lora_alpha=lora.alpha, use_dora=lora.dora)
         options |= dict(target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, peft.LoraConfig(**options))
-    optimizer, parts = task.optimizer_of(model), batch.microbatches(task.microbatch)
+    optimizer, parts = optimizer_of(model, world.parallel), batch.microbatches(work.microbatch)
 
     def step() -> None:
         for part in parts:

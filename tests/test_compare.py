@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from model import PRESETS, Llama
 from perf import compare
 from perf.instruments import build_on_meta
 from plumbing.parser import Parser
-from plumbing.processes import Process, UserError
+from plumbing.processes import Process
 
 
 def compare_two_ranks(directory: Path, *args) -> tuple[str, dict]:
@@ -35,13 +34,13 @@ CONTESTANTS = {
     "zero1": ParallelConfig(dp="zero1", replicate=2),
     "fsdp --reshard none": ParallelConfig(dp="fsdp", shard=2, reshard="none"),
     "wrong": ParallelConfig(dp="hsdp", shard=2),
-    "tp": ParallelConfig(tp=2),
+    "--tp 2": ParallelConfig(tp=2),
     "--tp 2 --async-tp": ParallelConfig(tp=2, async_tp=True),
-    "cp": ParallelConfig(dp="fsdp", shard=2, cp=2),
-    "pp": ParallelConfig(dp="fsdp", pp=2),
-    "pp --schedule zero-bubble": ParallelConfig(dp="fsdp", pp=2, schedule="zero-bubble"),
-    "selective": ParallelConfig(replicate=2, checkpointing="selective"),
-    "full": ParallelConfig(replicate=2, checkpointing="full"),
+    "fsdp --cp 2": ParallelConfig(dp="fsdp", shard=2, cp=2),
+    "fsdp --pp 2": ParallelConfig(dp="fsdp", pp=2),
+    "--pp 2 --schedule zero-bubble": ParallelConfig(pp=2, schedule="zero-bubble"),
+    "ddp --checkpointing selective": ParallelConfig(replicate=2, checkpointing="selective"),
+    "ddp --checkpointing full": ParallelConfig(replicate=2, checkpointing="full"),
 }
 
 
@@ -72,7 +71,7 @@ def test_contestants_have_the_same_loss_and_send_what_is_predicted(names, tmp_pa
     state = 16 * sum(p.numel() for p in model.parameters())  # of a rank that shards nothing
     assert state / 2 < peaks["fsdp"] < peaks["ddp"] < 1.6 * state
     if "zero1" in names:
-        assert state <= peaks["full"] <= peaks["ddp"]
+        assert state <= peaks["ddp --checkpointing full"] <= peaks["ddp"]
         # Beside its half of the state, a rank of FSDP has whole gradients, and what it gathers.
         assert peaks["fsdp"] < peaks["fsdp --reshard none"] < peaks["ddp"]
         # ZeRO-1 shards AdamW's moments, half of the state, over two ranks.
@@ -92,58 +91,47 @@ def loss_of_plain_model() -> float:
 def test_compare_adapters(tmp_path):
     """They have one loss in every strategy, and FSDP need not gather the frozen base. Bare products
     and transformers' model of random weights have no loss to compare."""
-    names = ["bare", "one", "transformers", "ddp", "fsdp-adapters", "fsdp"]
+    names = ["bare", "one", "transformers", "ddp", "fsdp --reshard adapters", "fsdp"]
     out, results = compare_two_ranks(tmp_path, *names, "--lora", "--batch=2")
     bare, one, transformers, ddp, adapters, fsdp = results["strategies"].values()
     assert bare["loss"] is transformers["loss"] is None and one["loss"] > 7
     losses = [result["loss"] for result in (ddp, adapters, fsdp)]
     assert losses == pytest.approx([one["loss"]] * 3, rel=1e-5)
     assert results["lora"] and one["payload"] == {}
-    assert re.findall(r"^(\S+) sends ", out, re.MULTILINE) == ["ddp", "fsdp-adapters", "fsdp"]
+    assert re.findall(r"^([\w -]+) sends ", out, re.MULTILINE) == names[3:]
     gathered = [result["payload"]["shard all-gather"][1] for result in (adapters, fsdp)]
     assert gathered[0] < gathered[1] / 2  # the frozen base is not gathered
     assert one["peak_bytes"] > 4 * 640_000  # the base, on the one rank that has it
 
 
-def test_what_is_compared_by_default(monkeypatch):
-    printed = []
-    monkeypatch.setattr(compare, "print_rank_zero", lambda text, **where: printed.append(text))
+def test_what_is_compared_by_default():
+    def chosen(nodes: int, per_node: int) -> list[str]:
+        process = Process(0, nodes * per_node, 0, per_node, torch.device("cpu"))
+        contestants = compare.default_contestants(process)
+        args = Parser.defaults(bench.add_compare_flags)
+        assert all(bench.work_of(args, name, process) for name in contestants)
+        return contestants
 
-    def chosen(nodes: int, per_node: int, *flags: str, device: str = "cpu") -> str:
-        parser = Parser()
-        bench.add_compare_flags(parser)
-        args = parser.parse_args([*flags, "--seq-len", "16"])
-        process = Process(0, nodes * per_node, 0, per_node, torch.device(device))
-        names = args.contestants or compare.default_contestants(process, args.lora)
-        leave_out = not args.contestants
-        return " ".join(compare.tasks_of(names, partial(bench.task_of, args), process, leave_out))
-
-    assert chosen(1, 1) == "one selective full"
-    assert chosen(1, 2) == "ddp zero1 fsdp fsdp-none tp selective full"
-    assert chosen(2, 1, "--lora") == "ddp zero1 fsdp fsdp-none fsdp-adapters tp selective full"
-    assert chosen(1, 2, device="cuda") == "ddp zero1 fsdp fsdp-none tp selective full compiled"
-    assert chosen(1, 2, "full", "wrong") == "full wrong" and not printed
-    assert chosen(2, 2) == "ddp zero1 hsdp fsdp fsdp-none selective full"
-    assert len(printed) == 1 and printed[0].startswith("left out: tp (--tp 4 cannot shard 2 key")
-    assert chosen(1, 2, "--batch=3") == "tp"
-    assert printed[1].startswith("left out: ddp (--batch 3 is no multiple of the 2 ranks that")
-    with pytest.raises(UserError, match="nothing is left to compare: without ddp"):
-        chosen(1, 4, "--batch=3")
+    ways = [" --checkpointing selective", " --checkpointing full"]
+    assert chosen(1, 1) == ["one", *(f"one{way}" for way in ways)]
+    several = ["ddp", "zero1", "fsdp", "fsdp --reshard none"]
+    assert chosen(1, 2) == chosen(2, 1) == [*several, *(f"ddp{way}" for way in ways)]
+    assert chosen(2, 2) == ["ddp", "zero1", "hsdp", *several[2:], *(f"ddp{way}" for way in ways)]
 
 
 @pytest.mark.parametrize(
-    "contestant, flags",
+    "contestant, parallel",
     [
-        ("hsdp", "--dp hsdp "),
-        ("tp --async-tp", "--tp 4 --async-tp"),
-        ("pp", "--dp fsdp --pp 2 "),
-        ("cp", "--dp fsdp --cp 2 "),
-        ("--tp 2 --dp fsdp", "--tp 2 --dp fsdp"),
+        ("hsdp", ParallelConfig(dp="hsdp", replicate=2, shard=2)),
+        ("wrong", ParallelConfig(dp="hsdp", replicate=2, shard=2)),
+        ("one --compile", ParallelConfig(compile=True)),
+        ("--tp 2 --dp fsdp", ParallelConfig(dp="fsdp", shard=2, tp=2)),
     ],
 )
-def test_a_contestant_stands_for_flags(contestant, flags):
+def test_a_contestant_stands_for_flags(contestant, parallel):
     process = Process(0, 4, 0, 2, torch.device("cpu"))
-    assert compare.flags_of_contestant(contestant, process) == flags
+    args = Parser.defaults(bench.add_compare_flags)
+    assert bench.work_of(args, contestant, process).parallel == parallel
 
 
 def test_losses_that_do_not_agree_are_named():
@@ -157,10 +145,10 @@ def test_losses_that_do_not_agree_are_named():
     assert compare.compare_losses(costs) == "losses of the first step agree to 1e-03"
 
 
-@pytest.mark.parametrize("flags", ["", slow("--lora --compile")])
-def test_limit(flags):
-    out = succeed("bench.py", "limit", "--model", "tiny", "--batch=1", "--seq-len=64",
-                  "--repeats=2", *flags.split()).out  # fmt: skip
+@pytest.mark.parametrize("more", [[], slow(["bare", "one --compile", "--lora"])])
+def test_limit(more):
+    out = succeed("bench.py", "limit", *more, "--model", "tiny", "--batch=1", "--seq-len=64",
+                  "--repeats=2").out  # fmt: skip
     found = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")]
-    rows = ["bare", "transformers", "one"] + ["one --compile"] * ("--compile" in flags)
-    assert found[2:] == rows and "losses of the first step agree" in out
+    assert found[2:] == (more[:2] or ["bare", "transformers", "one"])
+    assert "losses of the first step agree" in out

@@ -25,7 +25,7 @@ from generate import generate
 from lora import LoRA
 from model import LlamaConfig, rope_angles, sum_of_losses
 from parallel import parallelize, tensor_parallel, with_mesh
-from perf.instruments import Counted, Task, build_on_meta, make_step, random_batch, silenced
+from perf.instruments import Counted, build_on_meta, make_step, random_batch, silenced
 from plumbing.parser import Parser
 from plumbing.processes import init_distributed
 from plumbing.shards import assign_shard, to_local
@@ -263,15 +263,12 @@ def test_memory_is_predicted_within_a_tenth(process, name):
     lora = options.pop("lora", None)
     parallel = ParallelConfig(**options)
     model = build_on_meta(BIG, lora)
-    predicted = holds(step_of(model, parallel, 4, microbatches, 1024, on_gpu=True))
+    work = step_of(model, parallel, 4, microbatches, 1024, on_gpu=True)
+    predicted = holds(work)
     gc.collect()  # what earlier tests have left
     before = torch.cuda.memory_allocated()
-    moments = parallel.moments
-    args = Parser.defaults(add_optimizer_flags, lr=1e-4, moments=moments)
     batch = random_batch(BIG, 4 * microbatches, 1024).to(DEVICE)
-    optimizer_of = partial(make_optimizer, args=args)
-    task = Task(model, parallel, 4 * microbatches, 4, 1024, optimizer_of=optimizer_of)
-    step = make_step(task, with_mesh(process, parallel), batch)
+    step = make_step(work, with_mesh(process, parallel), batch)
     for _ in range(2):
         step()
     torch.cuda.reset_peak_memory_stats()

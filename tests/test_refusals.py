@@ -169,14 +169,13 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
 1 | bench.py compare ddp --seq-len 9999 | maximum: --seq-len 2048
-1 | bench.py compare ddp quick | no contestant quick: choose from one, ddp
-1 | bench.py compare fsdp-adapters | --reshard adapters is for --lora
+1 | bench.py compare ddp quick | no contestant quick: choose from one, bare
+1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
 1 | bench.py compare "fsdp --cp 3" | --cp 3 must divide
 1 | bench.py compare "--dp diloco" | --dp diloco is another training
 1 | bench.py compare "ddp --cmpile" | unrecognized arguments: --cmpile: did you mean --compile?
-1 | bench.py compare --lora --optimizer muon | leave it out with --lora
+1 | bench.py compare --lora "ddp --optimizer muon" | leave it out with --lora
 1 | bench.py compare --json {out}/x.json | no directory {out}
-1 | bench.py limit --optimizer muon | this command measures AdamW: leave out --optimizer muon
 1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
 1 | bench.py lora | bench.py lora is bench.py limit --lora
 1 | bench.py step-lora --init x | bench.py step-lora is bench.py step --lora

@@ -2,7 +2,6 @@
 in the weights. How long anything takes is not tested."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -10,18 +9,20 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import slow, step_of, succeed
 from test_train import CONFIG, SIZES
+from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import ParallelConfig, flags_of
 from costs.page import holds
 from model import PRESETS, Llama
 from parallel import with_mesh
-from perf.instruments import Counted, Task, build_on_meta, make_step, megabytes, random_batch
+from perf.instruments import Counted, build_on_meta, make_step, megabytes, random_batch
 from perf.step import parts_of_step
 from perf.verdict import EXPOSED
 from plumbing.parser import Parser
 from plumbing.processes import Process, UserError, init_distributed
 from runs.flags import add_optimizer_flags
+from techniques.optimizers import BFloat16AdamW, Muon
 from train import make_optimizer, train_step
 
 
@@ -140,16 +141,14 @@ def test_a_parameter_without_a_gradient_is_named(world):
         train_step(model, optimizer, random_batch(CONFIG, 1, 8), 1, 1.0, world, step=1)
 
 
-def test_a_measured_step_uses_the_flags_of_the_optimizer(world):
-    """With a learning rate of 0 a step changes nothing."""
+def test_a_measured_step_has_the_optimizer_of_its_configuration(world):
     model = build_on_meta(PRESETS["tiny"])
     batch = random_batch(model.config, 1, 8)
-    for lr, unchanged in ((0.0, True), (1e-2, False)):
-        flags = Parser.defaults(add_optimizer_flags, lr=lr)
-        optimizer_of = partial(make_optimizer, args=flags)
-        task = Task(model, ParallelConfig(), 1, 1, 8, optimizer_of=optimizer_of)
-        step = make_step(task, world, batch)
-        assert (step().loss == step().loss) == unchanged
+    for settings, kind in (({}, AdamW), ({"moments": "bfloat16"}, BFloat16AdamW),
+                           ({"optimizer": "muon"}, Muon)):  # fmt: skip
+        step = make_step(step_of(model, ParallelConfig(**settings), 1, 1, 8), world, batch)
+        assert type(step.optimizer) is kind
+        assert step().loss > step().loss  # it trains
 
 
 def test_a_collective_without_a_name_here_is_counted_too():
