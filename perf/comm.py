@@ -104,19 +104,9 @@ def time_collectives(group: dist.ProcessGroup, repeats: int, world: World) -> di
 
 
 def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Contestants:
-    """Return functions that run each collective once, with a payload of `nbytes`. In send/recv,
-    each rank sends to the next and receives from the previous, in a ring."""
-    ranks, own = dist.get_process_group_ranks(group), group.rank()
-    full, received = torch.zeros(2, nbytes // 4, device=device)
-    shard = torch.zeros(len(full) // len(ranks), device=device)
-
-    def send_and_receive() -> None:
-        send = dist.P2POp(dist.isend, full, ranks[(own + 1) % len(ranks)], group)
-        receive = dist.P2POp(dist.irecv, received, ranks[own - 1], group)
-        # In a batch, NCCL uses the connections that the group has; alone, each would open one.
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
+    """Return functions that run each collective once, with a payload of `nbytes`."""
+    full = torch.zeros(nbytes // 4, device=device)
+    shard = torch.zeros(len(full) // group.size(), device=device)
     # torch 2.13 deprecates the names all_gather_into_tensor and reduce_scatter_tensor.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -124,8 +114,6 @@ def collectives(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> 
         "all-reduce": lambda: dist.all_reduce(full, group=group),
         "all-gather": lambda: all_gather(full, shard, group=group),
         "reduce-scatter": lambda: reduce_scatter(shard, full, group=group),
-        "broadcast": lambda: dist.broadcast(full, ranks[0], group),
-        "send/recv": send_and_receive,
     }
 
 
@@ -135,9 +123,8 @@ def bus_bandwidth(collective: str, n: int, nbytes: int, seconds: float) -> float
     In a ring of n ranks, a rank sends (n - 1)/n of the payload `nbytes` for an all-gather or a
     reduce-scatter. An all-reduce is one of each. Unlike payload per second, the result compares
     with the nominal speed of a link, and between groups of different sizes."""
-    fraction = (n - 1) / n
-    factors = {"all-reduce": 2 * fraction, "all-gather": fraction, "reduce-scatter": fraction}
-    return nbytes / seconds * factors.get(collective, 1.0)
+    times = 2 if collective == "all-reduce" else 1
+    return times * (n - 1) / n * nbytes / seconds
 
 
 def text_report(report: dict) -> str:
@@ -145,8 +132,8 @@ def text_report(report: dict) -> str:
     lines = [
         f"{report['ranks']} ranks, {report['per_node']} per node, {report['backend']} on "
         f"{report['device']}. MB/s are bus bandwidth: payload per second, times 2(n-1)/n for an "
-        "all-reduce of n ranks, (n-1)/n for all-gather and reduce-scatter, 1 for the others. The "
-        "time of the smallest message is the latency."
+        "all-reduce of n ranks, (n-1)/n for the others. The time of the smallest message is the "
+        "latency."
     ]
     for name, group in report["groups"].items():
         n, times, rows = group["ranks"], group["times"], []

@@ -32,10 +32,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from config import DIMS, Work
+from config import DIMS, ParallelConfig, Work
 from costs.machines import peak_flops
 from costs.page import Traffic, holds
 from costs.search import usable_memory
@@ -58,7 +57,6 @@ from runs.changed import prediction_note
 from techniques import schedules
 from techniques.pipeline import Pipeline
 from techniques.recompute import is_attention
-from techniques.schedules import Action
 from train import accumulate, update, zero_gradients
 
 WARM_UP_STEPS = 3  # DDP makes its final buckets, AdamW its moments; blocks are compiled
@@ -91,23 +89,23 @@ class TimeStamps:
 
     def __init__(self, world: World):
         self.on_gpu = world.device.type == "cuda"
-        self.stamps = defaultdict(list)  # part, or action of a pipeline -> begin, end, begin, end
+        self.stamps = defaultdict(list)  # part -> begin, end, begin, end
 
-    def stamp(self, part: str | Action, *_) -> None:
+    def stamp(self, part: str, *_) -> None:
         event = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter()
         if self.on_gpu:
             event.record()
         self.stamps[part].append(event)
 
     @contextlib.contextmanager
-    def around(self, part: str | Action) -> Iterator[None]:
+    def around(self, part: str) -> Iterator[None]:
         self.stamp(part)
         try:
             yield
         finally:  # an exception ends a recomputation, as soon as checkpoint has enough
             self.stamp(part)
 
-    def seconds(self) -> dict[str | Action, float]:
+    def seconds(self) -> dict[str, float]:
         """Return the total seconds of each part. On a GPU, synchronize before."""
         seconds = {}
         for part, stamps in self.stamps.items():
@@ -118,8 +116,7 @@ class TimeStamps:
 
 @contextlib.contextmanager
 def time_stamped(training: Training) -> Iterator[TimeStamps]:
-    """Record time stamps of forward, recompute, optimizer, and the actions of a pipeline, in the
-    step within the context."""
+    """Record time stamps of forward, recompute and optimizer in the step within the context."""
     stamps, runner, optimizer = TimeStamps(training.world), training.runner, training.optimizer
     of_optimizer, of_forward = (partial(stamps.stamp, part) for part in ("optimizer", "forward"))
 
@@ -127,10 +124,6 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
         in_backward = torch._C._current_graph_task_id() != -1
         with stamps.around("recompute") if in_backward else contextlib.nullcontext():
             return forward(*args, **kwargs)
-
-    def stamped_compute(action: Action, *given):
-        with stamps.around(action):  # what it waits for has arrived
-            return Pipeline.compute(runner, action, *given)
 
     with contextlib.ExitStack() as undo:
         hooks = [optimizer.register_step_pre_hook(of_optimizer)]
@@ -147,9 +140,6 @@ def time_stamped(training: Training) -> Iterator[TimeStamps]:
                 stamped = partial(stamped_forward, *forward.args)
                 block.forward = partial(checkpoint, stamped, **forward.keywords)
                 undo.callback(setattr, block, "forward", forward)
-        if isinstance(runner, Pipeline):
-            runner.compute = stamped_compute
-            undo.callback(delattr, runner, "compute")  # the attribute, which hides the method
         yield stamps
 
 
@@ -284,7 +274,7 @@ def report(
         f"counted: per step, {sender} sends {traffic_in_words(sent, parallel)}",
         prediction_note(),
         f"attention runs forward {facts.attentions:g} time(s) a layer and microbatch",
-        describe_bubble(world, work.microbatches, rounds) if parallel.pp > 1 else "",
+        describe_bubble(parallel, work.microbatches) if parallel.pp > 1 else "",
         f"{compiler['stats']['unique_graphs']} graph(s) compiled, {facts.graph_breaks} graph "
         "break(s)"
         if parallel.compile
@@ -311,30 +301,10 @@ def report(
     return "\n".join(lines), figures
 
 
-def describe_bubble(world: World, microbatches: int, rounds: Rounds) -> str:
-    """Return in words how much of forward and backward a pipeline's ranks wait for other stages:
-
-        by the schedule alone    if all stages take equally long, and messages no time
-        with measured times      if messages take no time: more, as stages are uneven
-        measured                 still more, as messages take time
-
-    All ranks call it together."""
-    p, whole = world.parallel, rounds["whole"]
-    own = {part: statistics.median(whole[part]) for part in whole if isinstance(part, Action)}
-    of_ranks = [None] * p.pp
-    dist.all_gather_object(of_ranks, own, world.mesh.get_group("pp"))
-    times = defaultdict(list)  # of all microbatches of a stage
-    for action, seconds in (item for of_rank in of_ranks for item in of_rank.items()):
-        times[action.kind, action.stage].append(seconds)
+def describe_bubble(parallel: ParallelConfig, microbatches: int) -> str:
+    """Return in words how long ranks of a pipeline would wait if all stages took equally long and
+    messages no time. What they wait in fact is in the table, as exposed communication over pp."""
+    p, stages = parallel, parallel.pp * parallel.stages_per_rank
     schedule = schedules.make_schedule(p.schedule, p.pp, microbatches, p.stages_per_rank)
-    even = schedules.check_schedule(schedule, microbatches, p.pp * p.stages_per_rank)
-    timed = schedules.simulate(
-        schedule, lambda action: statistics.median(times[action.kind, action.stage])
-    )
-    own_share = 1 - median(rounds, "without pp", "pass") / median(rounds, "whole", "pass")
-    measured = world.all_gather_scalars([own_share]).mean().item()
-    return (
-        f"of forward and backward, ranks wait for other stages {schedules.bubble(even):.1%} by the "
-        f"schedule alone, {schedules.bubble(timed):.1%} with the measured time of each stage, "
-        f"{measured:.1%} measured"
-    )
+    share = schedules.bubble(schedules.check_schedule(schedule, microbatches, stages))
+    return f"by the schedule alone, ranks wait {share:.1%} of forward and backward for other stages"

@@ -91,15 +91,13 @@ def test_a_step(corpus, tmp_path, parallel):
 
 
 def test_a_pipeline(corpus):
-    """Waiting for the other stage is a part; the bubble has three shares."""
+    """Waiting for the other stage is a part."""
     out, parts, memory = step(corpus, "--pp=2", "--microbatch=1", nproc=2)
     assert list(parts)[:3] == ["forward", "backward", EXPOSED + "pp"]
     check_memory(memory, ParallelConfig(pp=2, optimizer="muon"), 1, 4)
     predicted, counted = re.findall(r"(?:a rank sends up to|rank 0 sends) (.*)", out)
     assert predicted == counted and " send over pp" in counted
-    shares = re.search(r"wait for other stages (.*) by the schedule alone, (.*) with the measured "
-                       r"time of each stage, (.*) measured", out)  # fmt: skip
-    assert shares[1] == "20.0%" and 0 < float(shares[2].rstrip("%")) < 100
+    assert "by the schedule alone, ranks wait 20.0% of forward and backward for other stages" in out
 
 
 @pytest.mark.parametrize("names", [["ddp", "fsdp"], slow(["zero1", "reshard none", "tp"])])
