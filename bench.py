@@ -137,8 +137,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
              "them; 0 for whole sequences")
     add("--tokens", type=positive_float,
         help="days and GPU-hours to train on so many tokens, such as 15e12")
-    add("--dollars", type=positive_float,
-        help="with --tokens: the cost, at so many dollars for a GPU and hour")
     add_adapter_flags(parser)
     add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
     about = "Only plans with the given values; by default in bfloat16, compiled."
@@ -278,8 +276,6 @@ def plan(args: argparse.Namespace) -> str:
             f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "
             f"{defaults['dtype']}: leave it out, or give that of {args.dtype} as --gpu in numbers"
         )
-    if args.dollars and not args.tokens:
-        raise UserError("--dollars is for the cost of a run: give --tokens, too")
     work = Work(
         model=model_of(args),
         parallel=replace(requested_parallel(args), offload=False),  # of parameters: never planned
@@ -300,7 +296,6 @@ def plan(args: argparse.Namespace) -> str:
         question,
         top=args.top,
         tokens=args.tokens,
-        dollars=args.dollars,
         json_file=args.json,
         check=args.check,
     )

@@ -72,38 +72,24 @@ class Question:
             raise UserError(f"--document-length {work.document} exceeds --seq-len {work.seq_len}")
 
     @property
-    def adapters(self) -> LoRA | None:
-        """None where all weights are trained."""
-        return adapter_settings(self.work.model)
-
-    @property
     def in_4_bits(self) -> bool:
         return not all(parameter.is_floating_point() for parameter in self.work.model.parameters())
-
-    @property
-    def per_node(self) -> int:
-        return min(self.gpus, self.machine.per_node)
 
     def plans(self) -> Iterator[Plan]:
         more = [nf4.TECHNIQUE] if self.in_4_bits else []
         return every_plan(self.work, self.gpus, self.machine, self.wanted, *more)
-
-    def fits(self, **changes) -> bool:
-        """Return whether some plan fits in memory, with other values of some fields."""
-        return any(plan.fits for plan in replace(self, **changes).plans())
 
 
 def plan_cluster(
     question: Question,
     top: int,
     tokens: float | None,
-    dollars: float | None,
     json_file: Path | None,
     check: bool,
 ) -> str:
     """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
-    takes, and costs at so many `dollars` for a GPU and hour; then the best plans of `top` meshes.
-    With `json_file`, also write all plans to it; with `check`, emulate the best.
+    takes; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
+    `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable("--json", json_file)
@@ -125,7 +111,7 @@ def plan_cluster(
     lines = [
         *([f"{machine.name}: {machine.caveat}"] if machine.caveat else []),
         describe_best(best, question),
-        *([about_run(best, tokens, dollars)] if tokens else []),
+        *([about_run(best, tokens)] if tokens else []),
         "",
         *commands(best, question),
         "",
@@ -156,17 +142,19 @@ def describe_best(plan: Plan, question: Question) -> str:
     work, parallel = plan.work, plan.work.parallel
     dtype = str(parallel.dtype).removeprefix("torch.")
     what = f"{question.preset}, {work.batch} x {work.seq_len} tokens a step, {dtype}"
-    if lora := question.adapters:
+    if lora := adapter_settings(work.model):
         kind = "DoRA" if lora.dora else "LoRA"
         bits = 4 if question.in_4_bits else 8 * parallel.weight_bytes
         what += f", {kind} of rank {lora.rank} beside a base in {bits} bits"
+    flops = flops_per_token(work.model, work.document or work.seq_len) * plan.tokens_per_second
+    mfu = "" if plan.machine.measured else f", MFU {flops / plan.machine.peak:.0%}"
     largest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
     shares = ", ".join(f"{PART_NAMES[part]} {s / plan.seconds:.0%}" for part, s in largest if s)
     sentences = [
         f"{what}, on {question.gpus} x {plan.machine.name}: {name_of(plan)}, "
         f"activations {plan.activations}, microbatches of {work.microbatch}: "
         f"{plan.seconds:,.3g} s a step, "
-        f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu_of(plan)}.",
+        f"{plan.tokens_per_second:,.0f} tokens/s per GPU{mfu}.",
         f"It is the fastest that fits, with {plan.memory['peak'] / 1e9:.3g} of "
         f"{USABLE_FRACTION * plan.machine.memory / 1e9:.3g} GB; its time is {shares}.",
     ]
@@ -189,25 +177,18 @@ def name_of(plan: Plan) -> str:
     return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
 
 
-def mfu_of(plan: Plan) -> str:
-    if plan.machine.measured:  # its peak is unknown
-        return ""
-    flops = flops_per_token(plan.work.model, plan.work.document or plan.work.seq_len)
-    return f", MFU {flops * plan.tokens_per_second / plan.machine.peak:.0%}"
-
-
-def about_run(plan: Plan, tokens: float, dollars: float | None) -> str:
+def about_run(plan: Plan, tokens: float) -> str:
     """Return in a sentence what training on so many tokens takes."""
     hours = tokens / (plan.work.batch * plan.work.seq_len) * plan.seconds / 3600
     gpu_hours = hours * plan.work.parallel.size
-    cost = f", ${gpu_hours * dollars:,.0f}" if dollars else ""
-    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours{cost}."
+    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours."
 
 
 def commands(plan: Plan, question: Question) -> list[str]:
     """Return the lines that start a plan: the command of the first node, and of the others."""
-    work, lora = plan.work, question.adapters
-    nodes, per_node = question.gpus // question.per_node, question.per_node
+    work, lora = plan.work, adapter_settings(plan.work.model)
+    per_node = min(question.gpus, question.machine.per_node)
+    nodes = question.gpus // per_node
     if lora:
         what = f"finetune_lora.py --init BASE --data CHATS.jsonl --rank {lora.rank}"
         what += " --base-bits 4" if question.in_4_bits else ""
@@ -316,40 +297,42 @@ def explain_no_plan(question: Question) -> str:
     return f"no plan for --batch {batch} on {gpus} GPUs has {fixed}: leave out some of these flags"
 
 
-def savings(question: Question) -> Iterator[tuple[str, str, dict]]:
+def savings(question: Question) -> Iterator[tuple[str, str, Question]]:
     """Yield changes that save memory, of each kind the smallest first: the kind, the flags, and the
-    fields of the question that they change."""
-    work, machine = question.work, question.machine
+    question that they ask."""
+    work, machine, lora = question.work, question.machine, adapter_settings(question.work.model)
 
-    def with_adapters(adapters: LoRA, **options) -> dict:
-        model = build_on_meta(work.model.config, adapters, **options)
+    def changed(**fields) -> Question:
+        return replace(question, work=replace(work, **fields))
+
+    def with_adapters(lora: LoRA, **options) -> Question:
         plain = ParallelConfig(dtype=work.parallel.dtype, compile=work.parallel.compile)
-        return dict(work=replace(work, model=model, parallel=plain))
+        return changed(model=build_on_meta(work.model.config, lora, **options), parallel=plain)
 
     smaller = replace(work.parallel, **LESS_STATE)
-    yield "state", flags_of(smaller, work.parallel), dict(work=replace(work, parallel=smaller))
-    if not question.adapters:
+    yield "state", flags_of(smaller, work.parallel), changed(parallel=smaller)
+    if not lora:
         yield "adapters", "--lora", with_adapters(LoRA())
         yield "adapters", "--lora --base-bits 4", with_adapters(LoRA(), base_bits=4)
     elif not question.in_4_bits:
-        yield "base", "--base-bits 4", with_adapters(question.adapters, base_bits=4)
+        yield "base", "--base-bits 4", with_adapters(lora, base_bits=4)
     for factor in () if machine.measured else (2, 4, 8, 16, 32, 64):
         gpus = question.gpus * factor
+        batch = max(work.batch, gpus)
         if gpus <= machine.per_node or gpus % machine.per_node == 0:
-            larger = replace(work, batch=max(work.batch, gpus))
-            yield "GPUs", f"--gpus {gpus} --batch {larger.batch}", dict(gpus=gpus, work=larger)
+            yield "GPUs", f"--gpus {gpus} --batch {batch}", replace(changed(batch=batch), gpus=gpus)
     seq_len = work.seq_len
     while seq_len > 512 and seq_len // 2 >= work.document:
         seq_len //= 2
-        yield "length", f"--seq-len {seq_len}", dict(work=replace(work, seq_len=seq_len))
+        yield "length", f"--seq-len {seq_len}", changed(seq_len=seq_len)
 
 
 def explain_nothing_fits(question: Question, smallest: Plan) -> str:
     """Return the error message where no plan fits in memory: what the smallest plan needs, and
     which smaller state or base, larger cluster, shorter sequence or larger GPU would do."""
     remedies = {}
-    for kind, flags, fields in savings(question):
-        if kind not in remedies and question.fits(**fields):
+    for kind, flags, changed in savings(question):
+        if kind not in remedies and any(plan.fits for plan in changed.plans()):
             remedies[kind] = flags
     needed, usable = smallest.memory["peak"], USABLE_FRACTION * question.machine.memory
     large = [name for name, gpu in GPUS.items() if gpu.memory >= needed / USABLE_FRACTION / 1e9]

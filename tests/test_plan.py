@@ -204,13 +204,12 @@ def test_a_slow_link_decides():
     assert row_of("fsdp 16", slow).endswith(" shard")
 
 
-def test_a_run_takes_days_and_dollars():
-    """8B on 16 GPUs: days times GPUs are hours, hours times dollars the cost."""
-    out = run("--gpus", 16, "--shard", 16, "--tp", 1, "--pp", 1, "--tokens", "1e12", "--dollars", 2)
-    (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours, \$(.*)\.\n", out)
-    days, hours, dollars = (float(text.replace(",", "")) for text in told)
+def test_a_run_takes_days_and_hours():
+    """8B on 16 GPUs: days times GPUs are hours."""
+    out = run("--gpus", 16, "--shard", 16, "--tp", 1, "--pp", 1, "--tokens", "1e12")
+    (told,) = re.findall(r"1e\+12 tokens take (.*) days, (.*) GPU-hours\.\n", out)
+    days, hours = (float(text.replace(",", "")) for text in told)
     assert hours == pytest.approx(days * 24 * 16, rel=0.01)
-    assert dollars == pytest.approx(2 * hours, rel=0.01)
     (speed,) = re.findall(r"([\d,]+) tokens/s per GPU", out)
     assert hours == pytest.approx(1e12 / float(speed.replace(",", "")) / 3600, rel=0.01)
 

@@ -209,7 +209,6 @@ REFUSALS = """
 1 | plan --float8 mxfp8 | --float8 mxfp8 for h100 ... it has tensorwise, rowwise
 1 | plan --lora --float8 rowwise | --float8 is for train.py
 1 | plan --dora | --dora and --base-bits are for adapters: give --lora
-1 | plan --dollars 2 | --dollars is for the cost of a run: give --tokens
 1 | plan --tokens 0 | --tokens: expected a number above 0, got '0'
 1 | plan --batch auto | --batch: expected an integer of at least 1, got 'auto'
 1 | 8gb --seq-len 512 --batch 1 --moments bfloat16 | would fit: --lora, or --gpus 4
