@@ -41,7 +41,7 @@ from parallel import with_mesh
 from perf.comm import measure_comm
 from perf.compare import default_contestants, flags_of_contestant, is_alone, measure_compare
 from perf.instruments import Training, build_on_meta, check_writable
-from perf.measured import measured_machine, read_measurement
+from perf.measured import read_measurement
 from perf.plan import Question, plan_cluster
 from perf.step import measure_step
 from plumbing.parser import Parser, nonnegative_int, positive_float, positive_int
@@ -262,9 +262,8 @@ def plan(args: argparse.Namespace) -> str:
     """Return the output of `bench.py plan`. Defaults are those of the machine that was measured."""
     torch.set_num_threads(1)  # what runs here is small: threads would wait for each other
     if args.measured:
-        report = read_measurement(args.measured)
-        machine, defaults = measured_machine(report), report["compute"] | {"compile": False}
-        args.gpus = report["ranks"]
+        report, machine = read_measurement(args.measured)
+        args.gpus, defaults = report["ranks"], report["compute"] | {"compile": False}
     else:
         machine = assumed_machine(args.gpu, args.link, args.per_node, "cudnn")
         defaults = dict(model="llama3.1-8b", seq_len=8192, dtype="bfloat16", compile=True)
@@ -285,20 +284,9 @@ def plan(args: argparse.Namespace) -> str:
         document=args.document_length,
         on_gpu=machine.overlaps,  # as NCCL does, and not gloo
     )
-    question = Question(
-        preset=args.model,
-        work=work,
-        machine=machine,
-        gpus=args.gpus,
-        wanted={name: getattr(args, name) for name in FILTERS},
-    )
-    return plan_cluster(
-        question,
-        top=args.top,
-        tokens=args.tokens,
-        json_file=args.json,
-        check=args.check,
-    )
+    wanted = {name: getattr(args, name) for name in FILTERS}
+    question = Question(args.model, work, machine, args.gpus, wanted)
+    return plan_cluster(question, args.top, args.tokens, args.json, args.check)
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output

@@ -14,15 +14,14 @@ from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 
 
-def read_measurement(file: Path) -> dict:
-    """Return the report that `bench.py comm --model NAME --out FILE` wrote.
+def read_measurement(file: Path) -> tuple[dict, Machine]:
+    """Return the report that `bench.py comm --model NAME --out FILE` wrote, and its machine.
 
     Raises UserError where the file is no such report."""
     try:
         report = json.loads(file.read_text())
         if report["compute"]:
-            measured_machine(report)  # fails where something is missing
-            return report
+            return report, measured_machine(report)
         problem = "it was written without --model"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)

@@ -219,23 +219,23 @@ def commands(plan: Plan, question: Question) -> list[str]:
 def table(ranked: list[Plan], machine: Machine) -> list[str]:
     """Return the lines of a table, aligned: memory of a rank, and what it sends in a step; in a
     pipeline, of the rank with the most."""
+    headings = "strategy and mesh, activations, batch, GB, sends GB, seconds, it loses by".split(
+        ", "
+    )
     rows = [
-        ["strategy and mesh", "activations", "batch", "GB", "sends GB", "seconds", "it loses by"]
+        [
+            name_of(plan),
+            plan.activations,
+            f"{plan.work.microbatch}",
+            f"{plan.memory['peak'] / 1e9:,.3g}",
+            f"{plan.sent / 1e9:,.3g}",
+            f"{plan.seconds:,.3g}",
+            reason(plan, ranked[0], machine),
+        ]
+        for plan in ranked
     ]
-    for plan in ranked:
-        rows.append(
-            [
-                name_of(plan),
-                plan.activations,
-                f"{plan.work.microbatch}",
-                f"{plan.memory['peak'] / 1e9:,.3g}",
-                f"{plan.sent / 1e9:,.3g}",
-                f"{plan.seconds:,.3g}",
-                reason(plan, ranked[0], machine),
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in [headings, *rows]]
 
 
 def reason(plan: Plan, best: Plan, machine: Machine) -> str:
@@ -284,8 +284,7 @@ def explain_no_plan(question: Question) -> str:
         return reason
     config, batch, gpus = question.work.model.config, question.work.batch, question.gpus
     given = {name: value for name, value in question.wanted.items() if value}
-    largest = math.gcd(gpus, config.n_kv_heads, config.ffn_dim)
-    tp = given.get("tp", largest)
+    tp = given.get("tp", math.gcd(gpus, config.n_kv_heads, config.ffn_dim))  # or the largest
     data_ranks, rest = divmod(gpus, tp * given.get("pp", 1) * given.get("cp", 1))
     if not rest and batch % data_ranks:
         return (

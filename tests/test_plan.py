@@ -57,7 +57,7 @@ def test_the_best_plan_is_that_of_longer_formulas(name, monkeypatch):
     """frozen_plans.json has the plans within 3 % of the best, by formulas of twice as many lines,
     which followed each combination of techniques to the byte."""
     questions, parser, frozen = [], Parser(), FROZEN[name]
-    monkeypatch.setattr(bench, "plan_cluster", lambda question, **kw: questions.append(question))
+    monkeypatch.setattr(bench, "plan_cluster", lambda question, *_: questions.append(question))
     bench.add_plan_flags(parser)
     bench.plan(parser.parse_args(shlex.split(frozen["flags"])))
     best = min(questions[0].plans(), key=search.order)
