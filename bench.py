@@ -167,9 +167,7 @@ def model_of(args: argparse.Namespace) -> Llama:
     if args.lora and args.optimizer not in (None, "adamw"):
         raise UserError(f"--optimizer {args.optimizer} is for whole matrices, not for adapters: "
                         "leave it out with --lora")  # fmt: skip
-    if not args.lora:
-        return build_on_meta(PRESETS[args.model])
-    lora = LoRA(args.rank, dora=args.dora)
+    lora = LoRA(args.rank, dora=args.dora) if args.lora else None
     return build_on_meta(PRESETS[args.model], lora, base_bits=args.base_bits)
 
 

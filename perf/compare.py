@@ -58,7 +58,7 @@ def flags_of_contestant(contestant: str) -> str:
         return contestant
     name, _, more = contestant.partition(" ")
     if name not in NAMES:
-        raise UserError(f"no contestant {name}: choose from {', '.join(NAMES)}; or give flags")
+        raise UserError(f"no contestant {name}: choose from {', '.join(NAMES)}, or '--tp 2'")
     return f"{NAMES[name]} {more}"
 
 

@@ -307,4 +307,4 @@ def describe_bubble(parallel: ParallelConfig, microbatches: int) -> str:
     p, stages = parallel, parallel.pp * parallel.stages_per_rank
     schedule = schedules.make_schedule(p.schedule, p.pp, microbatches, p.stages_per_rank)
     share = schedules.bubble(schedules.check_schedule(schedule, microbatches, stages))
-    return f"by the schedule alone, ranks wait {share:.1%} of forward and backward for other stages"
+    return f"of forward and backward, ranks wait for other stages {share:.1%} by the schedule alone"

@@ -169,7 +169,7 @@ REFUSALS = """
 2 | step --batch 3 | --batch 3 is no multiple of the 2 ranks that share it
 1 | bench.py compare ddp --batch 3 --microbatch 2 | --batch 3
 1 | bench.py compare ddp --seq-len 9999 | maximum: --seq-len 2048
-1 | bench.py compare ddp quick | no contestant quick: choose from one, bare
+1 | bench.py compare ddp quick | no contestant quick: choose from one, bare ... or '--tp 2'
 1 | bench.py compare "fsdp --reshard adapters" | --reshard adapters is for --lora
 1 | bench.py compare "fsdp --cp 3" | --cp 3 must divide
 1 | bench.py compare "--dp diloco" | --dp diloco is another training
