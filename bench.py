@@ -138,6 +138,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
              "them; 0 for whole sequences")
     add("--tokens", type=positive_float,
         help="days and GPU-hours to train on so many tokens, such as 15e12")
+    add("--dollars", type=positive_float, help="with --tokens: what an hour of a GPU costs")
     add_adapter_flags(parser)
     add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
     about = "Only plans with the given values; by default in bfloat16, compiled."
@@ -286,7 +287,9 @@ def plan(args: argparse.Namespace) -> str:
     )
     wanted = {name: getattr(args, name) for name in FILTERS}
     question = Question(args.model, work, machine, args.gpus, wanted)
-    return plan_cluster(question, args.top, args.tokens, args.json, args.check)
+    return plan_cluster(
+        question, args.top, args.tokens, args.dollars, json_file=args.json, check=args.check
+    )
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output

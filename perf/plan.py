@@ -84,6 +84,7 @@ def plan_cluster(
     question: Question,
     top: int,
     tokens: float | None,
+    dollars: float | None,
     json_file: Path | None,
     check: bool,
 ) -> str:
@@ -111,7 +112,7 @@ def plan_cluster(
     lines = [
         *([f"{machine.name}: {machine.caveat}"] if machine.caveat else []),
         describe_best(best, question),
-        *([about_run(best, tokens)] if tokens else []),
+        *([about_run(best, tokens, dollars)] if tokens else []),
         "",
         *commands(best, question),
         "",
@@ -177,11 +178,13 @@ def name_of(plan: Plan) -> str:
     return ", ".join(sizes + [f"{dim} {n}" for dim, n in others.items() if n > 1])
 
 
-def about_run(plan: Plan, tokens: float) -> str:
-    """Return in a sentence what training on so many tokens takes."""
+def about_run(plan: Plan, tokens: float, dollars: float | None) -> str:
+    """Return in a sentence what training on so many tokens takes, and costs at so many `dollars`
+    for a GPU and hour."""
     hours = tokens / (plan.work.batch * plan.work.seq_len) * plan.seconds / 3600
     gpu_hours = hours * plan.work.parallel.size
-    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours."
+    cost = f", ${gpu_hours * dollars:,.0f}" if dollars else ""
+    return f"{tokens:.4g} tokens take {hours / 24:,.1f} days, {gpu_hours:,.0f} GPU-hours{cost}."
 
 
 def commands(plan: Plan, question: Question) -> list[str]:
