@@ -202,17 +202,6 @@ def refuses(work: Work) -> str:
     return "" if layers_in_8_bits(work.model, parallel) else reason
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
-    """Tensorwise, products save codes of a byte in place of their inputs: one of wq, wk and wv, one
-    of w1 and w3, and those of wo and w2."""
-    config, parallel = work.model.config, work.parallel
-    if parallel.float8 != "tensorwise":
-        return {}
-    codes = 2 * config.dim + (config.q_dim + config.ffn_dim) / parallel.tp
-    replaced = 2 * config.dim + config.ffn_dim / parallel.tp
-    return {"saved": codes / parallel.weight_bytes - replaced}
-
-
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """Ranks all-reduce largest numbers in forward where each has a part of the input features (wo,
     w2), in backward elsewhere; but tensorwise, those of a weight always in forward."""
@@ -244,4 +233,6 @@ def suggests(facts) -> str:
     return advice if helps and facts.parallel.float8 == "none" else ""
 
 
-TECHNIQUE = Technique("float8", use_float8, refuses, holds, sends, GAIN, about, suggests)
+TECHNIQUE = Technique(
+    "float8", use_float8, refuses, sends=sends, gain=GAIN, about=about, suggests=suggests
+)

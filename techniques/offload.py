@@ -143,10 +143,8 @@ def offload_activations(model: Llama, world) -> None:
             previous = None if block is model.layers["0"] else latest
             current = SavedByBlock(to, stream, previous)
             recording.enter_context(recorded(block, inputs, current))
-            if latest:
-                recording.callback(
-                    latest.free
-                )  # before the copies start: the last entered ends first
+            if latest:  # is freed before the copies start: the last entered ends first
+                recording.callback(latest.free)
             latest = current
 
     for block in model.layers.values():
