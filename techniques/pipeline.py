@@ -180,8 +180,8 @@ class Pipeline(nn.Module):
 
     def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
-        World of parallel.py, whose gradient_sync is a context for a backward: it communicates
-        gradients if this is the last of a step."""
+        World of parallel.py. gradient_sync(parallel, stage, last), also of that file, is a context
+        for a backward, which communicates gradients if it is the last of a step."""
         super().__init__()
         self.parallel, self.gradient_sync = world.parallel, gradient_sync
         self.splits = has_w(self.parallel.schedule)
