@@ -287,9 +287,7 @@ def plan(args: argparse.Namespace) -> str:
     )
     wanted = {name: getattr(args, name) for name in FILTERS}
     question = Question(args.model, work, machine, args.gpus, wanted)
-    return plan_cluster(
-        question, args.top, args.tokens, args.dollars, json_file=args.json, check=args.check
-    )
+    return plan_cluster(question, args.top, args.tokens, args.dollars, args.json, args.check)
 
 
 COMMANDS = {  # name -> function that adds the flags, function that returns the output

@@ -138,15 +138,12 @@ class Saver(contextlib.AbstractContextManager):
         if not state:
             kind = type(self.optimizer).__name__
             print_rank_zero(f"warning: checkpoints hold no state of {kind}", file=sys.stderr)
-        tensors = named_for_checkpoint(self.model, weights, state)
-        sizes = [{name: t.nbytes for name, t in named.items()} for named in tensors]
+        weights, state = named_for_checkpoint(self.model, weights, state)
+        sizes = {name: t.nbytes for name, t in (weights | state).items()}
         all_sizes = {}  # in bytes, of the tensors of all ranks
-        first_ranks = {}  # names of a stage's weights -> the first rank that holds them
-        for rank, (weights, state) in enumerate(self._on_every_rank(lambda: sizes)):
-            all_sizes |= weights | state
-            first_ranks.setdefault(tuple(weights), rank)
+        for of_rank in self._on_every_rank(lambda: sizes):
+            all_sizes |= of_rank
         self.size = sum(all_sizes.values())
-        self.first_ranks = [*first_ranks.values()]
         self._check_disk()
 
     def _check_disk(self) -> None:
@@ -180,7 +177,8 @@ class Saver(contextlib.AbstractContextManager):
         )
         tensors, factors = {"optimizer": state}, {}
         if self.lora:
-            factors = gather_adapters(self.model, self.first_ranks, self.group)
+            first_ranks = self.model.world.mesh.mesh.flatten(1)[:, 0].tolist()  # of each stage
+            factors = gather_adapters(self.model, first_ranks, self.group)
         else:
             tensors["weights"] = weights
         if self.thread:

@@ -36,7 +36,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from config import ParallelConfig, Work
@@ -73,12 +72,11 @@ from techniques.parallel_layers import (
     ROWS,
     SEQUENCE_SHARDED,
     ColumnParallel,
+    GatherTokens,
     VocabularyParallel,
-    copy_uneven_inputs,
     planned_dims,
 )
 from techniques.technique import Technique
-from techniques.zero1 import ZeRO1
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,9 @@ class World(Process):
     @property
     def step_ranks(self) -> slice:
         """The ranks that take optimizer steps together with this one: all, but for DiLoCo."""
-        if self.parallel.replicas == self.parallel.replicate:
-            return slice(None)
-        replica, n = self.mesh.get_local_rank("replicate"), self.parallel.shard * self.parallel.tp
-        return slice(replica * n, (replica + 1) * n)
+        replicas, own = diloco.replicas_apart(self)
+        n = self.size // replicas
+        return slice(own * n, (own + 1) * n)
 
     @property
     def data_rank(self) -> int:
@@ -184,7 +181,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     for technique in used_techniques(parallel, BEFORE_TP):
         technique.apply(model, world)
     if parallel.tp > 1:
-        tensor_parallel(model, world.mesh["tp"], async_tp.in_chunks if parallel.async_tp else None)
+        tensor_parallel(model, world.mesh["tp"], in_chunks=parallel.async_tp)
     for technique in used_techniques(parallel, AFTER_TP):
         technique.apply(model, world)
     stages = pipeline.stages_of(model, *place)  # [model] without a pipeline
@@ -195,7 +192,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     initialize(model)
     diloco.keep_outer_copy(model, parallel)
     if parallel.pp > 1:
-        return pipeline.Pipeline(model, stages, world, partial(gradient_sync, parallel))
+        return pipeline.Pipeline(model, stages, world, gradient_sync)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if parallel.strategy.uses_fsdp or world.size == 1 or not trains:
         return model
@@ -230,9 +227,16 @@ def ddp(model: Llama, world: World) -> nn.Module:
         rank 0  [ weights ] [ gradients ] [ AdamW ]      sequences 0..b-1
         rank 1  [ weights ] [ gradients ] [ AdamW ]      sequences b..2b-1
 
-    Communication over replicate, a step: all-reduce of P g bytes, the gradients, in buckets of
-    25 MB (the first of 1 MB) while backward still computes. Frozen parameters send nothing: LoRA
-    sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
+    This is all that it does:
+
+        loss_of(model, sequences).backward()  # those of this rank
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
+            parameter.grad /= n  # their mean, over n ranks
+
+    Only that it sends buckets of 25 MB (the first of 1 MB) while backward still computes.
+    Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
+    send nothing: LoRA sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
     strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks, and labs/buckets
     chooses the buckets."""
@@ -254,8 +258,16 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         rank 2  [ 3rd quarter ]                rank 2  [ 1st half ]     node 1
         rank 3  [ 4th quarter ]                rank 3  [ 2nd half ]
 
-    The weights of a block are all-gathered just before it computes and freed after it, in forward
-    and again in backward. Its gradients are then summed and sharded by one reduce-scatter.
+    This is all that it does to a matrix [D, D], of which a rank holds `rows`:
+
+        whole = torch.empty(D, D)
+        dist.all_gather_into_tensor(whole, rows)  # just before its block computes
+        loss_of(whole.requires_grad_(), sequences).backward()  # those of this rank
+        gradient = torch.empty_like(rows)
+        dist.reduce_scatter_tensor(gradient, whole.grad)  # each rank gets the sum of its rows
+        rows -= lr * gradient / n  # the optimizer knows these rows alone
+
+    It takes a block at a time, and frees it after forward, to all-gather it again in backward.
     Communication over shard, a microbatch: all-gather of P w bytes in forward, in L + 1 calls, and
     again in backward, except embedding, last norm and output, which stay unsharded. A step:
     reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
@@ -270,18 +282,16 @@ def fsdp(model: Llama, world: World) -> nn.Module:
                   rank keeps a copy
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it: that makes it slower than one process in many frameworks.
-    Use FSDP when DDP does not fit, and HSDP when it does not fit and there are several nodes: the
-    all-gathers stay within a node, and slices of gradients alone cross. Avoid both when DDP fits,
-    except that HSDP may win over a slow link. No HSDP mesh should all-gather across nodes.
-    labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    Use FSDP when DDP does not fit, on several nodes HSDP: all-gathers stay within a node, and
+    slices of gradients alone cross. Avoid both when DDP fits, except that HSDP may win over a slow
+    link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    bf16 = parallel.dtype == torch.bfloat16
     across = ("replicate",) if parallel.replicas > 1 else ()
     options = dict(
         mesh=world.mesh[(*across, "shard")],
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if bf16 else None,
-            reduce_dtype=torch.float32 if bf16 else None,
+            param_dtype=parallel.dtype,
+            reduce_dtype=torch.promote_types(parallel.dtype, torch.float32),
             cast_forward_inputs=False,  # cos and sin stay float32
         ),
     )
@@ -295,8 +305,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     return model
 
 
-# By Strategy.wrapper (config.py).
-WRAPPERS = {"ddp": ddp, "zero1": ZeRO1, "fsdp": fsdp}
+WRAPPERS = {"ddp": ddp, "zero1": zero1.ZeRO1, "fsdp": fsdp}  # by Strategy.wrapper (config.py)
 
 
 @contextlib.contextmanager
@@ -308,10 +317,10 @@ def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> It
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate
         runner.set_reshard_after_backward(last or parallel.reshard != "none")  # free the weights
-    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last
+    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last
     with runner.no_sync() if waits else contextlib.nullcontext():
         yield
-    if isinstance(runner, ZeRO1):
+    if isinstance(runner, zero1.ZeRO1):
         runner.finish_gradients()
 
 
@@ -345,16 +354,13 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 # --------------------------------------------------------------------------- tensor parallelism
 
 # The parallel style of every layer that has parameters; * stands for any number. An entry that
-# matches no layer is ignored. PrepareModuleInput all-gathers the tokens of x.
+# matches no layer is ignored.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
     ),
     "layers.*.attention_norm": NORM,
-    "layers.*.attention": PrepareModuleInput(
-        input_layouts=(SEQUENCE_SHARDED, None, None, None, None),  # x, cos, sin, mask, cache
-        desired_input_layouts=(REPLICATED, None, None, None, None),
-    ),
+    "layers.*.attention": GatherTokens(),
     "layers.*.attention.wq": COLUMNS,
     "layers.*.attention.wk": COLUMNS,
     "layers.*.attention.wv": COLUMNS,
@@ -362,9 +368,7 @@ PLAN = {
     "layers.*.attention.k_norm": HEAD_NORM,
     "layers.*.attention.wo": ROWS,
     "layers.*.ffn_norm": NORM,
-    "layers.*.feed_forward": PrepareModuleInput(
-        input_layouts=(SEQUENCE_SHARDED,), desired_input_layouts=(REPLICATED,)
-    ),
+    "layers.*.feed_forward": GatherTokens(),
     "layers.*.feed_forward.w1": COLUMNS,
     "layers.*.feed_forward.w3": COLUMNS,
     "layers.*.feed_forward.w2": ROWS,
@@ -378,15 +382,17 @@ def style_of(path: str) -> ParallelStyle | None:
     return PLAN.get(re.sub(r"\.\d+\b", ".*", path))
 
 
-def tensor_parallel(
-    model: Llama,
-    mesh: DeviceMesh,
-    change_style: Callable[[ParallelStyle], ParallelStyle] | None = None,
-) -> None:
+def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> None:
     """Tensor, sequence and loss parallelism: ranks along tp share every matrix product.
 
-    Ranks along tp see the same tokens. Each holds a shard of every matrix and, outside of a pair of
-    them, a shard of the sequence (T/tp tokens):
+    Ranks along tp see the same tokens. This is all that they do in a feed-forward block:
+
+        hidden = silu(x @ w1.T) * (x @ w3.T)  # w1, w3 [F/tp, D]: F/tp features of each token
+        y = hidden @ w2.T  # w2 [D, F/tp]: the part of the sum that comes from these features
+        dist.all_reduce(y)  # in backward, likewise the gradient of x
+
+    Here the all-reduce is taken apart: a reduce-scatter, and an all-gather before the next pair of
+    products. In between each rank has a shard of the sequence:
 
                            x: T/tp tokens, D features
             norm                 |                      each rank its tokens
@@ -398,10 +404,9 @@ def tensor_parallel(
             residual             |
 
     torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features,
-    dimension 0 of W; row-parallel the input features, dimension 1. In this order, a pair of
-    products needs one collective before it and one after it. The vocabulary is sharded too: the
-    embedding yields partial sums, since each rank finds only the tokens of its shard, and in the
-    loss logits never leave the rank that computes them. Between layers x is a DTensor; the
+    dimension 0 of W; row-parallel the input features, dimension 1. The vocabulary is sharded too:
+    the embedding yields partial sums, since each rank finds only the tokens of its shard, and in
+    the loss logits never leave the rank that computes them. Between layers x is a DTensor; the
     column-parallel ones return plain tensors, of this rank's heads or features.
 
     Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
@@ -423,15 +428,12 @@ def tensor_parallel(
         )
     styles = {}
     for path, layer in model.named_modules():
-        planned_dims(style := style_of(path), path, layer)  # raises for what PLAN does not cover
+        style = style_of(path)
+        planned_dims(style, path, layer)  # raises for what PLAN does not cover
         if style and any(True for _ in layer.parameters()):  # nn.Identity has none
-            styles[path] = style
+            styles[path] = async_tp.in_chunks(style) if in_chunks else style
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    if change_style:
-        styles = {path: change_style(style) for path, style in styles.items()}
     parallelize_module(model, mesh, styles)
-    if not change_style:
-        copy_uneven_inputs(model)
     for name in frozen:  # SequenceParallel makes every norm trainable
         model.get_parameter(name).requires_grad_(False)
     model.tie_weights()  # embedding and output each got a DTensor of its own

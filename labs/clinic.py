@@ -109,7 +109,7 @@ class Fault:
 
 RECOMPUTE = "            block.forward = recompute(block.forward, "
 ATTENTION = "            block.attention.forward = recompute(block.attention.forward, False)\n"
-WAITS = "    waits = isinstance(runner, DistributedDataParallel | ZeRO1) and not last\n"
+WAITS = "    waits = isinstance(runner, DistributedDataParallel | zero1.ZeRO1) and not last\n"
 CHECK = "    check_equal_replicas(job.model, world)\n"  # would tell
 MESH = "    mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)\n"
 TRANSPOSED = """\

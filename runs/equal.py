@@ -39,8 +39,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 TOLERANCE = 1e-9  # of relative differences; rounding in float64 causes about 1e-14
 CAUSES_OF_FLAGS = {  # of a difference, by a field of ParallelConfig that is more than 1
     "tp": "under --tp a rank has some of the heads from wq to wo, some of the features from w1 to "
-    "w2, some of the vocabulary in the loss; an input of attention needs a layout in "
-    'PLAN["layers.*.attention"]',
+    "w2, some of the vocabulary in the loss",
     "pp": "under --pp each stage calls Llama.forward on its layers, and is given x alone: move "
     "what you added there into a block, or do it only where the embedding or the output is",
     "cp": "under --cp tokens may mix in attend alone, which is given `documents`; if it changes "

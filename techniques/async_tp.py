@@ -36,12 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from config import Work
 from model import Llama
 from plumbing.shards import shard_parameters
-from techniques.parallel_layers import COLUMNS, ROWS
+from techniques.parallel_layers import COLUMNS, ROWS, GatherTokens
 from techniques.schedules import has_w
 from techniques.technique import Technique
 
@@ -216,7 +216,7 @@ class InChunks(ParallelStyle):
 
 def in_chunks(style: ParallelStyle) -> ParallelStyle:
     """Return the style that does the same while messages travel, if there is one."""
-    if isinstance(style, PrepareModuleInput):
+    if isinstance(style, GatherTokens):
         return GatherInChunks()
     return InChunks(style.weight_dim) if style in (COLUMNS, ROWS) else style
 
@@ -229,19 +229,12 @@ def refuses(work: Work) -> str:
     return ""
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
-    """wo multiplies chunks of several sequences, which are copies of its input."""
-    copies = work.model.config.q_dim / work.parallel.tp
-    return {"saved": copies} if work.microbatch > 1 else {}
-
-
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """Messages in place of the blocks' collectives, n - 1 for each, and w2's once more where blocks
     recompute."""
     parallel, calls = work.parallel, work.microbatches * len(model.layers)
-    gathers = 4 + 2 * (parallel.checkpointing != "none")
-    scatters = 4 + (parallel.checkpointing == "full")
     repeated = int(parallel.checkpointing != "none")
+    gathers, scatters = 4 + 2 * repeated, 4 + (parallel.checkpointing == "full")
     n, tokens = parallel.tp, work.microbatch * -(-work.length // parallel.tp)
     message = tokens * work.model.config.dim * parallel.weight_bytes
     yield "tp", "all-gather", -gathers * calls, n * message
@@ -255,4 +248,4 @@ def suggests(facts) -> str:
     return facts.waits("tp", "plain collectives", "--async-tp sends while it multiplies")
 
 
-TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, holds, sends, suggests=suggests)
+TECHNIQUE = Technique("async_tp", keep_messages_early, refuses, sends=sends, suggests=suggests)

@@ -12,6 +12,9 @@ Each chunk reads and writes the sum of the weight's gradients, V D elements. On 
 longer than the product of few tokens, and so chunks there are larger.
 
 Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely.
+That is what torch's F.linear_cross_entropy(options=...) cannot do, which has the same chunks (torch
+2.13) but knows no shard of the vocabulary. Left out is a kernel that fuses the parts of the loss,
+as Liger Kernel has: here they read and write a chunk's logits several times.
 """
 
 import torch

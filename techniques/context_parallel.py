@@ -28,10 +28,11 @@ more ranks than sequences. Avoid for short sequences: attention waits for each c
 checkpointing a block saves keys and values of whole sequences for backward, at least n times its
 own; and where attention needs a mask, for each query head.
 
-A ring (Liu et al. 2023, arXiv:2310.01889) passes keys and values from rank to rank in place of the
-all-gather, and adds up the softmax part by part. It never holds a whole sequence's keys, and can
-compute while it sends; but in backward keys travel again, and their gradients with them: it sends
-(3 n - 2) / n kv a block where this sends 2 (n - 1) / n kv.
+Left out is a ring (Liu et al. 2023, arXiv:2310.01889), as in torch's experimental context_parallel:
+it passes keys and values from rank to rank in place of the all-gather, and adds up the softmax part
+by part. It never holds a whole sequence's keys, and can compute while it sends; but in backward
+keys travel again, and their gradients with them: it sends (3 n - 2) / n kv a block where this sends
+2 (n - 1) / n kv.
 """
 
 import math
@@ -226,10 +227,6 @@ def _(q, k, v):
     return torch.empty_like(q, memory_format=torch.contiguous_format), log_sum
 
 
-def _save_for_backward(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-
-
 def _backward(ctx, grad, _):
     q, k, v, out, log_sum = ctx.saved_tensors
     past = k.shape[1] - q.shape[1]
@@ -244,4 +241,6 @@ def _backward(ctx, grad, _):
     return tuple(gradient.transpose(1, 2) for gradient in (q_grad, *gradients))
 
 
-causal_lower_right.register_autograd(_backward, setup_context=_save_for_backward)
+causal_lower_right.register_autograd(
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output)
+)

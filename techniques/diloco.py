@@ -22,6 +22,9 @@ Resuming with fewer replicas loses the steps of the missing ones since the last 
 more, new ones begin as copies. docs/cases.md shows a run that survives the loss of a node.
 The defaults of the outer step are the paper's, and move W by up to 7 drifts as momentum builds up.
 In short runs from scratch the plain mean has learnt more: --outer-lr 1 --outer-momentum 0.
+Left out against torchft's DiLoCo: it sends the drifts of parts of the model in turns while training
+goes on, also quantized, and an error costs it the steps since the last exchange. Here all wait for
+whole drifts, and the loss of a rank needs a restart.
 Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
 training than all other strategies, and its loss is worse for the same tokens.
 """

@@ -127,18 +127,15 @@ class Float8Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         weight, weight_factor, x, x_factor = ctx.saved_tensors
-        recipe, x_grad, weight_grad = ctx.recipe, None, None
-        format = E4M3 if recipe == "mxfp8" else E5M2
+        recipe, format = ctx.recipe, E4M3 if ctx.recipe == "mxfp8" else E5M2
         grad8 = rounded(grad, format, recipe, ctx.out_group)
-        if ctx.needs_input_grad[0]:
-            weight8 = rounded(weight.T, E4M3, recipe, ctx.out_group, weight_factor)
-            x_grad = product(grad8, weight8, recipe, grad.dtype)  # GEMM 2: dx = g W, over out
-        if ctx.needs_input_grad[1]:
-            if recipe == "tensorwise":
-                x8, grad8 = (x.T, x_factor), (grad8[0].T, grad8[1])
-            else:
-                x8, grad8 = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
-            weight_grad = product(grad8, x8, recipe, grad.dtype)  # GEMM 3: dW = gᵀ x, over n
+        weight8 = rounded(weight.T, E4M3, recipe, ctx.out_group, weight_factor)
+        x_grad = product(grad8, weight8, recipe, grad.dtype)  # GEMM 2: dx = g W, over out
+        if recipe == "tensorwise":
+            x8, grad8 = (x.T, x_factor), (grad8[0].T, grad8[1])
+        else:
+            x8, grad8 = rounded(x.T, E4M3, recipe), rounded(grad.T, format, recipe)
+        weight_grad = product(grad8, x8, recipe, grad.dtype)  # GEMM 3: dW = gᵀ x, over n
         return x_grad, weight_grad, None, None
 
 
@@ -205,34 +202,20 @@ def refuses(work: Work) -> str:
     return "" if layers_in_8_bits(work.model, parallel) else reason
 
 
-def holds(model: Llama, work: Work) -> dict[str, float]:
-    """Tensorwise, each product saves codes of a byte in place of its input."""
-    config, parallel = work.model.config, work.parallel
-    if parallel.float8 != "tensorwise":
-        return {}
-    inputs = (
-        2 if parallel.compile else 5
-    )  # wq wk wv read one, w1 w3 another; uncompiled, each its own
-    casts = parallel.weight_bytes < 4 and not parallel.strategy.uses_fsdp
-    codes = inputs * config.dim + (config.q_dim + config.ffn_dim) / parallel.tp
-    replaced = (inputs if casts else 2) * config.dim + config.ffn_dim / parallel.tp
-    return {"saved": codes / parallel.weight_bytes - replaced}
-
-
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """Ranks all-reduce largest numbers in forward where each has a part of the input features (wo,
     w2), in backward elsewhere; but tensorwise, those of a weight always in forward."""
-    parallel, tensorwise, m = work.parallel, work.parallel.float8 == "tensorwise", work.microbatches
+    parallel, m, w = work.parallel, work.microbatches, work.parallel.weight_bytes
     if parallel.float8 == "mxfp8" or parallel.async_tp:
         return
     forwards = m * (1 if parallel.checkpointing == "none" else 2)
     for name, layer in layers_in_8_bits(model, parallel).items():
         shards_in = writes_to_stream(model, name)
         calls, width = (forwards, layer.out_features) if shards_in else (m, layer.in_features)
-        of_tokens, of_weight = (1, 1) if tensorwise else (work.tokens, width)  # largest numbers
-        weight_calls = forwards if tensorwise else calls
-        yield "tp", "all-reduce", calls, of_tokens * parallel.weight_bytes
-        yield "tp", "all-reduce", weight_calls, of_weight * parallel.weight_bytes
+        if parallel.float8 == "tensorwise":
+            yield "tp", "all-reduce", calls + forwards, w
+        else:  # of each token, and of each row or column of the weight
+            yield "tp", "all-reduce", 2 * calls, (work.tokens + width) / 2 * w
 
 
 def about(model: Llama, world) -> str:
@@ -250,4 +233,6 @@ def suggests(facts) -> str:
     return advice if helps and facts.parallel.float8 == "none" else ""
 
 
-TECHNIQUE = Technique("float8", use_float8, refuses, holds, sends, GAIN, about, suggests)
+TECHNIQUE = Technique(
+    "float8", use_float8, refuses, sends=sends, gain=GAIN, about=about, suggests=suggests
+)

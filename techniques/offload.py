@@ -21,6 +21,10 @@ a CPU the copies are made as well, and save no memory. Compiled without checkpoi
 copies what autocast made of its weights, which cannot be told from activations.
 Use with --checkpointing full when sequences are so long that even the inputs of blocks do not fit.
 Avoid when they fit.
+
+torch's save_on_cpu has the same two hooks, but copies on the stream that computes, and weights too.
+Left out against Megatron's offloading is a choice of layers: if the link is too slow for all that a
+block saves, the GPU waits.
 """
 
 import contextlib
@@ -139,10 +143,8 @@ def offload_activations(model: Llama, world) -> None:
             previous = None if block is model.layers["0"] else latest
             current = SavedByBlock(to, stream, previous)
             recording.enter_context(recorded(block, inputs, current))
-            if latest:
-                recording.callback(
-                    latest.free
-                )  # before the copies start: the last entered ends first
+            if latest:  # is freed before the copies start: the last entered ends first
+                recording.callback(latest.free)
             latest = current
 
     for block in model.layers.values():

@@ -22,6 +22,9 @@ Communication, a step: the matrices of the layers have M elements of e bytes (2 
 --dtype bfloat16). A rank sends its parts of others' matrices, at most M e / n bytes where they are
 sharded over all n ranks, and then the parts of its own matrices, M e / n bytes to each replica.
 Replicas have equal updates, so under DDP there is only the way back.
+
+Left out against torch.optim.Muon is a choice of coefficients, iterations and scale. It leaves all
+but matrices to an optimizer of their own, always computes in bfloat16, and divides no work.
 """
 
 import functools
@@ -132,28 +135,28 @@ class Peers:
         parts = [update.bfloat16() if self.in_bfloat16 else update for update in updates]
         if len(self.places) == 1:
             return [orthogonalize(parts[0]).to(updates[0])]
-        nothing = parts[0].new_empty(0)
-        without_matrix = [nothing] * (len(self.places) - len(parts))  # ranks after the last matrix
-        has_matrix = self.rank < len(parts)
-        mine, whole = (matrices[self.rank], parts[self.rank]) if has_matrix else (None, nothing)
+        # Ranks after the last matrix of a batch take an empty one.
+        nothing = parts[0].new_empty(0, 0)
+        padding = [nothing] * (len(self.places) - len(parts))
+        matrices, parts = matrices + padding, parts + padding
+        mine, whole = matrices[self.rank], parts[self.rank]
         # Send each rank my part of its matrix, if matrices are sharded, and put mine together.
         if any(self.sizes[dim] > 1 for matrix in matrices for dim in sharded_over(matrix)):
             sent = [part if self.sends_part(matrix, self.rank, owner) else nothing
                     for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
-            whole = nothing.new_empty(mine.shape) if has_matrix else nothing
-            shards = [shard if has_matrix and self.sends_part(mine, rank, self.rank) else nothing
+            whole = nothing.new_empty(mine.shape)
+            shards = [shard if self.sends_part(mine, rank, self.rank) else nothing
                       for rank, shard in enumerate(self.shards_of(whole, mine))]  # fmt: skip
-            for shard, part in zip(shards, self.all_to_all(sent + without_matrix, shards)):
+            for shard, part in zip(shards, self.all_to_all(sent, shards)):
                 shard.copy_(part)
-        if has_matrix:
-            whole = orthogonalize(whole)
+        whole = orthogonalize(whole)
         # Send each rank its part of mine.
-        received = self.all_to_all(self.shards_of(whole, mine), parts + without_matrix)
+        received = self.all_to_all(self.shards_of(whole, mine), parts)
         return [part.to(update) for part, update in zip(received, updates)]
 
-    def shards_of(self, whole: Tensor, matrix: Tensor | None) -> list[Tensor]:
-        """Return each rank's shard of a whole matrix; without one, nothing for each."""
-        return [whole if matrix is None else shard_of(whole, matrix, at) for at in self.places]
+    def shards_of(self, whole: Tensor, matrix: Tensor) -> list[Tensor]:
+        """Return each rank's shard of a whole matrix."""
+        return [shard_of(whole, matrix, at) for at in self.places]
 
     def sends_part(self, matrix: Tensor, rank: int, owner: int) -> bool:
         """Return whether `rank` sends its part to the owner of a matrix: of replicas, which hold
@@ -191,8 +194,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # rounding, with 0.999 they would be lost.
 
 
-ELEMENTS_AT_A_TIME = 1 << 18  # updated together on a CPU, whose caches hold them
-ELEMENTS_ON_A_GPU = 1 << 24  # likewise, where nothing is compiled, with few enough kernels
+ELEMENTS_AT_A_TIME = 1 << 18  # updated together where nothing is compiled: a CPU's caches hold them
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
@@ -234,8 +236,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
         compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
         update = make_update(beta1, beta2, group["eps"], compiled)
-        size = ELEMENTS_AT_A_TIME if weight.device.type == "cpu" else ELEMENTS_ON_A_GPU
-        size = len(weight) if compiled else size
+        size = len(weight) if compiled else ELEMENTS_AT_A_TIME
         for parts in zip(*(tensor.split(size) for tensor in (weight, gradient, mean, square))):
             update(*parts, *numbers)
 
@@ -300,19 +301,18 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
 # ------------------------------------------------------------------ what others ask of a technique
 
 
-def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, int], int]]]:
+def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int]]]:
     """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
     elements that rank 0 has of it. In a batch rank i takes matrix i."""
-    number, block = next(iter(model.layers.items()))
-    shards, in_block = parallel.shards("optimizer"), []
+    block, in_block = next(iter(model.layers.values())), []
     for name, parameter in block.named_parameters():
-        if is_block_matrix(f"layers.{number}.{name}", parameter) and parameter.requires_grad:
+        if parameter.ndim == 2 and parameter.requires_grad:
             own = list(parameter.shape)
             dim = 1 if writes_to_stream(block, name.removesuffix(".weight")) else 0
             own[dim] = math.ceil(own[dim] / parallel.tp)
-            own[0] = math.ceil(own[0] / shards)
-            in_block.append((tuple(parameter.shape), math.prod(own)))
-    n, matrices = parallel.size // parallel.pp, in_block * len(model.layers)
+            own[0] = math.ceil(own[0] / parallel.shards("optimizer"))
+            in_block.append((parameter.shape, math.prod(own)))
+    n, matrices = parallel.group_size("stage"), in_block * len(model.layers)
     matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
 
@@ -320,13 +320,10 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[tuple[int, in
 def holds(model: Llama, work: Work) -> dict[str, float]:
     """A matrix has one moment, not two. An update has rank 0's parts of a batch of matrices and of
     the one before, and a whole matrix, two powers of it, and the parts that it sends."""
-    parallel, moments, update = work.parallel, 0, 0
-    for batch in batches_of_matrices(model, parallel):
-        (rows, columns), _ = batch[0]
-        parts = sum(own for _, own in batch)
-        moments += parts
-        update = max(update, 2 * parts + 4 * rows * columns)
-    bytes_each = parallel.grad_bytes
+    parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
+    parts = [sum(own for _, own in batch) for batch in batches]
+    update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # of the largest
+    moments, bytes_each = sum(parts), parallel.grad_bytes
     return {"optimizer": -moments * parallel.moment_bytes, "update": update * bytes_each}
 
 
@@ -334,20 +331,17 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
     """Rank 0 takes the first matrix of each batch. It sends its parts of the others to the ranks of
     its replica that take them, and later the parts of its own to all ranks that hold one."""
     parallel = work.parallel
-    sizes = {dim: getattr(parallel, dim) for dim in ("replicate", "shard", "tp")}
-    split = [dim for dim, size in sizes.items() if size > 1]
+    split = [dim for dim in ("replicate", "shard", "tp") if parallel.group_size(dim) > 1]
     whole = "world" if parallel.pp == 1 else "stage"
-    over, n = split[0] if len(split) == 1 else whole, math.prod(sizes.values())
-    sharded = {"tp", parallel.strategy.sharded.get("optimizer")}
-    replicas = math.prod(size for dim, size in sizes.items() if dim not in sharded)
+    over = split[0] if len(split) == 1 else whole
+    in_replica = parallel.shards("optimizer") * parallel.tp  # ranks; rank 0's are the first
+    replicas = parallel.group_size("stage") // in_replica
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
-    for batch in batches_of_matrices(model, parallel):
-        # Parts go to the owners in rank 0's replica, which are the first n / replicas. Where each
-        # replica has whole updates, none go.
-        to_owners = sum(own for _, own in batch[1 : n // replicas])
-        yield over, "all-to-all", int(n > replicas), to_owners * e
-        (rows, columns), own = batch[0]
-        yield over, "all-to-all", 1, (replicas * rows * columns - own) * e
+    for (shape, own), *others in batches_of_matrices(model, parallel):
+        # Where each replica has whole updates, none go to owners.
+        to_owners = sum(part for _, part in others[: in_replica - 1])
+        yield over, "all-to-all", int(in_replica > 1), to_owners * e
+        yield over, "all-to-all", 1, (replicas * math.prod(shape) - own) * e
 
 
 def flops_of_muon(model: Llama, parallel) -> int:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from config import Work
-from model import Llama
 from plumbing.processes import UserError
 from plumbing.shards import dims_of, shard_parameters, to_local
 
@@ -97,6 +96,21 @@ class VocabularyParallel(RowwiseParallel):
     weight_dim = 0
 
 
+class GatherTokens(ParallelStyle):
+    """All-gather the tokens of x [B, T, D], the first input of attention or of a feed-forward."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: tuple) -> tuple:
+            x, *others = inputs
+            x = x.redistribute(placements=[REPLICATED])
+            if x.shape[1] % mesh.size():  # as of a prompt: x is not contiguous, and the matrix
+                x = x.clone(memory_format=torch.contiguous_format)  # products of torch 2.11 need it
+            return x, *others
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
 class OfHeads(ParallelStyle):
     """For a module whose forward returns its `weight` [H], a number for each head: on each rank it
     then returns those of the rank's heads."""
@@ -141,18 +155,3 @@ def planned_dims(style: ParallelStyle | None, path: str, layer: nn.Module) -> di
                 remedy = "PLAN shards the weight of its layer alone, so build it with bias=False"
             raise UserError(f"--tp cannot shard {'.'.join(filter(None, (path, name)))}: {remedy}")
     return dims
-
-
-def copy_uneven_inputs(model: Llama) -> None:
-    """Make contiguous what attention and feed-forward read where tp does not divide the tokens, as
-    for a prompt: the uneven all-gather leaves x [B, T, D] non-contiguous, and the matrix products
-    of torch 2.11 need contiguous inputs."""
-
-    def copy(module: nn.Module, inputs: tuple) -> tuple | None:
-        x, *others = inputs
-        if x.shape[1] % x.device_mesh.size():  # the shape of a DTensor is that of the whole tensor
-            return x.clone(memory_format=torch.contiguous_format), *others
-
-    for block in model.layers.values():
-        for module in (block.attention, block.feed_forward):
-            module.register_forward_pre_hook(copy)

@@ -13,6 +13,10 @@ Communication, of the ranks of a pipeline together, a step: 2 m (v p - 1) messag
 With tied embeddings the first and the last rank also exchange gradients of V D g bytes.
 Use over slow links, where FSDP's all-gathers would take longer than these messages. Avoid with few
 microbatches: ranks wait (p - 1) / (m + p - 1) of the time.
+
+Left out against torch.distributed.pipelining: schedules whose stages lie in a V (ZBV, DualPipeV)
+and wait less. But in torch 2.13 its zero-bubble, with FSDP, loses gradients without an error, and
+its 1F1B refuses fewer microbatches than stages.
 """
 
 import contextlib
@@ -172,15 +176,12 @@ class Pipeline(nn.Module):
 
     All ranks post the sends and receives of a tick in the same order before anyone waits, so that
     no two wait for each other: with gloo, which matches sends and receives in pairs, and with NCCL,
-    which runs them in order.
-    torch.distributed.pipelining has the same schedules. But in torch 2.13, with FSDP, zero-bubble
-    loses gradients without an error, and 1F1B refuses fewer microbatches than stages.
-    """
+    which runs them in order."""
 
     def __init__(self, model: Llama, stages: list[Llama], world, gradient_sync: Callable):
         """`stages` are those of `model`, as stages_of returns them, sharded by FSDP. `world` is a
-        World of parallel.py. gradient_sync(stage, last) is a context for a backward, which
-        communicates gradients if it is the last of a step."""
+        World of parallel.py. gradient_sync(parallel, stage, last), also of that file, is a context
+        for a backward, which communicates gradients if it is the last of a step."""
         super().__init__()
         self.parallel, self.gradient_sync = world.parallel, gradient_sync
         self.splits = has_w(self.parallel.schedule)
@@ -259,7 +260,7 @@ class Pipeline(nn.Module):
         else:
             self.unfinished[stage] -= 1
         is_last = self.unfinished[stage] == 0
-        with self.gradient_sync(module, is_last):
+        with self.gradient_sync(self.parallel, module, is_last):
             # Embedding and output stay unsharded until the last, as other microbatches need them.
             module.set_reshard_after_backward(is_last, recurse=False)
             if kind == "W":

@@ -13,6 +13,8 @@ Full costs another forward, a third more FLOPs, and no communication under FSDP,
 all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
 reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
 Use when activations do not fit. Avoid when only a larger microbatch is gained.
+Left out is the compiler's activation_memory_budget, which chooses what to save of a compiled block
+for a share of its memory: between these three levels there is no other.
 
 torch.compile is applied here too, since the order of the two matters.
 """

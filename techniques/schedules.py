@@ -165,7 +165,6 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
     backward two, or B and W one each. Raises ValueError where gradients would be wrong or ranks
     would wait for each other; the message names rank and position."""
     p, splits = len(schedule), splits_backward(schedule)
-    needs = {"B": "F", "W": "B"}
     for rank, order in enumerate(schedule):
         kinds = "FBW" if splits else "FB"
         wanted = {Action(k, i, s) for k in kinds for i in range(m) for s in range(rank, stages, p)}
@@ -176,9 +175,8 @@ def check_schedule(schedule: Schedule, m: int, stages: int) -> Timeline:
                 raise ValueError(f"{where} is not for this rank, {m} microbatches, {stages} stages")
             if action in seen:
                 raise ValueError(f"{where} was there before")
-            if action.kind in needs:
-                first = action._replace(kind=needs[action.kind])
-                if first not in seen:
+            for first in inputs_of(action, stages - 1):
+                if first.stage == action.stage and first not in seen:
                     raise ValueError(f"{where} comes before {first}")
             seen.add(action)
         if missing := wanted - seen:
@@ -212,7 +210,7 @@ def simulate(schedule: Schedule, seconds: Callable) -> Timeline:
     for rank, order in enumerate(schedule):
         if len(spans[rank]) < len(order):
             action, position = order[len(spans[rank])], len(spans[rank]) + 1
-            other = next(Action(*o) for o in inputs_of(action, last) if o not in ended)
+            other = next(first for first in inputs_of(action, last) if first not in ended)
             raise ValueError(
                 f"rank {rank}, position {position}: {action} waits for {other}, which rank "
                 f"{other.stage % p} never reaches: ranks wait for each other"
@@ -220,15 +218,15 @@ def simulate(schedule: Schedule, seconds: Callable) -> Timeline:
     return spans
 
 
-def inputs_of(action: Action, last: int) -> list[tuple[str, int, int]]:
+def inputs_of(action: Action, last: int) -> list[Action]:
     """Return the actions whose results an action needs; `last` is the last stage."""
     kind, microbatch, stage = action
     if kind == "F":
-        return [("F", microbatch, stage - 1)] if stage else []
+        return [Action("F", microbatch, stage - 1)] if stage else []
     if kind == "W":
-        return [("B", microbatch, stage)]
-    own = ("F", microbatch, stage)
-    return [own, ("B", microbatch, stage + 1)] if stage < last else [own]
+        return [Action("B", microbatch, stage)]
+    own = Action("F", microbatch, stage)
+    return [own, Action("B", microbatch, stage + 1)] if stage < last else [own]
 
 
 def held(order: list[Action]) -> int:

@@ -11,6 +11,8 @@ the last backward computes, all-gather of P g bytes after the update. Together t
 DDP's all-reduce sends.
 Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
 DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
+Left out against DeepSpeed's stage 1: it flattens parameters, and sends them and their gradients in
+buckets of a size that one chooses, so in few large calls.
 """
 
 import contextlib

@@ -203,8 +203,6 @@ REFUSED = {  # what is changed, flags, parts of the line that refuses it
     "keys handed on between stages": (
         SHARED, dict(pp=2, n_layers=6),
         "an error (TypeError in line  ... under --pp each stage"),
-    "keys handed on between ranks": (
-        SHARED, dict(tp=2), 'needs a layout in PLAN["layers.*.attention"]'),
     "a gradient": (
         {FEATURES: f"{WITH_A_GRADIENT}({FEATURES})"}, dict(microbatch=1, tp=2, pp=2),
         "first in backward: the gradient of the output of ... under --tp ... under --pp"),
@@ -242,9 +240,10 @@ def test_a_change_that_would_train_another_model_is_refused(name, corpus, tmp_pa
     "edits, style, split",
     [
         slow(SHARED, "", dict(pp=2, n_layers=4)),  # no stage begins between two layers that share
+        (SHARED, "", dict(tp=2)),
         (SCALES, "OfHeads()", dict(tp=2)),
     ],
-    ids=["pp", "tp"],
+    ids=["pp", "tp", "tp of scales"],
 )
 def test_what_has_its_place_is_exact(edits, style, split, corpus, tmp_path):
     """Keys of another layer as arguments; in PLAN, a number for each head."""

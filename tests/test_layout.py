@@ -34,7 +34,7 @@ plumbing
 # Lines of Python as ruff formats them. Whoever saves lines lowers a number; none is raised unless
 # another one is lowered by as much. The aim is 13,500 for all but labs and tests.
 BUDGETS = {
-    "top": 3876, "techniques": 2883, "text": 1367, "files": 1575, "runs": 1157,
+    "top": 3876, "techniques": 2865, "text": 1367, "files": 1575, "runs": 1157,
     "costs": 976, "perf": 1845, "plumbing": 948, "labs": 10502, "tests": 14776, "docs": 797,
 }  # fmt: skip
 FOLDERS = [row for row in ORDER if (ROOT / row).is_dir()]

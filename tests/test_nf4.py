@@ -10,7 +10,7 @@ from model import Llama, LlamaConfig
 from perf.instruments import Live
 from plumbing import processes
 from plumbing.processes import Progress, UserError, with_progress
-from techniques.nf4 import BLOCK, NF4, dequantized, quantized, rounded
+from techniques.nf4 import BLOCK, dequantized, quantized, rounded
 
 CONFIG = dict(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=101)
 
@@ -67,23 +67,6 @@ def test_errors_are_no_larger_than_with_scales_quantized_twice(kind):
     options = dict(blocksize=BLOCK, quant_type="nf4", compress_statistics=True)
     theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(matrix, **options))
     assert (rounded(matrix) - matrix).norm() <= (theirs - matrix).norm()
-
-
-def test_each_weight_becomes_the_nearest_value():
-    matrix = matrix_of("heavy-tailed", 64, 256)
-    weight, row_scale = quantized(matrix)
-    scales = weight[..., 0] * row_scale.view(torch.float32)
-    candidates = scales[..., None, None] * torch.tensor(NF4)
-    nearest = (matrix.unflatten(1, (-1, BLOCK))[..., None] - candidates).abs().amin(-1)
-    error = (dequantized(weight, row_scale, torch.float32) - matrix).abs()
-    assert torch.allclose(error, nearest.flatten(1), rtol=1e-4, atol=1e-7)
-
-
-def test_bits_of_a_weight():
-    out, width = 48, 4096
-    parameters = quantized(normal(out, width))
-    bits = 8 * sum(parameter.nbytes for parameter in parameters) / (out * width)
-    assert bits == 4 + 8 / 64 + 32 / 4096  # 4.13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

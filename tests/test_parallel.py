@@ -1,26 +1,27 @@
 """parallel.py: what is refused, what stays small, and what a split saves, samples and tells."""
 
 import re
+import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import step_of, succeed
 from exact import GROUPED, ODD, RANK_3, TIED, assert_case, case, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train_cases import initialize
 
 from config import ParallelConfig
 from model import Attention, Block, FeedForward, Llama, LlamaConfig, rope_angles
-from parallel import parallelize, tensor_parallel, with_mesh
+from parallel import ddp, fsdp, parallelize, tensor_parallel, with_mesh
 from perf import instruments
-from perf.instruments import Live, build_on_meta
+from perf.instruments import Instrument, Live, build_on_meta
 from plumbing.processes import Process, UserError
 from runs.records import describe_mesh
 from runs.setup import check_equal_replicas
@@ -58,6 +59,34 @@ def test_saving_gathers_adapters_and_no_more(two, name):
 def test_samples_gather_weights_once(two):
     """FSDP gathers each of two blocks once for four tokens; it has gathered the root before."""
     assert two["fsdp tied"]["sampling_gathers"] == 2
+
+
+def test_all_that_it_does():
+    """The code in docstrings, on rank 0 of two: of the other one collectives know the part."""
+    x, w1, w3, w2 = map(torch.randn, [(3, 4), (6, 4), (6, 4), (4, 6)])
+    model = nn.Linear(4, 4, bias=False)
+
+    def cubes(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w).pow(3).sum()
+
+    def run(function, dist: dict, loss_of=None, **names) -> dict:
+        (code,) = re.findall(r"This is all .*?:\n\n(.*?)\n\n", function.__doc__, re.DOTALL)
+        names |= dict(dist=SimpleNamespace(**dist), loss_of=loss_of, sequences=x, n=2)
+        exec(textwrap.dedent(code), names | dict(torch=torch, silu=F.silu), found := {})
+        return found
+
+    w = model.weight.detach()
+    gradient = torch.func.grad(cubes)(w, x)  # alike on both ranks
+    run(ddp, dict(all_reduce=lambda x: x.mul_(2)), lambda f, x: cubes(f.weight, x), model=model)
+    torch.testing.assert_close(model.weight.grad, gradient)
+    gather = dict(all_gather_into_tensor=lambda whole, rows: whole.copy_(w))
+    scatter = dict(reduce_scatter_tensor=lambda rows, whole: rows.copy_(2 * whole[:2]))
+    rows = run(fsdp, gather | scatter, cubes, D=4, lr=0.1, rows=w[:2].clone())["rows"]
+    torch.testing.assert_close(rows, (w - 0.1 * gradient)[:2])
+    whole, other = (F.linear(F.silu(x @ w1[i:].T) * (x @ w3[i:].T), w2[:, i:]) for i in (0, 3))
+    own = dict(x=x, w1=w1[:3], w3=w3[:3], w2=w2[:, :3])
+    y = run(tensor_parallel, dict(all_reduce=lambda y: y.add_(other)), **own)["y"]
+    torch.testing.assert_close(y, whole)
 
 
 def test_tensor_parallelism_refuses_what_has_no_place():
@@ -110,14 +139,13 @@ def test_replicas_that_begin_differently_are_refused():
             check_equal_replicas(model, world)
 
 
-class Products(TorchDispatchMode):
+class Products(Instrument):
     """A context that counts the matrix products that run in it."""
 
     count = 0
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def see(self, op, *_) -> None:
         self.count += op.__name__ == "mm.default"
-        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("saved, recomputed", [(("wk", "wo"), 4), (("wq", "wk", "wv"), 3), ((), 6)])
