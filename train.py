@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import checkpoint
+import data
 import evaluate
 from config import Work
-from data import local_batch, read_ahead
 from model import IGNORE
 from parallel import World, finish_step, gradient_sync
+from plumbing.devices import widest_float
 from plumbing.processes import UserError, print_rank_zero, run
 from runs import flags, records, setup
 from techniques import diloco
@@ -89,7 +90,8 @@ def train(
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)
     steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
-    batches = read_ahead(partial(local_batch, args, world, job.train_set), steps, world.device)
+    read = partial(data.local_batch, args, world, job.train_set)
+    batches = data.read_ahead(read, steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, done)
     # A signal ends the run after this step or the next; the saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
@@ -149,14 +151,14 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches)
-    losses = []
+    loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
         # Gradients add up on the rank; ranks sum them once a step, in the last microbatch.
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
-            loss = runner(*part.inputs, documents=part.documents)
-            loss.backward()
-        losses.append(loss.detach())
-    return sum(losses)
+            microbatch_loss = runner(*part.inputs, documents=part.documents)
+            microbatch_loss.backward()
+        loss += microbatch_loss.detach()
+    return loss
 
 
 def update(
