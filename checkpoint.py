@@ -81,10 +81,10 @@ def lock_run(out: Path, resume: bool = False) -> Path | None:
 
 
 class Saver(contextlib.AbstractContextManager):
-    """Saves the checkpoints of a run, one at a time, and optionally in the background.
+    """Saves the checkpoints of a run, one at a time, and with --async-save in the background.
 
     All ranks call every method together. If the model has adapters, only these are saved, and the
-    frozen base is named by `flags["init"]`. With `keep` > 0 only that many of the newest
+    frozen base is named by `flags["init"]`. With --keep above 0 only so many of the newest
     checkpoints are kept, and the best. Creating a Saver raises UserError if a save would fail, so
     that it is known before step 1. labs/resume saves and resumes by hand.
 
@@ -98,17 +98,14 @@ class Saver(contextlib.AbstractContextManager):
         model: Llama,
         optimizer: torch.optim.Optimizer,
         tokenizer: Tokenizer,
-        flags: dict,
-        keep: int = 0,
-        background: bool = False,
-        keep_best: bool = False,
+        flags: dict,  # of the run, which are saved, too
     ):
         self.out, self.model, self.optimizer, self.tokenizer = out, model, optimizer, tokenizer
-        self.flags, self.keep = flags, keep
+        self.flags = flags
         self.lora = adapter_settings(model)
         gpu = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         begin = use_gpu if gpu else None
-        self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if background else None
+        self.thread = ThreadPoolExecutor(1, "save", begin, gpu) if flags.get("async_save") else None
         self.pending: Future | None = None  # the save in the background
         # A group of its own, so that the thread's collectives do not mix with those of training.
         # The timeout is long because a disk may be slow.
@@ -116,7 +113,7 @@ class Saver(contextlib.AbstractContextManager):
         # Computed now: in the thread, its model would draw random numbers that dropout draws, too.
         small_logits()
         self._check()
-        if keep_best:  # try a link: better refused now than at the first best loss
+        if flags.get("keep_best"):  # try a link: better refused now than at the first best loss
             rank = dist.get_rank()
             self._on_every_rank(lambda: rank == 0 and directories.new_link(out, "best").unlink())
         if directories.checkpoints(out):
@@ -222,7 +219,7 @@ class Saver(contextlib.AbstractContextManager):
         saved = f"saved {final}: {self.size / 1e9:.3g} GB in {time.monotonic() - started:.1f} s"
         print_rank_zero(saved, file=sys.stderr)
         if rank == 0:
-            directories.remove_old(final, self.keep, best)
+            directories.remove_old(final, self.flags.get("keep", 0), best)
 
     def _on_every_rank(self, work: Callable) -> list:
         """Return work()'s results on all ranks, when all are done; raise on all what one raises."""

@@ -76,16 +76,7 @@ def train(
     if done >= args.steps:
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
-    saver = checkpoint.Saver(
-        args.out,
-        job.model,
-        optimizer,
-        job.tokenizer,
-        vars(args),
-        args.keep,
-        args.async_save,
-        args.keep_best,
-    )
+    saver = checkpoint.Saver(args.out, job.model, optimizer, job.tokenizer, vars(args))
     evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
     if args.init and args.eval_every and not done:
         evaluate_and_show(0)

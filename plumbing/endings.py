@@ -7,6 +7,7 @@ anything else than a script of this project, such as a notebook, the module does
 """
 
 import contextlib
+import importlib.util
 import os
 import select
 import signal
@@ -144,3 +145,7 @@ if os.path.dirname(os.path.realpath(sys.argv[0])) == _root:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else SIGINT is ignored
         signal.signal(signal.SIGINT, _leave_to_thread)
     threading.Thread(target=_watch, args=(_reader,), daemon=True).start()
+    packages = "torch", "numpy", "tiktoken"
+    if missing := [name for name in packages if not importlib.util.find_spec(name)]:
+        told = f"not installed here: {', '.join(missing)}: pip install -r requirements.txt"
+        end(2, told, show=_is_rank_zero())

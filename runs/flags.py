@@ -56,7 +56,6 @@ def add_pretraining_flags(parser: argparse.ArgumentParser) -> None:
     add("--document-mask", action="store_true", help="no attention across documents of a sequence")
     add("--prompt", default="def", help="prompt of the text samples at evaluations")
     add_training_flags(parser)
-    parser.set_defaults(lr=None)  # it depends on the optimizer
 
 
 def parse_finetuning() -> argparse.Namespace:
@@ -110,28 +109,24 @@ def add_finetuning_flags(parser: argparse.ArgumentParser) -> None:
         help="4: keep the blocks' frozen matrices in 4 bits (default: the dtype of computation)")
     add("--merge", nargs="?", choices=["last", "best"], const="last",
         help="write OUT/merged at the end: the model with the last adapter, or with the best one")
-    add_training_flags(parser)
+    add_training_flags(parser, lr=5e-3)
     parser.set_defaults(steps=200, warmup=20, weight_decay=0.0, eval_every=100, save_every=100)
 
 
-def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the optimizer."""
-    add = parser.add_argument
-    add("--lr", type=nonnegative_float, default=5e-3,
-        help="peak learning rate; larger models need less (default: muon 0.02, adamw 0.005)")
-    add("--weight-decay", type=nonnegative_float, default=0.1, help="of matrices; norms have none")
-    add_parallel_flags(parser, ["optimizer", "moments"])
-
-
-def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of every training script: optimizer, parallelism, speed, files of the run."""
+def add_training_flags(parser: argparse.ArgumentParser, lr: float | None = None) -> None:
+    """Add the flags of every training script: optimizer, parallelism, speed, files of the run.
+    Without a default for --lr, it depends on the optimizer."""
     step = parser.add_argument_group("optimizer step")
     add = step.add_argument
     add("--batch", type=positive_int, default=8, help="sequences per step, over all processes")
     add("--microbatch", type=positive_int, help="sequences a rank computes at once (default: all)")
     add("--steps", type=partial(given_int, least=1), default=1150, help="number of optimizer steps")
     add("--epochs", type=positive_float, help="in place of --steps: how often the data are read")
-    add_optimizer_flags(step)
+    default = "" if lr else " (default: muon 0.02, adamw 0.005)"
+    add("--lr", type=nonnegative_float, default=lr,
+        help=f"peak learning rate; larger models need less{default}")
+    add("--weight-decay", type=nonnegative_float, default=0.1, help="of matrices; norms have none")
+    add_parallel_flags(step, ["optimizer", "moments"])
     add("--warmup", type=given_int, default=50,
         help="steps of linear warmup to the peak, even where --steps are fewer")
     add("--clip", type=nonnegative_float, default=1.0, help="maximum gradient norm, 0 for none")

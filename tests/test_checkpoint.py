@@ -34,7 +34,7 @@ def world():
 
 
 def save(out, step, model, optimizer, tokenizer=BYTES, keep=0):
-    return checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1}, keep).save(step)
+    return checkpoint.Saver(out, model, optimizer, tokenizer, {"lr": 0.1, "keep": keep}).save(step)
 
 
 def trained(seed=0, steps=3, weight_decay=0.1, **options):
@@ -178,7 +178,7 @@ def test_the_best_checkpoint_is_kept_and_linked(tmp_path):
     rows = [{"step": step, "val_loss": loss} for step, loss in losses.items()]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert best_loss(tmp_path) == math.inf
-    with checkpoint.Saver(tmp_path, *trained(), BYTES, {}, keep=1, background=True) as saver:
+    with checkpoint.Saver(tmp_path, *trained(), BYTES, {"keep": 1, "async_save": True}) as saver:
         for step, loss in losses.items():
             saver.save(step, best=loss < best_loss(tmp_path))
             saver.wait()
@@ -200,7 +200,7 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
         write(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint.dcp, "save", wait_first)
-    with checkpoint.Saver(tmp_path, model, optimizer, BYTES, {}, background=True) as saver:
+    with checkpoint.Saver(tmp_path, model, optimizer, BYTES, {"async_save": True}) as saver:
         saver.save(1)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -217,7 +217,7 @@ def test_a_background_save_writes_a_copy(tmp_path, monkeypatch):
 def test_a_background_save_draws_no_random_numbers(tmp_path):
     """Which dropout would miss in the thread of training: it draws from the same generator."""
     small_logits.cache_clear()  # of a model that a checkpoint is signed with
-    with checkpoint.Saver(tmp_path, *trained(), BYTES, {}, background=True) as saver:
+    with checkpoint.Saver(tmp_path, *trained(), BYTES, {"async_save": True}) as saver:
         before = torch.get_rng_state()
         saver.save(3)
         saver.wait()

@@ -10,15 +10,7 @@ import torch
 from conftest import succeed
 
 import data
-from data import (
-    TokenFileWriter,
-    Windows,
-    local_batch,
-    open_token_file,
-    open_windows,
-    row_of,
-    window_of,
-)
+from data import TokenFileWriter, Windows, open_token_file, open_windows, row_of, window_of
 from model import IGNORE, Llama, LlamaConfig
 from plumbing.processes import UserError
 from runs.records import describe_epochs
@@ -298,7 +290,7 @@ def test_sources_have_their_shares_in_any_round():
             world.parallel = SimpleNamespace(cp=1)
             args = SimpleNamespace(batch=8, seed=seed)
             dataset.batch = lambda rows: SimpleNamespace(positions=None, rows=rows)
-            read += local_batch(args, world, dataset, 3).rows
+            read += data.local_batch(args, world, dataset, 3).rows
         assert read == rows[16:24]
 
 

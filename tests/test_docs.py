@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, changed_copy, hugging_face_model, launch, succeed
+from test_train import flags
 
 from data import train_tokenizer
 from model import LlamaConfig
@@ -142,6 +143,13 @@ def test_links_and_pictures_exist():
                 titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
                 anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
                 assert heading in anchors, (page.name, target, anchors)
+
+
+def test_the_cell_for_notebooks_runs(corpus, tmp_path, capsys):
+    succeed("train.py", *flags(corpus, tmp_path / "tiny", steps=1))
+    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/colab.md").read_text(), re.DOTALL)
+    exec(cell.replace("out/tiny", str(tmp_path / "tiny")), {})
+    assert capsys.readouterr().out.startswith("torch.Size([1, 15, ")
 
 
 def test_the_readme_is_short():

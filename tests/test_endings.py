@@ -51,6 +51,12 @@ def has_begun(process: int) -> bool:
     return len(os.listdir(f"/proc/{process}/task")) > 1
 
 
+def test_a_missing_package_is_one_line():
+    result = subprocess.run([sys.executable, "-S", ROOT / "train.py"], capture_output=True)
+    told = b"error: not installed here: torch, numpy, tiktoken: pip install -r requirements.txt\n"
+    assert (result.returncode, result.stderr) == (2, told)
+
+
 def interrupted(result: Result) -> None:
     """Assert that a run ended as Ctrl-C should end it."""
     assert result.err.splitlines()[-1:] == error_lines(result) == ["error: interrupted"]

@@ -325,8 +325,7 @@ def test_a_step_waits_for_the_gpu_once(process, options, packed, lora):
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)  # some of which wait
     model, runner, world = built(process, SMALL, lora, dtype=LOW, **options)
-    moments = "bfloat16" if "moments" in options else "float32"
-    optimizer = make_optimizer(model, replace(world.parallel, moments=moments), lr=1e-4)
+    optimizer = make_optimizer(model, world.parallel, lr=1e-4)
     batch = batch_of(4, 96, packed).to(DEVICE)
     for _ in range(3):
         train_step(runner, optimizer, batch, 2, 1.0, world, step=1)
@@ -409,7 +408,9 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
     step = partial(train_step, runner, optimizer, batch, 2, 1.0, world)
     for number in range(2):
         step(number)
-    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {}, 2, True) as saver:
+    with checkpoint.Saver(
+        tmp_path, model, optimizer, tokenizer, {"keep": 2, "async_save": True}
+    ) as saver:
         state = [to_local(p.detach()).clone() for p in model.parameters()]
         moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
         moments = [to_local(moment).clone() for moment in moments]
