@@ -1,10 +1,11 @@
-"""How a training step is split over ranks and computed there, and the step itself.
+"""How a step is split over ranks and computed (ParallelConfig), and a step (Work).
 
 A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
-measures. Its help, the command that a plan prints, the values that tests combine, and whether a
-resumed run may change it follow. costs/search.py lists what `bench.py plan` searches.
+measures. From it follow the flag's help, the command that a plan prints, the values that tests
+combine, and whether a resumed run may change it. costs/search.py lists what `bench.py plan`
+searches.
 
-Work is the noun of a step: a model, how it is split, and the sequences of the step. Techniques
+A Work is one step of training: a model, how it is split, and the sequences of the step. Techniques
 refuse a Work, costs/ predicts one, and bench.py measures one.
 """
 
@@ -39,7 +40,7 @@ class Strategy:
         return self.wrapper == "fsdp"
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
-        """Return the ranks along shard, of `data_ranks` of which `in_node` lie in one node."""
+        """Return how many ranks lie along shard, of `data_ranks`, `in_node` of them in a node."""
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_spans]
 
 
@@ -54,14 +55,16 @@ STRATEGIES = {  # --dp auto takes the first that fits
 }
 
 
-SAME = object()
+SAME_AS_DEFAULT = object()
 
 
-def flag(default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME, only_dp=""):
-    """Return a field and its flag. `unset` is what the parser stores where the flag is not given,
-    by default the default. None and "auto" tell that it was not given: then the run chooses. With
-    `only_dp` the flag is for that --dp."""
-    unset = default if unset is SAME else unset
+def flag(
+    default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT, only_dp=""
+):
+    """Return a field and its flag. `default` is that of a configuration which code builds. `unset`
+    is what the parser stores where the flag is missing; None or "auto" let the run choose.
+    `only_dp` is the --dp that the flag belongs to."""
+    unset = default if unset is SAME_AS_DEFAULT else unset
     about = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
     return field(default=default, metadata=about)
 
@@ -110,8 +113,8 @@ class ParallelConfig:
                        "each tensor, row or 32 numbers; emulated where the device cannot",
                        ["none", "tensorwise", "rowwise", "mxfp8"])
     optimizer: str = flag("adamw", ARITHMETIC, "muon: for the matrices of the blocks, and adamw "
-                          "for the rest (default: muon where train.py or bench.py step train from "
-                          "scratch, else adamw)", ["muon", "adamw"], unset=None)
+                          "for the rest (default: muon where train.py or `bench.py step` begins "
+                          "from scratch, else adamw)", ["muon", "adamw"], unset=None)
     moments: str = flag("float32", ARITHMETIC, "dtype of the moments of --optimizer adamw: "
                         "training takes 16 bytes a parameter with float32, 12 with bfloat16",
                         ["float32", "bfloat16"])
@@ -155,7 +158,7 @@ class ParallelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight in matrix products. It is stored in as many as a gradient."""
+        """Bytes of a weight in matrix products. A trained one is stored in grad_bytes."""
         return self.dtype.itemsize
 
     @property
@@ -163,22 +166,23 @@ class ParallelConfig:
         return 2 if self.moments == "bfloat16" else self.grad_bytes
 
 
-DIMS = ("pp", "replicate", "shard", "cp", "tp")  # ranks along the first are farthest apart
+# Ranks along the first are farthest apart. cp is no dimension of the mesh, but has groups, too.
+DIMS = ("pp", "replicate", "shard", "cp", "tp")
 FLAGS = {f.name: f for f in fields(ParallelConfig) if f.metadata}
 LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
 RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
 
 
 def add_parallel_flags(parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS) -> None:
-    """Add the flags of ParallelConfig, or of those of its fields that are named."""
+    """Add the flags of ParallelConfig, or only those of the fields `names`."""
     for name in names:
         about, default = FLAGS[name].metadata, FLAGS[name].default
         options = dict(help=about["help"], default=about["unset"])
         if about["choices"]:
             options["choices"] = about["choices"]
         elif isinstance(default, bool):
-            chosen = about["unset"] is None  # the run chooses without --NAME or --no-NAME
-            options["action"] = argparse.BooleanOptionalAction if chosen else "store_true"
+            run_chooses = about["unset"] is None  # without --NAME or --no-NAME
+            options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
         else:
             options["type"] = {int: positive_int, float: nonnegative_float}.get(type(default), str)
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
@@ -206,9 +210,8 @@ def in_float64(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
-    """Return the flags that ask for a configuration on its processes: those of fields that differ
-    from the default, and always those that a run would otherwise choose; or, given the one
-    `before`, those of fields that differ from it."""
+    """Return the flags that ask for `parallel` on its processes: where it differs from the default,
+    and those that a run would choose by itself. Given `before`, only where it differs from that."""
     shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
     # Elsewhere the size of shard follows from the processes.
     has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
@@ -274,10 +277,10 @@ class Work:
 
     @property
     def mask_width(self) -> int:
-        """Keys in attention's mask for each query; 0 where there is no mask, since each sequence is
-        one document, or a kernel reads the documents itself. With context parallelism a GPU without
-        that kernel always has a mask; a rank's two chunks see the keys before their own ends, on
-        average (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
+        """Keys in attention's mask for each query. There is no mask (0) where a kernel reads the
+        documents, or where each sequence is one document. But with context parallelism a GPU
+        without that kernel always has one: a rank's two chunks see the keys before their own ends,
+        on average (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

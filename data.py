@@ -54,7 +54,7 @@ HEADER_BYTES = 256 * 4
 TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
-ROUND_LENGTH = 1000  # sequences in which every source has its share
+ROUND_LENGTH = 1000  # a round: in so many sequences each source has its share exactly
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
@@ -357,7 +357,7 @@ def open_windows(
 
 
 def window_of(sequence: int, n: int, seed: int) -> int:
-    """Return the window, of n, that a run reads as its sequence number `sequence`, from 0 on.
+    """Return which of n windows is sequence number `sequence` (0, 1, ...) of a run.
 
     An epoch is n sequences. It has every window once, in an order that depends on seed and epoch.
     This permutation is computed, not stored: four Feistel rounds (Luby and Rackoff 1988) permute
@@ -377,11 +377,11 @@ def window_of(sequence: int, n: int, seed: int) -> int:
 
 
 def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
-    """Return the row that a run reads as its sequence number `sequence`, of a data set with so many
-    rows, and places in a round, of each source.
+    """Return which row of a data set is sequence number `sequence` of a run. `sources` has for each
+    source its number of rows, and of its places in a round.
 
     A round has every place once, in an order that depends on seed and round. So after each round
-    the sources have had their shares to the sequence. Within a source the order is window_of's."""
+    the sources have had exactly their shares. Within a source the order is window_of's."""
     places = sum(own for _, own in sources)
     nth_round, place = sequence // places, window_of(sequence, places, seed)
     first = 0
@@ -393,17 +393,17 @@ def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
 
 def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
-    World of parallel.py."""
-    share = args.batch // world.data_size
-    first = (step - 1) * args.batch + world.data_rank * share
-    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(share)]
+    World of parallel.py; the data may be text/chat.py's Packed as well."""
+    n_sequences = args.batch // world.data_size
+    first = (step - 1) * args.batch + world.data_rank * n_sequences
+    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(n_sequences)]
     return share_sequences(dataset.batch(rows), world)
 
 
 def read_ahead(
     read: Callable[[int], Batch], steps: Iterable[int], device: torch.device
 ) -> Iterator[Batch]:
-    """Yield read(step) on `device` for each step, while a thread reads the batch after it."""
+    """Yield read(step) on `device` for each step, while a thread reads the next one."""
 
     def load(step: int) -> Batch:
         if device.type != "cuda":
@@ -413,7 +413,8 @@ def read_ahead(
 
     with ThreadPoolExecutor(1) as pool:
         batches = (pool.submit(load, step) for step in steps)
-        for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):  # _ is being read
+        # pairwise asks for the item after it first, and so submits its reading.
+        for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):
             yield batch.result().to(device)
 
 

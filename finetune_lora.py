@@ -1,4 +1,4 @@
-r"""Fine-tune a Llama with LoRA: train a few small matrices beside its own to answer.
+r"""Fine-tune a Llama with LoRA: teach it to answer by training thin matrices beside its own.
 
     torchrun train.py                                            a base model: minutes on a laptop
     torchrun finetune_lora.py --init out/tiny                    teach it to write docstrings
@@ -11,9 +11,9 @@ The data is JSON, one conversation a line: {"messages": [{"role", "content"}...]
 input and output, or prompt and completion (text/chat.py). Several conversations share a row of
 --seq-len tokens; attention does not cross from one to another.
 
-The base is frozen, so it has no gradients. With --dp ddp, the default where a copy fits, a step
-communicates the gradients of the adapters and nothing else, and more processes make it faster. On
-several processes the start of a run prints what a step would communicate under each strategy.
+The base is frozen, so it has no gradients. With --dp ddp, the default where a device can hold the
+model, a step communicates the gradients of the adapters and nothing else, and more processes make
+it faster. On several processes a run first prints what a step would send under each strategy.
 
 Every checkpoint is an adapter in PEFT's format; --merge also writes the model with it added.
 """
@@ -53,7 +53,7 @@ def main() -> None:
     finished = train.train(args, job, world, runner, work, newest, sample_text)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
-        if not merged.exists():  # it does if the run had finished before
+        if not merged.exists():  # else --resume found the run finished
             source = args.out / "best" if args.merge == "best" else args.out
             checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
@@ -67,7 +67,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
 
     Returns also some held-out prompts, as (tokens, true answer)."""
     base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # which may be a run's newest checkpoint: the record names it
+    args.init = base["directory"]  # of a run its newest checkpoint, which the record then names
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     rules.check_training_flags(args, base["model"], process, *techniques)
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
@@ -77,18 +77,20 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     )
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
-        of = checkpoint.read_config(merged)["flags"].get("adapter") if args.resume else None
         last = args.out / f"step-{args.steps:08d}"
-        source = args.out / "best" if args.merge == "best" else last
-        if of != source.resolve().name or not last.exists():
+        adapter = (args.out / "best" if args.merge == "best" else last).resolve().name
+        is_finished = args.resume and last.exists()  # then --resume may find its own result
+        if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
     list_left_out(reading, f"conversations-{args.data_checksum}")
     print_rank_zero(summary)
     with torch.device("meta"):
         model = Llama(base["model"])
-        layers = {name.split(".")[-1] for name, _ in model.named_modules()}
-        targets = tuple(t for t in args.targets if t in layers)  # a changed model may lack some
+        layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
+        targets = tuple(
+            t for t in args.targets if t in layer_names
+        )  # a changed model may lack some
         settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
         lora.add_adapters(model, settings, args.base_bits)
 

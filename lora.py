@@ -4,8 +4,8 @@
     x [in] ──┤                                    (+)── y = x Wᵀ + scale (x Aᵀ) Bᵀ
              └── A [r, in] ──────── B [out, r] ───┘
 
-Fine-tuning changes W by a matrix that a product B A of low rank r approximates well (Hu et al.
-2021, arXiv:2106.09685). Only A and B have gradients and AdamW moments: for all matrices of the 8B
+Fine-tuning adds a matrix to W, to which a product B A of low rank r comes close (Hu et al. 2021,
+arXiv:2106.09685). Only A and B have gradients and AdamW moments: for all matrices of the 8B
 model and r = 16, 42 million parameters instead of 8 billion. B starts at zero, so that training
 starts from the model as it is. scale is alpha / r; with rsLoRA alpha / sqrt(r), which keeps the
 size of the update at large r (Kalajdzievski 2023, arXiv:2312.03732).
@@ -38,9 +38,9 @@ from techniques.technique import Technique
 def with_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
     """Return y + scale (x Aᵀ) Bᵀ for y = x Wᵀ [n, out] and x [n, in].
 
-    That is LoRA. Backward needs x, of which A's gradient is a product, and x Aᵀ [n, r]; for the
-    frozen W it needs no x. The thin product is added to y while it is computed. By a copy of Bᵀ in
-    row-major order backward is a tenth faster."""
+    That is LoRA. Backward needs x for A's gradient and x Aᵀ [n, r] for B's; for the frozen W it
+    needs no x. addmm adds the thin product to y while it computes it. With Bᵀ copied into row-major
+    order backward is a tenth faster."""
     return torch.addmm(y, x @ A.T, B.T.contiguous(), alpha=scale)
 
 
@@ -64,7 +64,9 @@ class LoRA:
 
 
 def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
-    """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in]."""
+    """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
+    `row_scale` is None unless W is in 4 bits."""
+    # Of the product: W's, or with codes of 4 bits that of autocast.
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
     y = flat @ weight.T if row_scale is None else product_in_4_bits(flat, weight, row_scale)
@@ -76,13 +78,14 @@ def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with an adapter, in 4 bits, or both. The weight keeps its name.
+    """A frozen linear layer that has an adapter, or is stored in 4 bits, or both. The weight keeps
+    its name.
 
-    A base in 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314): what is frozen is only read.
-    So W is stored as techniques/nf4.py says, at about 4.13 bits a weight, and becomes a full matrix
-    only while a product needs it, in forward and again in backward. Gradients of the adapters are
-    exact for this rounded W, so that they also learn to make up for its error. A layer in 4 bits
-    that is no target has `lora` too, but no A and B.
+    In 4 bits (QLoRA; Dettmers et al. 2023, arXiv:2305.14314): W is never updated, so it is rounded
+    once, and errors do not add up. It is stored as techniques/nf4.py says, at about 4.13 bits a
+    weight, and becomes a full matrix only while a product needs it, in forward and again in
+    backward. Gradients of the adapters are exact for this rounded W, so that they also learn to
+    make up for its error. A layer in 4 bits that is no target has `lora` too, but no A and B.
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
@@ -94,7 +97,8 @@ class LoRALinear(nn.Linear):
         super().__init__(width, out, bias=False, device="meta")
         for name in self.PARAMETERS:
             self.register_parameter(name, None)
-        self.weight, self.training = base.weight, base.training
+        self.weight = base.weight
+        self.training = base.training
         self.lora = lora
         if bits == 4:
             codes = partial(base.weight.new_empty, dtype=torch.uint8)
@@ -118,11 +122,11 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self, with_adapter: bool = True) -> Tensor:
-        """Return changed_norms of this layer, or the norms of W alone. Where a rank of tensor
+        """Return the length of each row of W + scale B A, or of W alone. Where a rank of tensor
         parallelism has a part of each row, the squares are all-reduced."""
         weight, row_scale, A, B, _ = map(to_local, self.ordered_parameters())
         if not with_adapter:
-            A, B = A[:0], A.new_empty(len(weight), 0)
+            A, B = A[:0], A.new_empty(len(weight), 0)  # an adapter of rank 0
         norms = changed_norms(weight, row_scale, A, B, self.lora.scale)
         if not isinstance(self.weight, DTensor):
             return norms
@@ -137,10 +141,9 @@ class LoRALinear(nn.Linear):
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter, None for a
-        replicated one; `dim` is that of the weight.
+        replicated one, where it shards the weight on `dim`.
 
-        A parameter is sharded along the dimension that it shares with the weight: A with its input
-        features, the others with its output features. Otherwise it is replicated."""
+        A has the weight's input features, the others have its output features."""
         others, of_A = (0, None) if dim == 0 else (None, 1)
         dims = dict.fromkeys(self.PARAMETERS, others) | {"weight": dim, "lora_A": of_A}
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
@@ -162,7 +165,7 @@ class LoRALinear(nn.Linear):
 
 
 def with_lengths(y: Tensor, magnitude: Tensor, norms: Tensor) -> Tensor:
-    """Return y [n, out] with each output as long as its `magnitude` [out] says."""
+    """Return y [n, out] as if row i of the matrix had the length magnitude[i]."""
     # FSDP may have rounded m to bfloat16. Norms are rounded alike, so that an untrained m is a
     # factor of exactly 1.
     norms = norms.to(magnitude.dtype).to(norms.dtype)
@@ -197,8 +200,8 @@ def at_least_tiny(norms: Tensor) -> Tensor:
 def merged_weight(
     weight: Tensor, scale: float, A: Tensor, B: Tensor, magnitude: Tensor | None = None
 ) -> Tensor:
-    """Return the weight of a layer that computes the same without an adapter, W + scale B A with
-    rows as long as `magnitude` says: in float32 or float64, rounded once to W's dtype."""
+    """Return the weight of a layer that computes the same without an adapter. It is W + scale B A,
+    with rows as long as `magnitude` says, computed in float32 or float64 and rounded once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     merged = torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)
     if magnitude is not None:
@@ -210,9 +213,9 @@ def merged_weight(
 
 
 def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
-    """Freeze a model and put an adapter, still uninitialized, beside each target matrix. With 4
-    `base_bits` each matrix of the blocks becomes a LoRALinear in 4 bits, whose values are not set
-    yet, without A and B where it is no target."""
+    """Freeze a model and put an adapter beside each target matrix. With 4 `base_bits` each matrix
+    of the blocks is stored in 4 bits, without A and B where it is no target. No values are set
+    yet: init_adapters and quantize_base do that."""
     if adapter_settings(model):
         raise UserError("this model has an adapter already: load the base, or a merged model")
     if lora.rank > model.config.dim:
@@ -242,9 +245,9 @@ def adapters(model: Llama) -> dict[str, nn.Parameter]:
 def init_adapters(
     model: Llama, seed: int = 0, assign: Callable = assign_shard, device: torch.device | None = None
 ) -> None:
-    """Call assign(parameter, full_initial_value) for each parameter of adapters: B zero, A uniform
-    within 1 / sqrt(in), as in PEFT, magnitudes the norms of the base's rows, which must be loaded.
-    Values of A depend on seed and name only, as in Llama.init_weights."""
+    """Call assign(parameter, full_initial_value) for each parameter of adapters. B starts at zero
+    and A uniform within 1 / sqrt(in), as in PEFT. Magnitudes start as the lengths of the base's
+    rows, so load the base first. Values of A depend on seed and name only."""
     for name, parameter in adapters(model).items():
         value = torch.zeros(parameter.shape, device=device or parameter.device)
         if name.endswith("lora_A"):
@@ -260,8 +263,8 @@ def init_adapters(
 def quantize_base(
     model: Llama, read: Callable[[str], Tensor], assign: Callable = Tensor.copy_
 ) -> None:
-    """Call assign(parameter, full_value) for each matrix in 4 bits, and its scales; read(name)
-    returns a full matrix, of which one at a time is in memory."""
+    """Call assign(parameter, full_value) for each matrix in 4 bits, and for its scales. read(name)
+    returns a full matrix; one at a time is in memory."""
     modules = model.named_modules()
     layers = [(path, m) for path, m in modules if getattr(m, "row_scale", None) is not None]
     for path, layer in with_progress(layers, "matrices in 4 bits"):
@@ -274,9 +277,10 @@ def quantize_base(
 
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
-    """An adapter saves x Aᵀ; with dropout an x of its own and the mask, which is bytes in a kernel
-    and numbers on a CPU; with DoRA what m / |W + scale B A| multiplies. A frozen layer does not
-    need x, but attention saves its output anyway."""
+    """Return by how many elements a token the adapters change what a block saves. An adapter adds
+    x Aᵀ; with dropout its own x, and a mask of bytes, or of numbers on a CPU; with DoRA the y that
+    is scaled. Inputs that only frozen layers read are not saved, but for wo's, which attention
+    saves as its output."""
     tp, w = work.parallel.tp, work.parallel.weight_bytes
     elements, inputs = 0.0, {}  # inputs: of which layers -> whether saved, and width
     block = next(iter(model.layers.values()))
@@ -299,4 +303,4 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
     return {"saved": elements - unneeded}
 
 
-TECHNIQUE = Technique("", holds=holds)  # add_adapters changes the model
+TECHNIQUE = Technique("", holds=holds)  # "": always asked; add_adapters changes the model

@@ -8,10 +8,11 @@ A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds
 Nothing here communicates: parallel.py splits this model without changing a line of it. Three
 conventions make that possible. Modules find their parts by name, so that a layer can be replaced or
 sharded. Nothing is kept in buffers, so that a model can be built without memory (on `meta`) and be
-filled later. And token positions may be passed explicitly.
+filled later. And token positions may be passed in, so that a rank can have a later part of a row.
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
-E head width, F feed-forward width, V vocabulary, S keys and values, N = B * T.
+E head width, F feed-forward width (in code torch.nn.functional), V vocabulary, N = B * T,
+S tokens with keys and values: T, or more with a cache.
 """
 
 import contextlib
@@ -45,9 +46,9 @@ class LlamaConfig:
     max_seq_len: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: float = 1.0  # factor on long wavelengths: 8 in Llama 3.1, 32 in 3.2, 1 for none
+    rope_scaling: float = 1.0  # of rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 for none
     tie_embeddings: bool = False  # one matrix for the embedding and the output
-    head_dim: int = 0  # E; 0 becomes D / H. With another dim or n_heads, replace() it by 0 again
+    head_dim: int = 0  # E; 0 becomes D / H, and stays so: replace(config, dim=..) needs 0 again
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
 
     def __post_init__(self):
@@ -85,7 +86,7 @@ PRESETS = {
     "small": LlamaConfig(384, 6, 6, 3, 1024),
     "medium": LlamaConfig(512, 8, 8, 4, 1536, vocab_size=8192),
     "base": LlamaConfig(768, 12, 12, 4, 2048, vocab_size=32_768, max_seq_len=4096),
-    # As published by Meta.
+    # As published by Meta: D, layers, H, F; KV is 8.
     "llama3-8b": _llama(4096, 32, 32, 14_336, max_seq_len=8192),
     "llama3.2-1b": _llama(2048, 16, 32, 8192, rope_scaling=32.0, tie_embeddings=True),
     "llama3.2-3b": _llama(3072, 28, 24, 8192, rope_scaling=32.0, tie_embeddings=True),
@@ -104,7 +105,7 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     Pair i of a head's features is rotated by position * theta^(-2i/E) radians. Llama 3.1 and 3.2
     slow down the long wavelengths, so that contexts longer than the 8,192 tokens of the first
     training meet familiar angles: wavelengths above 8,192 tokens are multiplied by `rope_scaling`,
-    those below 8,192 / 4 stay, those in between are interpolated. In float32, as in Meta's code.
+    those below 8,192 / 4 stay, others get a mean of both. In float32, as in Meta's code.
 
     positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32."""
     E = config.head_dim
@@ -112,8 +113,8 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     frequencies = 1.0 / config.rope_theta**exponents  # [E/2] radians per token
     if config.rope_scaling != 1.0:
         turns = 8192 / (2 * math.pi / frequencies)  # full turns within 8,192 tokens
-        keep = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 1: four turns or more; 0: one or less
-        frequencies = (1 - keep) * frequencies / config.rope_scaling + keep * frequencies
+        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # share of the old frequency: 1 from 4 turns on
+        frequencies = (1 - kept) * frequencies / config.rope_scaling + kept * frequencies
     angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
     return angles.cos(), angles.sin()
 
@@ -131,8 +132,7 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     of its own document.
 
     A position of 0 starts a document. positions [B, S] of all tokens, cached ones included; the
-    last `queries` = T of them are the queries -> bool [B, 1, T, S], True where attention is
-    allowed."""
+    last T = `queries` of them ask -> bool [B, 1, T, S], True where attention is allowed."""
     S = positions.shape[1]
     document = (positions == 0).cumsum(1)  # [B, S]
     same = document[:, -queries:, None] == document[:, None, :]  # [B, T, S]
@@ -153,7 +153,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # Kernels are fastest without a mask: they skip the upper half and never store T x T.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    # cuDNN's kernel is planned anew for each S, and so for every token that is generated.
+    # With a mask S may grow by each token generated, for each of which cuDNN would plan anew.
     without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with without_cudnn if mask is not None and q.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
@@ -192,7 +192,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Sennrich 2019, arXiv:1910.07467). The kernel computes in float32 or float64.
 
     x [..., D], weight [D] -> as x."""
-    with torch.autocast(x.device.type, enabled=False):  # which would return float32
+    with torch.autocast(x.device.type, enabled=False):  # autocast would return float32
         return F.rms_norm(x, x.shape[-1:], weight.type_as(x), eps)
 
 
@@ -283,7 +283,7 @@ class Llama(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same in pieces
-        self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism shards it
+        self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism puts another here
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -303,16 +303,16 @@ class Llama(nn.Module):
         cache: KVCache | None = None,
         documents=None,
     ) -> Tensor:
-        """Return the logits of the next token or, given targets, the sum of their cross entropy.
+        """Return the logits of the next token or, given targets, the sum of all cross entropies.
 
         tokens [B, T] -> logits [B, T, V]; with a cache only those of the last token, [B, 1, V].
         targets [B, T], IGNORE where no token counts -> float32 scalar in nats (float64 in a float64
-        model). A sum, so that microbatches and ranks can be added up before the one division.
+        model). It is a sum, so that train.py can add up microbatches and ranks and divide once.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache. `documents` (text/batch.py) says the same; where a kernel reads it, attention needs
-        no mask."""
-        if positions is None and not (cache is None and documents is None):
+        cache. `documents` (text/batch.py) holds the same starts for kernels that read them; then
+        there is no mask."""
+        if positions is None and (cache is not None or documents is not None):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
         x = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)
@@ -345,7 +345,7 @@ class Llama(nn.Module):
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
         are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
         (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
-        the same however the model is split; CPU and GPU differ. float64 is cast from float32."""
+        the same however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
             path, _, kind = name.rpartition(".")
             if kind.startswith("lora_") or not parameter.is_floating_point():
@@ -381,14 +381,14 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def loss_of(logits: Tensor, targets: Tensor, vocabulary: "Vocabulary") -> Tensor:
     """Return the loss of each token in training, in nats.
 
-    Under tensor parallelism a rank has the logits of one shard of the vocabulary, so `vocabulary`
-    computes every sum and logsumexp over all of them. What is returned for IGNORE is dropped.
+    Change this for another loss, but sum over V by `vocabulary` alone: under tensor parallelism a
+    rank has the logits of one shard. What is returned for IGNORE is dropped.
     logits [n, V] in float32 or float64, targets [n] -> [n]."""
     return vocabulary.cross_entropy(logits, targets)
 
 
 class Vocabulary:
-    """Reductions over the whole vocabulary for loss_of, from the logits [n, V] of n tokens. Under
+    """Sums over the vocabulary for loss_of, from logits [n, V] of n tokens. Under
     tensor parallelism a rank has the logits of one shard: see ShardedVocabulary in parallel.py."""
 
     def __init__(self, size: int):
@@ -405,7 +405,7 @@ class Vocabulary:
         return logits.logsumexp(-1)  # [n]
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return -log softmax(logits)[target] [n], 0 where the target is IGNORE."""
+        """Return -log softmax(logits)[target] [n]. What stands at IGNORE is dropped."""
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
@@ -413,7 +413,7 @@ def sum_of_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
     """Return the sum of loss_of over all targets but IGNORE. In validation, where gradients are
-    disabled, return the sum of the cross entropies instead.
+    disabled, it is the sum of the cross entropies: another loss is judged by the same number.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
     logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]

@@ -8,7 +8,7 @@ r"""Split one training over many processes: mesh, DDP, FSDP, HSDP, tensor parall
 Every process runs the same script from the top; `rank` is the only thing that tells them apart.
 A single process takes the same path; only the wrapper of DDP or ZeRO-1 is left out.
 
-Ranks form a mesh of four dimensions, and each kind of parallelism works along some:
+Ranks form a mesh of four dimensions, and each kind of parallelism works along some of them:
 
     pp           ranks with different layers, the same sequences    (techniques/pipeline.py)
     replicate    ranks with the same weights, different sequences   (DDP, ZeRO-1, HSDP)
@@ -85,7 +85,7 @@ class World(Process):
 
     parallel: ParallelConfig
     mesh: DeviceMesh
-    cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one, if any
+    cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one; None: none
     stage_group: dist.ProcessGroup | None = None  # the ranks with the same layers; None: all
 
     @property
@@ -110,7 +110,7 @@ class World(Process):
         """All-gather one row of scalars from every rank -> [size, len(values)]."""
         row = torch.zeros(len(values), dtype=widest_float(self.device), device=self.device)
         for element, value in zip(row, values):
-            element.add_(value)  # of a Python number: needs no copy from host to device
+            element.add_(value)  # in place: a Python number is not copied from host to device
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
@@ -127,7 +127,9 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     cp_mesh = stage_group = None
-    if parallel.cp > 1:  # a group of its own, beside one of replicate or shard with the same ranks
+    if parallel.cp > 1:
+        # Neighbours along replicate x shard, with a group of their own, even where replicate or
+        # shard has one of the same ranks: so both can be counted.
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
@@ -137,8 +139,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     return World(**vars(process) | place)
 
 
-# The techniques in the order in which they change a model: layers before tensor parallelism shards
-# them, blocks after it.
+# The techniques in the order in which they change a model: first those that replace layers, before
+# tensor parallelism shards them, then those that wrap blocks or change the loss.
 BEFORE_TP = [
     float8.TECHNIQUE,  # matrix products in 8 bits
 ]
@@ -149,7 +151,8 @@ AFTER_TP = [
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# They divide sizes by the ranks along a mesh dimension.
+# Modules that divide sizes by the ranks along a mesh dimension; they have no record TECHNIQUE, but
+# refuse and suggest like those that have.
 DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
 
 
@@ -158,21 +161,21 @@ def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[
 
 
 def refusal(work: Work, *more: Technique) -> str:
-    """Return why a step cannot be split as the flags ask; "" if it can.
-    `more` are techniques of a script that parallelism does not know."""
+    """Return why a step cannot be split as the flags ask; "" if it can. `more` are a script's own
+    techniques, such as LoRA, which stand in no list here."""
     asked = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
-    reasons = (part.refuses(work) for part in asked)
+    reasons = (each.refuses(work) for each in asked)
     return next(filter(None, reasons), "")
 
 
 def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None]) -> nn.Module:
-    """Split a model, fit it with what makes it faster or smaller, and initialize it.
+    """Split a model, apply the techniques that are asked for, and initialize it.
 
     `model` was built on `meta`; `initialize(model)` gives its parameters their values. Returns what
     a training step calls: the model, whose modules now have hooks, or DDP, ZeRO-1 or a Pipeline
     around it. For evaluation, generation and checkpoints use `model` itself."""
     parallel = world.parallel
-    model.world = world  # for make_optimizer: Muon's work is shared by its ranks
+    model.world = world  # for make_optimizer: Muon shares its work over these ranks
     place = world.mesh.get_local_rank("pp"), parallel.pp, parallel.stages_per_rank  # along pp
     wrap = WRAPPERS[parallel.strategy.wrapper]
     set_dtype(model, parallel)
@@ -200,7 +203,7 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
 
 
 def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
-    """Compute in `parallel.dtype`; weights stay float32 where that is bfloat16.
+    """Compute in `parallel.dtype`. With bfloat16, trainable weights stay float32.
 
     Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
     are smaller than the spacing of bfloat16 numbers and would be rounded away. With plain tensors,
@@ -234,12 +237,11 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    Only that it sends buckets of 25 MB (the first of 1 MB) while backward still computes.
+    But it sends buckets of 25 MB (the first of 1 MB) while backward still computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
-    send nothing: LoRA sends the gradients of its factors alone, 0.5 % of an 8B model's at r = 16.
-    Use when weights, gradients and moments (16 P bytes in float32) fit on a device: in float32 no
-    strategy sends less. Avoid when they do not fit. labs/ddp writes it by hooks, and labs/buckets
-    chooses the buckets."""
+    send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
+    Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
+    do not fit. labs/ddp writes it by hooks, and labs/buckets chooses the buckets."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -267,7 +269,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         dist.reduce_scatter_tensor(gradient, whole.grad)  # each rank gets the sum of its rows
         rows -= lr * gradient / n  # the optimizer knows these rows alone
 
-    It takes a block at a time, and frees it after forward, to all-gather it again in backward.
+    It gathers the weights of one block at a time, frees them after forward, and gathers them again
+    in backward.
     Communication over shard, a microbatch: all-gather of P w bytes in forward, in L + 1 calls, and
     again in backward, except embedding, last norm and output, which stay unsharded. A step:
     reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
@@ -281,10 +284,10 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         adapters  for LoRA: its factors, like weights; FSDP ignores the frozen base, of which every
                   rank keeps a copy
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
-    of it: that makes it slower than one process in many frameworks.
-    Use FSDP when DDP does not fit, on several nodes HSDP: all-gathers stay within a node, and
-    slices of gradients alone cross. Avoid both when DDP fits, except that HSDP may win over a slow
-    link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
+    Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
+    only slices of gradients cross. Avoid both when DDP fits, unless a slow link speaks for HSDP.
+    labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     across = ("replicate",) if parallel.replicas > 1 else ()
     options = dict(
@@ -301,7 +304,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=parallel.reshard != "none", **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # backward needs it at once
+    # Embedding, last norm and output: backward begins with them, so they stay gathered till then.
+    fully_shard(model, reshard_after_forward=False, **options)
     return model
 
 
@@ -332,7 +336,7 @@ def zero_gradients(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 def finish_step(optimizer: torch.optim.Optimizer, world: World, step: int) -> None:
-    """Free the gradients after an update; replicas that train apart meet, if it is their time."""
+    """Free the gradients after an update; with DiLoCo take the outer step, if it is due."""
     zero_gradients(optimizer, world)
     diloco.outer_step(optimizer, world, step)
 

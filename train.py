@@ -49,7 +49,8 @@ def main() -> None:
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
     diloco.check_meetings(args)
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    world, runner, work = setup.build(args, job, process, accumulate)  # each rank has its part
+    # Each rank allocates its part; first a small model is tried, by `accumulate` below.
+    world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
     train(args, job, world, runner, work, newest, sample_text)
     out = shlex.quote(str(args.out))
@@ -68,9 +69,9 @@ def train(
 ) -> bool:
     """Train from the `newest` checkpoint, or from step 1, to the last step.
 
-    `runner` is what a step calls: the model, or what parallelize has put around it. All ranks call
-    sample_text(step), which returns text to show at evaluations. Returns False if a signal stopped
-    the run before its last step."""
+    `runner` is what a step calls: the model, or what parallelize has put around it. `newest` is a
+    checkpoint, or None. All ranks call sample_text(step), which returns text to show at
+    evaluations. Returns False if a signal stopped the run before its last step."""
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
     done = setup.resume(args, newest, job, optimizer)
     if done >= args.steps:
@@ -84,7 +85,8 @@ def train(
     read = partial(data.local_batch, args, world, job.train_set)
     batches = data.read_ahead(read, steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, done)
-    # A signal ends the run after this step or the next; the saver waits for a save under way.
+    # A signal no longer ends the process, but the run after this step or the next. At the end the
+    # saver waits for a save under way, and the recorder closes the record.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
@@ -114,7 +116,8 @@ def train(
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether what is done every so many steps (0: never), and at the end, is done now."""
+    """Return whether something is due that is done at each multiple of `every` (0: never) and at
+    the last step."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -128,7 +131,7 @@ def train_step(
     step: int,
     stop: Sequence[int] = (),
 ) -> records.Totals:
-    """Run one optimizer step on `batch`, this rank's share (text/batch.py). Raises as `update`."""
+    """Run one optimizer step on `batch`, this rank's share. Raises what `update` raises."""
     loss = accumulate(runner, batch, microbatch, world)
     return update(optimizer, loss, batch, clip, world, step, stop)
 
@@ -136,15 +139,16 @@ def train_step(
 def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -> Tensor:
     """Run forward and backward on each microbatch of this rank; gradients accumulate.
 
-    `runner` is what `parallelize` returned: the model, or DDP or ZeRO-1 around it. Its hooks do all
-    the communication of forward and backward. Returns the sum of the losses, a scalar that has not
-    left the device; in a pipeline, of the last stage."""
+    `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. Its
+    hooks do all the communication of forward and backward. Returns the sum of the losses, a scalar
+    that is still on the device. In a pipeline only the last stage has losses, others return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
-        # Gradients add up on the rank; ranks sum them once a step, in the last microbatch.
+        # Gradients add up on the rank; ranks sum them once a step, in the last microbatch (with
+        # --reshard all in each).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
             microbatch_loss.backward()
@@ -158,34 +162,37 @@ def update(
     """Normalize the accumulated gradients by the global number of target tokens, clip them, and
     take an optimizer step.
 
-    Microbatches and ranks may have different numbers of targets, so sums are accumulated and
-    divided once, by the number over all of them: a mean of means would weight tokens unequally
-    (labs/mean).
-    `stop` holds the signals that this rank has received; all ranks learn of them here. Raises
+    Microbatches and ranks may have different numbers of targets. So we add up sums, and divide once
+    by the number of targets of the whole batch: a mean of means would weight tokens unequally.
+    labs/mean shows the difference.
+    `stop` holds the signals that this rank has received; the all-gather tells all ranks. Raises
     UserError on all ranks, before the update, if a loss or the gradient is not finite."""
     gradients, squared_norm = own_gradients(optimizer, world.size)
     tokens = (batch.targets != IGNORE).sum()
     rows = world.all_gather_scalars(
         [loss, tokens, batch.text_bytes, squared_norm, max(stop, default=0)]
     )
-    losses, targets, _, squared_norms, signals = rows.unbind(1)  # of each rank
+    losses, targets, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
     loss, tokens, text_bytes, *_ = rows.sum(0)
+    # Ranks along tp repeat loss and targets. Ranks along pp repeat the targets, and only the last
+    # of them has a loss.
     tp, pp = world.parallel.tp, world.parallel.pp
-    loss = loss / tp  # ranks along tp have the same loss and the same targets
-    tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)  # along pp, the same targets
+    loss = loss / tp
+    tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)
 
-    # DDP and FSDP have divided the gradients by the number of data ranks, those along cp included,
-    # and here we want the sum. Ranks along tp and pp are in both numbers, which makes no difference
-    # to their quotient.
-    together = world.step_ranks  # all ranks, but where replicas take steps of their own
-    scale = len(targets[together]) / targets[together].sum().clamp(min=1)
-    norm = squared_norms[together].sum().sqrt() * scale
+    # Gradients are means over the n data ranks, those along cp included. We want their sum over
+    # all targets: times n / targets. Ranks along tp and pp repeat a data rank and its targets, so
+    # counting them, too, multiplies both numbers alike.
+    peers = world.step_ranks  # all ranks, but where replicas take steps of their own
+    scale = len(targets[peers]) / targets[peers].sum().clamp(min=1)
+    norm = squared_norms[peers].sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     torch._foreach_mul_(gradients, scale.to(gradients[0]))
 
     # The host waits for the device here and nowhere else: it must see that all is finite before the
-    # optimizer's step. `health` is not finite on any rank if some rank's loss or gradient is not.
+    # optimizer's step. `health` is finite unless a rank's loss or gradient is not, or there is no
+    # target.
     health = (losses + squared_norms).sum() / tokens
     results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
     loss, tokens, text_bytes, norm, signals, health = results.tolist()
@@ -198,9 +205,10 @@ def update(
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Return the learning rate of step 1..args.steps (warmup-stable-decay): linear warmup to
-    args.lr, then constant, and linear decay over the last third, to 0 one step after the last."""
-    warmup, decay = step / max(args.warmup, 1), (args.steps + 1 - step) / (args.steps / 3)
-    return args.lr * min(warmup, 1, decay)
+    args.lr, then constant, and linear decay over the last third, to 0 at step args.steps + 1."""
+    rise = step / max(args.warmup, 1)
+    fall = (args.steps + 1 - step) / (args.steps / 3)
+    return args.lr * min(rise, 1, fall)
 
 
 if __name__ == "__main__":

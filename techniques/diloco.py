@@ -2,31 +2,33 @@
 
     outer copy W, equal everywhere          what travels: the drift, once in H steps
 
-            +-- step -- step -- .. -- step --> w0 -- W - w0 --+
-    W = w --|             H steps                             |-- mean --> Nesterov --> new W = w
-            +-- step -- step -- .. -- step --> w1 -- W - w1 --+
+            +-- step -- step -- .. -- step --> w0 --> W - w0 --+
+    W = w --|             H steps                              |-- mean --> Nesterov --> new W = w
+            +-- step -- step -- .. -- step --> w1 --> W - w1 --+
 
-Replicas are along replicate, by default one per node, as HSDP's. Each has its own weights w,
-optimizer and clipped norm, and divides its gradient by its own targets. Within it FSDP shards.
-After each --every H steps the mean of the drifts W - w is the gradient of an outer step, Nesterov's
-SGD on W, and all go on from the new W. Replicas count alike, also where one had more targets.
-With H = 1 and --outer-lr 1 --outer-momentum 0, w becomes the mean of the replicas' after each step.
-With plain SGD within and equally many targets that would be DDP.
+The replicas are HSDP's, by default one per node; FSDP shards each of them. Each has its own weights
+w, optimizer and clipped norm, and divides its gradient by its own targets. Every H steps (--every)
+the mean of the drifts W - w is the gradient of an outer step, Nesterov's SGD on W, and all go on
+from the new W. Each replica has the same weight in this mean, even if it had more targets.
+With H = 1 and --outer-lr 1 --outer-momentum 0 each step ends with the mean of all w. Were the inner
+optimizer SGD, and targets equally many, that would be DDP.
 
-State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded as w.
+State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded like the weights
+(P, g as in parallel.py).
 Communication over replicate, every H steps: all-reduce of P g / shard bytes, in one call
 for each parameter. Over shard, every step: as FSDP.
 Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
 optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
 Resuming with fewer replicas loses the steps of the missing ones since the last outer step; with
 more, new ones begin as copies. docs/cases.md shows a run that survives the loss of a node.
-The defaults of the outer step are the paper's, and move W by up to 7 drifts as momentum builds up.
+The defaults of the outer step are the paper's, and move W by up to 7 drifts,
+0.7 / (1 - 0.9), as momentum builds up.
 In short runs from scratch the plain mean has learnt more: --outer-lr 1 --outer-momentum 0.
-Left out against torchft's DiLoCo: it sends the drifts of parts of the model in turns while training
-goes on, also quantized, and an error costs it the steps since the last exchange. Here all wait for
-whole drifts, and the loss of a rank needs a restart.
-Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: it is another
-training than all other strategies, and its loss is worse for the same tokens.
+torchft's DiLoCo sends the drifts of parts of the model in turns while training goes on, also
+quantized, and after a failure loses only the steps since the last exchange. Here all wait for whole
+drifts, and the loss of a rank needs a restart.
+Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: as no other
+strategy, it changes what is computed, and its loss is worse for the same tokens.
 """
 
 import math
@@ -101,8 +103,8 @@ def keep_outer_copy(model: nn.Module, parallel) -> None:
 
 
 def replicas_apart(world) -> tuple[int, int]:
-    """Return the number of replicas that train by themselves, and which is this rank's: without
-    DiLoCo all ranks train together, and are number 0 of 1."""
+    """Return the number of replicas that train apart, and which is this rank's; (1, 0) without
+    DiLoCo."""
     if not world.parallel.strategy.own_steps:
         return 1, 0
     return world.parallel.replicate, world.mesh.get_local_rank("replicate")
@@ -110,20 +112,21 @@ def replicas_apart(world) -> tuple[int, int]:
 
 @torch.no_grad()
 def outer_step(optimizer: torch.optim.Optimizer, world, step: int) -> None:
-    """After every H-th step, take the outer step; all ranks call it (labs/rarely writes it)."""
+    """After every H-th step, take the outer step. All ranks call it. labs/rarely writes it."""
     parallel = world.parallel
     if not parallel.strategy.own_steps or step % parallel.every:
         return
     lr, momentum = parallel.outer_lr, parallel.outer_momentum
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         local = to_local(parameter)
-        outer, sums = to_local(parameter.outer), to_local(parameter.outer_momentum)
+        outer, velocity = to_local(parameter.outer), to_local(parameter.outer_momentum)
         drift = outer - local
         if parallel.replicate > 1:
             dist.all_reduce(drift, group=world.mesh.get_group("replicate"))
         drift /= parallel.replicate
-        sums.mul_(momentum).add_(drift)
-        outer.sub_(drift.add_(sums, alpha=momentum), alpha=lr)
+        velocity.mul_(momentum).add_(drift)
+        update = drift.add_(velocity, alpha=momentum)  # Nesterov's
+        outer.sub_(update, alpha=lr)
         local.copy_(outer)
 
 
@@ -134,7 +137,7 @@ def replicas_in(names: Iterable[str]) -> int:
 
 
 def left_out(model: nn.Module, saved: int) -> tuple[str, ...]:
-    """Return the endings of names of replicas that were `saved`, but that this run leaves out."""
+    """Return the endings of names of those of `saved` replicas that this run does not have."""
     world = getattr(model, "world", None)
     n = replicas_apart(world)[0] if world else saved
     return tuple(f"{OWN}{replica}" for replica in range(n, saved))
@@ -149,7 +152,8 @@ def named_for_checkpoint(
     world = getattr(model, "world", None)
     if not world or not world.parallel.strategy.own_steps:
         return weights, state
-    (n, replica), named = replicas_apart(world), dict(model.named_parameters())
+    n, replica = replicas_apart(world)
+    named = dict(model.named_parameters())
     if saved not in (0, n):
         print_rank_zero(f"note: {saved} replicas were saved, and {n} go on")
         replica %= saved

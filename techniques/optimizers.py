@@ -130,8 +130,8 @@ class Peers:
             yield by_size[start : start + len(self.places)]
 
     def orthogonalize(self, matrices: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-        """Return this rank's parts of the orthogonalized updates of a batch, whose matrix i rank i
-        takes. `updates` are this rank's parts of them."""
+        """Rank i orthogonalizes the update of matrix i. Return this rank's parts of the results, of
+        which `updates` are what was before."""
         parts = [update.bfloat16() if self.in_bfloat16 else update for update in updates]
         if len(self.places) == 1:
             return [orthogonalize(parts[0]).to(updates[0])]
@@ -159,10 +159,11 @@ class Peers:
         return [shard_of(whole, matrix, at) for at in self.places]
 
     def sends_part(self, matrix: Tensor, rank: int, owner: int) -> bool:
-        """Return whether `rank` sends its part to the owner of a matrix: of replicas, which hold
-        the same part, the one in the owner's place along the dimensions that replicate it."""
-        its, owners, sharded = self.places[rank], self.places[owner], sharded_over(matrix)
-        return all(its[dim] == owners[dim] for dim in its if dim not in sharded)
+        """Return whether `rank` sends its part to the owner of a matrix. Of several ranks with the
+        same part it is the one in the owner's place along the dimensions that replicate it."""
+        place, owner_place = self.places[rank], self.places[owner]
+        replicating = place.keys() - sharded_over(matrix)
+        return all(place[dim] == owner_place[dim] for dim in replicating)
 
     def all_to_all(self, sent: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         """Send tensor i to rank i; return what each rank sent here, in the shapes of `like`."""
@@ -259,7 +260,7 @@ def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Calla
     return torch.compile(update, dynamic=True) if compiled else update
 
 
-# --------------------------------------------------------------------------------- a training's own
+# ------------------------------------------------------ the optimizer of a training, its gradients
 
 
 def make_optimizer(
@@ -285,9 +286,8 @@ def make_optimizer(
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's part of each gradient, and what it adds to the squared norm: the sum over
-    all `ranks` is the squared norm of the whole gradient. Raise UserError for a parameter without a
-    gradient."""
+    """Return this rank's part of each gradient, and a number that, summed over all `ranks`, is the
+    squared norm of the whole gradient. Raise UserError for a parameter without a gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
@@ -302,9 +302,10 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
 
 
 def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int]]]:
-    """Return the matrices that ranks orthogonalize at the same time: of each, its shape and the
-    elements that rank 0 has of it. In a batch rank i takes matrix i."""
-    block, in_block = next(iter(model.layers.values())), []
+    """Return the matrices that ranks orthogonalize at the same time, each as (shape, elements that
+    rank 0 has of it). In a batch rank i takes matrix i."""
+    block = next(iter(model.layers.values()))
+    in_block = []
     for name, parameter in block.named_parameters():
         if parameter.ndim == 2 and parameter.requires_grad:
             own = list(parameter.shape)
@@ -318,13 +319,15 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, i
 
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
-    """A matrix has one moment, not two. An update has rank 0's parts of a batch of matrices and of
-    the one before, and a whole matrix, two powers of it, and the parts that it sends."""
+    """A matrix has one moment, not two as under AdamW. During an update rank 0 has its parts of two
+    batches of matrices, and four whole ones: a matrix, two powers of it, and what it sends."""
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
     parts = [sum(own for _, own in batch) for batch in batches]
     update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # of the largest
-    moments, bytes_each = sum(parts), parallel.grad_bytes
-    return {"optimizer": -moments * parallel.moment_bytes, "update": update * bytes_each}
+    return {
+        "optimizer": -sum(parts) * parallel.moment_bytes,
+        "update": update * parallel.grad_bytes,
+    }
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
@@ -346,7 +349,7 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
 
 def flops_of_muon(model: Llama, parallel) -> int:
     """Return the floating-point operations in which rank 0 orthogonalizes its matrices in a step.
-    None has more: of each batch it takes the largest."""
+    No rank has more, since matrix 0 of a batch is its largest."""
     flops = 0
     for (shape, _), *_ in batches_of_matrices(model, parallel):
         m, n = sorted(shape)
@@ -376,5 +379,7 @@ def suggests(facts) -> str:
     return "Muon multiplies and sends matrices: --optimizer adamw does not, but trains differently"
 
 
-# make_optimizer does the rest.
-TECHNIQUE = Technique("optimizer", lambda *_: None, refuses, holds, sends, 1.0, about, suggests)
+# make_optimizer applies it.
+TECHNIQUE = Technique(
+    "optimizer", refuses=refuses, holds=holds, sends=sends, about=about, suggests=suggests
+)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward recomputes what forward then need not save.
+"""Activation checkpointing: forward saves less, and backward computes it again.
 
                elements saved per token and block                        attention forwards
     none       6 D + 2 KV E + 3 F                                        1
@@ -6,15 +6,16 @@
                attention, wk, wo and w3
     full       D: the block's input                                      2
 
-Blocks that are not compiled save F more without checkpointing, silu(gate), and on a CPU 2 D more,
-what two norms have computed before their weights.
+Letters as in model.py. Uncompiled, `none` saves F more, silu(gate), and on a CPU 2 D more, what two
+norms multiply by their weights.
 
 Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
 all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
-reduce-scatters of forward. Selective costs three of the seven products and the 2 L all-gathers.
-Use when activations do not fit. Avoid when only a larger microbatch is gained.
-Left out is the compiler's activation_memory_budget, which chooses what to save of a compiled block
-for a share of its memory: between these three levels there is no other.
+reduce-scatters of forward. Selective repeats three of the seven products, wq, wv and w1, and the
+2 L all-gathers.
+Use when activations do not fit. Avoid when they fit with a smaller microbatch.
+The compiler's activation_memory_budget chooses what a compiled block saves, to fit a given share of
+its memory. Here there are only these three levels.
 
 torch.compile is applied here too, since the order of the two matters.
 """
@@ -34,7 +35,7 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators that multiply matrices, and that which async TP ends with; a technique adds its own.
+# Operators that end a matrix product (all_to_all_single: async TP's). Techniques add their own.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 
 
@@ -43,7 +44,8 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
 
     Parameters keep their names, and FSDP's all-gather stays outside. Full checkpointing calls the
     compiled block a second time; selective goes inside, where the compiler sees what to save. One
-    graph serves all blocks, except block 0 above a frozen embedding, whose input needs no gradient.
+    graph serves all blocks; but the input of block 0 above a frozen embedding needs no gradient, so
+    it has a graph of its own.
     Each input shape has its own graph (dynamic shapes would confuse DTensor).
     Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
     """
@@ -54,7 +56,7 @@ def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> No
         if not isinstance(block, Block) or "forward" in vars(block):
             raise UserError(
                 f"block {name} is wrapped already: a checkpoint within a checkpoint would compute "
-                f"attention three times; pass parallelize a model as it was built"
+                f"attention three times; give parallelize() a model as it was built"
             )
         if compile and checkpointing == "full":
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -98,14 +100,16 @@ def _selective_context():
     """Save attention and the products of the layers that a module names in `saved_products`; LoRA's
     thin products are computed again. Under tensor parallelism also save what each reduce-scatter
     returns."""
-    marked = {}  # in backward (True) or forward: whether an alias came since the last product
+    marked = {}  # is_recompute -> whether a mark came since the last product
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__
         if name == "alias.default":
             marked[context.is_recompute] = True
-        save = name.removesuffix(".default") in PRODUCTS and marked.pop(context.is_recompute, False)
-        if save or is_attention(name) or "reduce_scatter" in name:
+        is_saved = False
+        if name.removesuffix(".default") in PRODUCTS:
+            is_saved = marked.pop(context.is_recompute, False)
+        if is_saved or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -117,7 +121,7 @@ def apply(model: Llama, world) -> None:
 
 
 def suggests(facts) -> str:
-    """Name a checkpoint that no flag asks for; or the weakest checkpointing that fits in memory."""
+    """Advise to remove a checkpoint of the model's own, or to checkpoint less where that fits."""
     kind = facts.parallel.checkpointing
     needed = 2 if kind == "full" else 1
     if facts.attentions > needed:

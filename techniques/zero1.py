@@ -3,16 +3,16 @@
     rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
     rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
 
-A rank updates its slice of every parameter (of dimension 0, as in FSDP) by that of the averaged
-gradient, and sends it to the others. Whole gradients exist until the last microbatch's backward
-has reduce-scattered them.
+Each rank updates one slice of every parameter (of dimension 0, as in FSDP) with the same slice of
+the mean gradient, and sends the new slice to the others. Whole gradients exist until the last
+microbatch's backward has reduce-scattered them.
 Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
 the last backward computes, all-gather of P g bytes after the update. Together they send what
 DDP's all-reduce sends.
 Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
 DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
-Left out against DeepSpeed's stage 1: it flattens parameters, and sends them and their gradients in
-buckets of a size that one chooses, so in few large calls.
+DeepSpeed's stage 1 also flattens parameters, and sends them and their gradients in few large
+buckets. That is left out here.
 """
 
 import contextlib

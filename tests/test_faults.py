@@ -70,9 +70,9 @@ FAULTS = {
         ("Partial() if p.is_shard(1) else p", "p"),
     ],
     "train": [
-        ("len(targets[together]) / targets", "world.data_size / targets"),
-        ("squared_norms[together].sum().sqrt()", "squared_norms[world.rank].sqrt()"),
-        ("loss = loss / tp  #", "loss = loss * 1  #"),
+        ("len(targets[peers]) / targets", "world.data_size / targets"),
+        ("squared_norms[peers].sum().sqrt()", "squared_norms[world.rank].sqrt()"),
+        ("loss = loss / tp\n", "loss = loss * 1\n"),
     ],
 }  # fmt: skip
 USES = {  # file -> whether the case of a ParallelConfig uses it; where it is not listed, all do
