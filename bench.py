@@ -31,7 +31,7 @@ import torch
 
 import finetune_lora
 import train
-from config import Work, add_parallel_flags, in_float64, requested_parallel
+from config import FLAGS, Work, add_parallel_flags, in_float64, requested_parallel
 from costs.machines import GPUS, assumed_machine
 from costs.search import FILTERS, SAME_TRAINING, with_mesh_sizes
 from data import local_batch, read_ahead, row_of
@@ -83,7 +83,7 @@ def add_compare_flags(parser: argparse.ArgumentParser) -> None:
         help="sequences that a process computes at a time (default: 1; for limit: all)")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
     add("--repeats", type=positive_int, default=5, help="rounds of all contestants")
-    add_parallel_flags(parser, ["dtype"])
+    add_parallel_flags(parser, ["dtype"], dtype="float32")
     add_adapter_flags(parser)
     add_json_flag(parser)
     parser.set_defaults(dtype="float32")
@@ -124,25 +124,28 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=PRESETS, help="preset (default: llama3.1-8b)")
     add("--gpus", type=positive_int, default=8, help="GPUs of the whole cluster")
     add("--per-node", type=positive_int, default=8, help="GPUs of a node")
-    add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or its peak, memory, memory bandwidth "
-        "and link within a node as TFLOP/s:GB:GB/s:GB/s")
+    add("--gpu", default="h100", help=f"{', '.join(GPUS)}; or, of another GPU, the peak, memory, "
+        "memory bandwidth and link within a node as TFLOP/s:GB:GB/s:GB/s")
     add("--link", default="400gbit",
         help="speed of the link from each GPU to other nodes, such as 400gbit or 50GB")
     add("--measured", type=Path, metavar="FILE",
         help="result of bench.py comm --model: plan for that cluster, in place of --gpus, "
-             "--per-node, --gpu, --link, and for that model by default")
+             "--per-node, --gpu, --link, and for its model, unless --model is given")
     add("--batch", type=positive_int, help="sequences per step (default: 2 per GPU)")
     add("--seq-len", type=positive_int, help="tokens per sequence (default: 8192)")
     add("--document-length", type=nonnegative_int, default=0,
         help="tokens per document, where a sequence holds several and attention stays within "
              "them; 0 for whole sequences")
     add("--tokens", type=positive_float,
-        help="days and GPU-hours to train on so many tokens, such as 15e12")
+        help="also print the days and GPU-hours to train on so many tokens, such as 15e12")
     add("--dollars", type=positive_float, help="with --tokens: what an hour of a GPU costs")
     add_adapter_flags(parser)
     add("--microbatch", type=positive_int, help="only plans with so many sequences at a time")
-    about = "Only plans with the given values; by default in bfloat16, compiled."
-    add_parallel_flags(parser.add_argument_group("parallelism", about))
+    group = parser.add_argument_group("parallelism", "Only plans with the given values.")
+    defaults = dict.fromkeys(FILTERS, "all are tried")
+    defaults |= dict(dtype="bfloat16", compile="compiled", optimizer="adamw")
+    names = [name for name in FLAGS if name != "offload"]  # of parameters: never planned
+    add_parallel_flags(group, names, **defaults)
     parser.set_defaults(**dict.fromkeys(FILTERS))
     add("--top", type=positive_int, default=12, help="rows of the table")
     add_json_flag(parser)
@@ -166,9 +169,6 @@ def model_of(args: argparse.Namespace) -> Llama:
     """Return the model, on meta, that --model, --lora, --rank, --dora and --base-bits ask for."""
     if not args.lora and (args.dora or args.base_bits == 4):
         raise UserError("--dora and --base-bits are for adapters: give --lora, too")
-    if args.lora and args.optimizer not in (None, "adamw"):
-        raise UserError(f"--optimizer {args.optimizer} is for whole matrices, not for adapters: "
-                        "leave it out with --lora")  # fmt: skip
     lora = LoRA(args.rank, dora=args.dora) if args.lora else None
     return build_on_meta(PRESETS[args.model], lora, base_bits=args.base_bits)
 
@@ -278,7 +278,7 @@ def plan(args: argparse.Namespace) -> str:
         )
     work = Work(
         model=model_of(args),
-        parallel=replace(requested_parallel(args), offload=False),  # of parameters: never planned
+        parallel=requested_parallel(args),
         batch=args.batch or 2 * args.gpus,
         microbatch=1,
         seq_len=args.seq_len,

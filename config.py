@@ -173,11 +173,17 @@ LAYOUTS = [name for name, f in FLAGS.items() if f.metadata["kind"] == LAYOUT]
 RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMETIC]
 
 
-def add_parallel_flags(parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS) -> None:
-    """Add the flags of ParallelConfig, or only those of the fields `names`."""
+def add_parallel_flags(
+    parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS, **defaults: str
+) -> None:
+    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` say in words
+    what a script does by default, where that is something else than in training."""
     for name in names:
         about, default = FLAGS[name].metadata, FLAGS[name].default
-        options = dict(help=about["help"], default=about["unset"])
+        help = about["help"]
+        if name in defaults:
+            help = f"{help.partition(' (default')[0]} (default: {defaults[name]})"
+        options = dict(help=help, default=about["unset"])
         if about["choices"]:
             options["choices"] = about["choices"]
         elif isinstance(default, bool):

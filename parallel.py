@@ -127,9 +127,7 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     cp_mesh = stage_group = None
-    if parallel.cp > 1:
-        # Neighbours along replicate x shard, with a group of their own, even where replicate or
-        # shard has one of the same ranks: so both can be counted.
+    if parallel.cp > 1:  # groups of their own, even where replicate or shard has the same ranks
         ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))

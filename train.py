@@ -85,8 +85,7 @@ def train(
     read = partial(data.local_batch, args, world, job.train_set)
     batches = data.read_ahead(read, steps, world.device)
     recorder = records.Recorder(args, world, work, job.tokenizer, done)
-    # A signal no longer ends the process, but the run after this step or the next. At the end the
-    # saver waits for a save under way, and the recorder closes the record.
+    # Signals end the run after this step or the next; then the saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
@@ -116,8 +115,7 @@ def train(
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether something is due that is done at each multiple of `every` (0: never) and at
-    the last step."""
+    """Return whether what is done every so many steps (0: never), and after the last, is due."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -147,8 +145,7 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
         return runner.accumulate(microbatches)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
-        # Gradients add up on the rank; ranks sum them once a step, in the last microbatch (with
-        # --reshard all in each).
+        # Gradients add up on the rank; ranks sum them in the last microbatch (--reshard all: each).
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
             microbatch_loss.backward()
@@ -191,8 +188,7 @@ def update(
     torch._foreach_mul_(gradients, scale.to(gradients[0]))
 
     # The host waits for the device here and nowhere else: it must see that all is finite before the
-    # optimizer's step. `health` is finite unless a rank's loss or gradient is not, or there is no
-    # target.
+    # optimizer's step. `health` is finite unless some rank's loss or gradient is not.
     health = (losses + squared_norms).sum() / tokens
     results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
     loss, tokens, text_bytes, norm, signals, health = results.tolist()

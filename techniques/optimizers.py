@@ -363,7 +363,7 @@ def refuses(work: Work) -> str:
     if parallel.moments == "bfloat16" or parallel.offload:
         flag = "--offload" if parallel.offload else "--moments bfloat16"
         return f"{flag} is for AdamW: give --optimizer adamw, too"
-    if not any(parameter.requires_grad for parameter in work.model.parameters()):
+    if not all(parameter.requires_grad for parameter in work.model.parameters()):
         return "--optimizer muon is for whole matrices, not for adapters: leave it out"
     return ""
 

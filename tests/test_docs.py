@@ -326,6 +326,7 @@ def test_two_nodes_meet_by_the_command_for_each(sandbox, notes_tokens):
 def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
     """With a stand-in for Slurm that starts both nodes on this machine."""
     script = slurm_script().replace("--nproc-per-node 8", "--nproc-per-node 1")
+    script = script.replace(". .venv/bin/activate", "true")
     small = FEW.replace("--steps 2", "--steps $STEPS")
     script = script.replace("--resume", f"--resume --model tiny {small}")
     script = script.replace(" train.py", f" {ROOT / 'train.py'}")
@@ -346,4 +347,4 @@ def test_the_slurm_script_runs_and_resumes(sandbox, notes_tokens):
         options = dict(cwd=sandbox, env=environment, capture_output=True, text=True, timeout=180)
         result = subprocess.run(["bash", "-eu", "-c", script], **options)
         assert result.returncode == 0, result.stderr[-3000:]
-    assert "resumed from runs/notes/step-00000002" in result.stdout
+    assert "resumed from out/notes/step-00000002" in result.stdout
