@@ -12,21 +12,21 @@ Ranks form a mesh of four dimensions, and each kind of parallelism works along s
 
     pp           ranks with different layers, the same sequences    (techniques/pipeline.py)
     replicate    ranks with the same weights, different sequences   (DDP, ZeRO-1, HSDP)
-    shard        ranks that share one copy of the weights, different sequences   (FSDP, HSDP)
-    tp           ranks that share one copy of the weights, the same sequences   (tensor parallelism)
+    shard        each rank has a part of one copy, different sequences   (FSDP, HSDP)
+    tp           each rank has a part of one copy, the same sequences   (tensor parallelism)
 
-Row-major, the last dimension varies fastest: 1 x 2 x 2 x 2 ranks are ((0 1) (2 3)) ((4 5) (6 7)).
-Ranks that communicate most are nearest: tp within a node, then shard; replicate and pp cross nodes.
-With --cp N, each N neighbours along replicate x shard have parts of the same sequences
-(techniques/context_parallel.py).
+The last dimension varies fastest. Of 1 x 2 x 2 x 2 ranks tp pairs (0 1), shard pairs (0 2), and the
+replicas are 0-3 and 4-7. Ranks that communicate most are nearest: tp within a node, then shard;
+replicate and pp cross nodes. --cp N is no dimension: N neighbours along replicate x shard together
+take the same sequences (techniques/context_parallel.py).
 
-What a rank holds of a parameter, under FSDP x TP: tp shards wq [D, D] by rows, [D/tp, D] on each
-rank; shard then shards these rows again, [D/(tp shard), D]. FSDP all-gathers over `shard` before a
-block computes, so that the block sees its tp shard. Norms are replicated over tp.
+What a rank holds of a parameter, under FSDP x TP: of wq [D, D], tp gives each rank the rows
+[D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
+before a block computes, so that the block sees its tp shard. Norms are replicated over tp.
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
-in model.py; b sequences of a rank in a step, B x T tokens in a microbatch; g bytes of a gradient
-(4, or 8 in float64), w of a weight in matrix products (g, or 2 in bfloat16).
+in model.py; b sequences of a rank in a step, B x T tokens in a microbatch; g bytes of one element
+of a gradient (4, or 8 in float64), w of one of a weight in matrix products (g, or 2 in bfloat16).
 Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
 or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
@@ -269,18 +269,20 @@ def fsdp(model: Llama, world: World) -> nn.Module:
 
     It gathers the weights of one block at a time, frees them after forward, and gathers them again
     in backward.
-    Communication over shard, a microbatch: all-gather of P w bytes in forward, in L + 1 calls, and
-    again in backward, except embedding, last norm and output, which stay unsharded. A step:
-    reduce-scatter of P g bytes in L + 1 calls. So with w = g and one microbatch a rank sends up to
-    1.5 times what DDP sends. HSDP also, over replicate, a step: all-reduce of P g / shard bytes.
+    Communication, in L + 1 calls each:
+        over shard, a microbatch    all-gather of P w bytes in forward, and again in backward, but
+                                    for embedding, last norm and output, which stay gathered
+        over shard, a step          reduce-scatter of P g bytes
+        over replicate, a step      (HSDP) all-reduce of P g / shard bytes
+    So with w = g and one microbatch a rank sends up to 1.5 times what DDP sends.
 
     With several microbatches a step, `reshard` says what is sharded again after each use:
         none      nothing: one all-gather of the weights and one reduce-scatter of the gradients a
                   step, but (w + g) P bytes stay unsharded on every rank
         weights   weights; gradients accumulate unsharded, g P bytes
         all       weights and gradients: reduce-scatter in every microbatch
-        adapters  for LoRA: its factors, like weights; FSDP ignores the frozen base, of which every
-                  rank keeps a copy
+        adapters  for LoRA, the thin matrices, like weights; each rank keeps the whole frozen base,
+                  which FSDP does not manage
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
     Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
@@ -408,19 +410,19 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
     torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features,
     dimension 0 of W; row-parallel the input features, dimension 1. The vocabulary is sharded too:
     the embedding yields partial sums, since each rank finds only the tokens of its shard, and in
-    the loss logits never leave the rank that computes them. Between layers x is a DTensor; the
-    column-parallel ones return plain tensors, of this rank's heads or features.
+    the loss logits never leave the rank that computes them. Between layers x is a DTensor, but
+    column-parallel layers return plain tensors, of this rank's heads or features.
 
     Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
-    and 2 L + 1 reduce-scatters of payload a. Each chunk of the loss all-gathers 2 tp float32
-    numbers a token. A norm is replicated but sees only the tokens of its rank, so its gradient is a
-    partial sum, which FSDP all-reduces over tp just before its reduce-scatter: D elements per norm,
-    once a step (with reshard = all, once a microbatch).
+    and 2 L + 1 reduce-scatters of payload a. The loss all-gathers 2 tp float32 numbers a token. A
+    norm is replicated but sees only the tokens of its rank, so its gradient is a partial sum, as
+    its DTensor says. FSDP all-reduces it over tp just before its reduce-scatter: D elements per
+    norm, once a step (with reshard = all, once a microbatch).
 
     Use when activations do not fit, or when there are more ranks than sequences, within a node:
     links are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in
     forward and for 4 in backward, and smaller matrix products use a GPU less well. With --async-tp
-    most of these collectives travel while others compute (techniques/async_tp.py).
+    most of these messages travel while other chunks compute (techniques/async_tp.py).
 
     Shards in place: parameters become DTensors. Raises UserError for a parameter or a loss that it
     does not know how to shard. labs/tp shards a feed-forward block by hand."""
