@@ -8,7 +8,7 @@ A Llama is a stack of blocks over a residual stream x [B, T, D]. Each block adds
 Nothing here communicates: parallel.py splits this model without changing a line of it. Three
 conventions make that possible. Modules find their parts by name, so that a layer can be replaced or
 sharded. Nothing is kept in buffers, so that a model can be built without memory (on `meta`) and be
-filled later. And token positions may be passed in, so that a rank can have a later part of a row.
+filled later. And token positions may be passed in, so that a rank can compute a part of a sequence.
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
 E head width, F feed-forward width (in code torch.nn.functional), V vocabulary, N = B * T,
@@ -46,9 +46,9 @@ class LlamaConfig:
     max_seq_len: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: float = 1.0  # of rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 for none
+    rope_scaling: float = 1.0  # see rope_angles: 8 in Llama 3.1, 32 in 3.2, 1 changes nothing
     tie_embeddings: bool = False  # one matrix for the embedding and the output
-    head_dim: int = 0  # E; 0 becomes D / H, and stays so: replace(config, dim=..) needs 0 again
+    head_dim: int = 0  # E; 0 means D / H. Give replace(config, dim=...) head_dim=0, too
     qk_norm: bool = False  # a norm of each query and key, as in Qwen3
 
     def __post_init__(self):
@@ -58,7 +58,7 @@ class LlamaConfig:
                 f"dim {self.dim} over n_heads {self.n_heads} gives heads of width {width:g}: "
                 f"choose n_heads so that the width is an even integer"
             )
-        object.__setattr__(self, "head_dim", int(width))  # the dataclass is frozen
+        object.__setattr__(self, "head_dim", int(width))  # frozen: plain assignment would raise
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: "
@@ -103,9 +103,9 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     """Return cosine and sine of the rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
     Pair i of a head's features is rotated by position * theta^(-2i/E) radians. Llama 3.1 and 3.2
-    slow down the long wavelengths, so that contexts longer than the 8,192 tokens of the first
-    training meet familiar angles: wavelengths above 8,192 tokens are multiplied by `rope_scaling`,
-    those below 8,192 / 4 stay, others get a mean of both. In float32, as in Meta's code.
+    were first trained on 8,192 tokens, and for longer contexts slow down the slowest pairs: they
+    multiply wavelengths above 8,192 tokens by `rope_scaling`, keep those below 8,192 / 4, and in
+    between take a weighted mean of both frequencies. In float32, as in Meta's code.
 
     positions [B or 1, T] integers -> cos, sin [B or 1, T, 1, E/2] float32."""
     E = config.head_dim
@@ -113,8 +113,8 @@ def rope_angles(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
     frequencies = 1.0 / config.rope_theta**exponents  # [E/2] radians per token
     if config.rope_scaling != 1.0:
         turns = 8192 / (2 * math.pi / frequencies)  # full turns within 8,192 tokens
-        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # share of the old frequency: 1 from 4 turns on
-        frequencies = (1 - kept) * frequencies / config.rope_scaling + kept * frequencies
+        old_share = ((turns - 1) / (4 - 1)).clamp(0, 1)  # 0 up to one turn, 1 from 4 turns on
+        frequencies = (1 - old_share) * frequencies / config.rope_scaling + old_share * frequencies
     angles = positions[..., None, None].float() * frequencies  # [B, T, 1, E/2]
     return angles.cos(), angles.sin()
 
@@ -131,8 +131,8 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
     """Return a mask for rows that hold several documents: a token attends only to earlier tokens
     of its own document.
 
-    A position of 0 starts a document. positions [B, S] of all tokens, cached ones included; the
-    last T = `queries` of them ask -> bool [B, 1, T, S], True where attention is allowed."""
+    A position of 0 starts a document. Only the last T = `queries` of the S tokens are new.
+    positions [B, S] -> bool [B, 1, T, S], True where attention is allowed."""
     S = positions.shape[1]
     document = (positions == 0).cumsum(1)  # [B, S]
     same = document[:, -queries:, None] == document[:, None, :]  # [B, T, S]
@@ -143,17 +143,17 @@ def document_mask(positions: Tensor, queries: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
     """Return softmax(q kᵀ / sqrt(E)) v for each head, causal where mask is None.
 
-    q [B, T, H, E], k, v [B, S, KV, E] -> as q. In place of a mask [.., T, S] there may be an object
-    that computes attention itself: Documents (text/batch.py), or that of context parallelism."""
+    q [B, T, H, E], k, v [B, S, KV, E] -> same shape as q. `mask` [.., T, S] may also be an object
+    that computes attention itself: Documents (text/batch.py) or SharedSequences (--cp)."""
     if hasattr(mask, "attention"):
         return mask.attention(q, k, v)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, E]
     # With a mask, or in float32 on a GPU, kernels need a key/value head for each query head.
     if mask is not None or ((q.is_cuda or q.is_mps) and q.dtype.itemsize > 2):
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    # Kernels are fastest without a mask: they skip the upper half and never store T x T.
+    # Kernels are fastest without a mask: they skip later tokens and never store T x T scores.
     options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-    # With a mask S may grow by each token generated, for each of which cuDNN would plan anew.
+    # In generation S grows with each token, and cuDNN would plan its kernel again for each S.
     without_cudnn = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with without_cudnn if mask is not None and q.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
@@ -170,7 +170,7 @@ class KVCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k, v [B, S, KV, E]
 
     def add_positions(self, positions: Tensor) -> Tensor:
-        """Append the positions [B, T] of new tokens and return those of all [B, S]."""
+        """Append the positions of new tokens [B, T] and return all positions [B, S]."""
         if self.positions is not None:
             positions = torch.cat([self.positions, positions], 1)
         self.positions = positions
@@ -191,7 +191,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, with the mean over a token's D features (Zhang and
     Sennrich 2019, arXiv:1910.07467). The kernel computes in float32 or float64.
 
-    x [..., D], weight [D] -> as x."""
+    x [..., D], weight [D] -> same shape and dtype as x."""
     with torch.autocast(x.device.type, enabled=False):  # autocast would return float32
         return F.rms_norm(x, x.shape[-1:], weight.type_as(x), eps)
 
@@ -224,7 +224,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, mask=None, cache=None):
         B, T, _ = x.shape
         # The number of heads is inferred (-1): under tensor parallelism a rank has H / tp of them,
-        # and its head 0 is not the model's head 0.
+        # and its head 0 need not be head 0 of the model.
         q = self.q_norm(self.wq(x).view(B, T, -1, self.head_dim))  # [B, T, H, E]
         k = self.k_norm(self.wk(x).view(B, T, -1, self.head_dim))  # [B, T, KV, E]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -282,8 +282,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
-        self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same in pieces
-        self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism puts another here
+        self.loss = sum_of_losses  # techniques/chunked_loss.py computes the same sum in chunks
+        self.vocabulary = Vocabulary(config.vocab_size)  # tensor parallelism replaces it
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -291,7 +291,7 @@ class Llama(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let output and embedding share one parameter, if both are here and are to be tied."""
+        """Let output and embedding share one parameter, if the config says so and both exist."""
         if self.config.tie_embeddings and self.output and self.tok_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -310,8 +310,7 @@ class Llama(nn.Module):
         model). It is a sum, so that train.py can add up microbatches and ranks and divide once.
         positions [B, T]: index of each token in its document. Every 0 starts a document, and
         attention does not cross into another. Default: each row is one document. Required with a
-        cache. `documents` (text/batch.py) holds the same starts for kernels that read them; then
-        there is no mask."""
+        cache. `documents` (text/batch.py) holds the same starts, for kernels that need no mask."""
         if positions is None and (cache is not None or documents is not None):
             raise ValueError("cache and documents need positions: else each row is one document")
         # A later stage of a pipeline is given x [B, T, D] in place of tokens.
@@ -329,7 +328,7 @@ class Llama(nn.Module):
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
             for block in self.layers.values():
                 x = block(x, cos, sin, mask, cache)
-            if self.norm is None:  # the next stage of a pipeline goes on
+            if self.norm is None:  # a later stage of the pipeline has it
                 return x
             x = self.norm(x if cache is None else x[:, -1:])
             if targets is None:
@@ -339,23 +338,23 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, assign: Callable = Tensor.copy_, device=None) -> None:
-        """Draw each parameter's initial value on `device`, and call assign(parameter, value), which
-        may keep only this rank's shard of it. Adapters and 4-bit matrices have theirs in lora.py.
+        """Draw each parameter's initial value on `device`, and call assign(parameter, value).
+        `assign` may store only this rank's shard. lora.py initializes adapters and 4-bit matrices.
 
         Norms start at 1 and matrices at normal(0, 0.02). Those that write to the residual stream
-        are smaller by sqrt(2 L), so that the sum over all blocks starts at the scale of one
-        (Radford et al. 2019). Each value is a function of seed, name and shape, so a weight starts
-        the same however the model is split. A GPU draws other values than a CPU."""
+        are smaller by sqrt(2 L), so that the sum of all 2 L outputs starts at the scale of
+        one (Radford et al. 2019). Each value depends on seed, name and shape alone, so a weight
+        starts the same however the model is split. A GPU draws other values than a CPU."""
         for name, parameter in self.named_parameters():
-            path, _, kind = name.rpartition(".")
-            if kind.startswith("lora_") or not parameter.is_floating_point():
+            path, _, attribute = name.rpartition(".")
+            if attribute.startswith("lora_") or not parameter.is_floating_point():
                 continue
-            parent, _, layer_name = path.rpartition(".")
-            parent, layer = self.get_submodule(parent), self.get_submodule(path)
+            parent_path, _, layer_name = path.rpartition(".")
+            parent, layer = self.get_submodule(parent_path), self.get_submodule(path)
             value = torch.ones(parameter.shape, device=device or parameter.device)
-            if kind == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
-                in_stream = layer_name in parent.writes_to_stream
-                std = 0.02 / math.sqrt(2 * self.config.n_layers) if in_stream else 0.02
+            if attribute == "weight" and isinstance(layer, (nn.Linear, nn.Embedding)):
+                adds_to_stream = layer_name in parent.writes_to_stream
+                std = 0.02 / math.sqrt(2 * self.config.n_layers) if adds_to_stream else 0.02
                 value.normal_(0, std, generator=generator_for(name, seed, value.device))
             elif not isinstance(layer, (RMSNorm, nn.RMSNorm)):
                 raise ValueError(f"{name} has no initial value: give it one in Llama.init_weights")
@@ -388,8 +387,8 @@ def loss_of(logits: Tensor, targets: Tensor, vocabulary: "Vocabulary") -> Tensor
 
 
 class Vocabulary:
-    """Sums over the vocabulary for loss_of, from logits [n, V] of n tokens. Under
-    tensor parallelism a rank has the logits of one shard: see ShardedVocabulary in parallel.py."""
+    """Sums over the vocabulary for loss_of, from logits [n, V] of n tokens. With tensor
+    parallelism ShardedVocabulary (parallel.py) replaces it: a rank has the logits of one shard."""
 
     def __init__(self, size: int):
         self.size = size  # V
@@ -405,7 +404,7 @@ class Vocabulary:
         return logits.logsumexp(-1)  # [n]
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return -log softmax(logits)[target] [n]. What stands at IGNORE is dropped."""
+        """Return -log softmax(logits)[target] [n]; the caller drops the values at IGNORE."""
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 
@@ -413,7 +412,7 @@ def sum_of_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
     """Return the sum of loss_of over all targets but IGNORE. In validation, where gradients are
-    disabled, it is the sum of the cross entropies: another loss is judged by the same number.
+    disabled, it is the sum of the cross entropies, and can be compared between losses.
 
     hidden [..., D], weight [V, D], targets [...] -> scalar in float32 or float64."""
     logits, targets = logits_of(hidden.flatten(0, -2), weight), targets.flatten()  # [N, V], [N]

@@ -10,9 +10,9 @@ This file is the life of a run, from top to bottom:
 
     main             flags, data and model, and how the model is split (runs/setup.py)
     train            the loop over steps; evaluations, records and checkpoints between them
-    train_step       one step on --batch sequences, of which each rank has its share:
+    train_step       one step on --batch sequences, divided over the ranks:
       accumulate       forward and backward of each microbatch; gradients add up
-      update           the gradient's mean over all target tokens, its norm, the optimizer
+      update           divide gradients by all target tokens, clip them, call the optimizer
 
 Metrics go to OUT/metrics.jsonl, one line a step; results to stdout, progress to stderr.
 """
@@ -45,11 +45,11 @@ from text.batch import Batch
 
 def main() -> None:
     args = flags.parse_pretraining()
-    process = setup.setup(args)  # joins the others that torchrun has started
+    process = setup.setup(args)  # joins the processes that torchrun has started
     job = setup.prepare_pretraining(args, process)  # the data, and a model without memory
-    diloco.check_meetings(args)
+    diloco.check_meetings(args)  # replicas must be equal at each evaluation and at the end
     newest = process.broadcast_from_rank_zero(partial(checkpoint.lock_run, args.out, args.resume))
-    # Each rank allocates its part; first a small model is tried, by `accumulate` below.
+    # A small model first tries `accumulate`, below; then each rank allocates its part of the model.
     world, runner, work = setup.build(args, job, process, accumulate)
     sample_text = partial(evaluate.sample_text, job, args.prompt)
     train(args, job, world, runner, work, newest, sample_text)
@@ -73,19 +73,19 @@ def train(
     checkpoint, or None. All ranks call sample_text(step), which returns text to show at
     evaluations. Returns False if a signal stopped the run before its last step."""
     optimizer = make_optimizer(job.model, world.parallel, args.lr, args.weight_decay)
-    done = setup.resume(args, newest, job, optimizer)
-    if done >= args.steps:
+    steps_done = setup.resume(args, newest, job, optimizer)
+    if steps_done >= args.steps:
         return True
     print_rank_zero(records.describe_run(args, job.whole, world, job.train_set.sources))
     saver = checkpoint.Saver(args.out, job.model, optimizer, job.tokenizer, vars(args))
     evaluate_and_show = evaluate.evaluation_of_run(args, job, world, work, sample_text)
-    if args.init and args.eval_every and not done:
+    if args.init and args.eval_every and not steps_done:
         evaluate_and_show(0)
-    steps = [step for step in range(done + 1, args.steps + 1) if step not in args.skip_steps]
-    read = partial(data.local_batch, args, world, job.train_set)
-    batches = data.read_ahead(read, steps, world.device)
-    recorder = records.Recorder(args, world, work, job.tokenizer, done)
-    # Signals end the run after this step or the next; then the saver waits for a save under way.
+    steps = [step for step in range(steps_done + 1, args.steps + 1) if step not in args.skip_steps]
+    read_batch = partial(data.local_batch, args, world, job.train_set)
+    batches = data.read_ahead(read_batch, steps, world.device)
+    recorder = records.Recorder(args, world, work, job.tokenizer, steps_done)
+    # A signal ends the run after this step or the next. The saver waits for a save under way.
     with plumbing.endings.signals_collected(args.time_limit) as stop, saver, recorder:
         for step, batch in zip(steps, batches):
             lr = learning_rate(step, args)
@@ -97,17 +97,17 @@ def train(
                 runner, optimizer, batch, args.microbatch, args.clip, world, step, stop
             )
             metrics = recorder.measure(step, totals, lr)
-            last = step == args.steps or totals.stop
+            is_last_step = step == args.steps or totals.stop
             if not totals.stop and is_due(step, args.eval_every, args.steps):
                 metrics |= evaluate_and_show(step)
             is_best = recorder.write(metrics)
-            if last or is_best or is_due(step, args.save_every, args.steps):
-                saved = saver.save(step, is_best)
-            if last:
+            if is_last_step or is_best or is_due(step, args.save_every, args.steps):
+                saved_path = saver.save(step, is_best)
+            if is_last_step:
                 break
             recorder.start_step()
 
-    print_rank_zero(f"checkpoint: {saved}")
+    print_rank_zero(f"checkpoint: {saved_path}")
     if totals.stop:
         print_rank_zero(f"stopped at step {step}; the same command with --resume goes on")
     plumbing.endings.end_if_restarted(totals.stop)
@@ -115,7 +115,7 @@ def train(
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether what is done every so many steps (0: never), and after the last, is due."""
+    """Return whether a step is the last or a multiple of `every`; never if that is 0."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -129,7 +129,7 @@ def train_step(
     step: int,
     stop: Sequence[int] = (),
 ) -> records.Totals:
-    """Run one optimizer step on `batch`, this rank's share. Raises what `update` raises."""
+    """Run one optimizer step on `batch`, this rank's share. Raises UserError as `update` does."""
     loss = accumulate(runner, batch, microbatch, world)
     return update(optimizer, loss, batch, clip, world, step, stop)
 
@@ -139,13 +139,13 @@ def accumulate(runner: nn.Module, batch: Batch, microbatch: int, world: World) -
 
     `runner` is what `parallelize` returned: the model, or DDP, ZeRO-1 or a Pipeline around it. Its
     hooks do all the communication of forward and backward. Returns the sum of the losses, a scalar
-    that is still on the device. In a pipeline only the last stage has losses, others return 0."""
+    that is still on the device. In a pipeline all stages but the last return 0."""
     microbatches = batch.microbatches(microbatch)
     if world.parallel.pp > 1:
         return runner.accumulate(microbatches)
     loss = torch.zeros((), dtype=widest_float(world.device), device=world.device)
     for i, part in enumerate(microbatches):
-        # Gradients add up on the rank; ranks sum them in the last microbatch (--reshard all: each).
+        # Ranks sum gradients in the last microbatch alone, or with --reshard all in each of them.
         with gradient_sync(world.parallel, runner, last=i == len(microbatches) - 1):
             microbatch_loss = runner(*part.inputs, documents=part.documents)
             microbatch_loss.backward()
@@ -171,24 +171,24 @@ def update(
     )
     losses, targets, _, squared_norms, signals = rows.unbind(1)  # [ranks] each
     loss, tokens, text_bytes, *_ = rows.sum(0)
-    # Ranks along tp repeat loss and targets. Ranks along pp repeat the targets, and only the last
-    # of them has a loss.
+    # Each rank along tp repeats the loss and the targets. Each rank along pp repeats the targets,
+    # but only the last one has a loss.
     tp, pp = world.parallel.tp, world.parallel.pp
     loss = loss / tp
     tokens, text_bytes = tokens / (tp * pp), text_bytes / (tp * pp)
 
-    # Gradients are means over the n data ranks, those along cp included. We want their sum over
-    # all targets: times n / targets. Ranks along tp and pp repeat a data rank and its targets, so
-    # counting them, too, multiplies both numbers alike.
-    peers = world.step_ranks  # all ranks, but where replicas take steps of their own
+    # Backward leaves the mean of n ranks' gradients; ranks along cp count, too. We want their sum
+    # divided by all targets: multiply by n / targets. Ranks along tp and pp repeat the targets of
+    # another rank, and counting them multiplies both numbers alike.
+    peers = world.step_ranks  # all ranks, or with DiLoCo those of this replica
     scale = len(targets[peers]) / targets[peers].sum().clamp(min=1)
     norm = squared_norms[peers].sum().sqrt() * scale
     if clip:
         scale = scale * (clip / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ does
     torch._foreach_mul_(gradients, scale.to(gradients[0]))
 
-    # The host waits for the device here and nowhere else: it must see that all is finite before the
-    # optimizer's step. `health` is finite unless some rank's loss or gradient is not.
+    # The host waits for the device here and nowhere else, to see before the optimizer's step that
+    # all is finite. `health` is finite unless some rank's loss or gradient is not.
     health = (losses + squared_norms).sum() / tokens
     results = torch.stack([loss, tokens, text_bytes, norm, signals.max(), health])
     loss, tokens, text_bytes, norm, signals, health = results.tolist()
