@@ -15,18 +15,18 @@ Ranks form a mesh of four dimensions, and each kind of parallelism works along s
     shard        each rank has a part of one copy, different sequences   (FSDP, HSDP)
     tp           each rank has a part of one copy, the same sequences   (tensor parallelism)
 
-The last dimension varies fastest. Of 1 x 2 x 2 x 2 ranks tp pairs (0 1), shard pairs (0 2), and the
-replicas are 0-3 and 4-7. Ranks that communicate most are nearest: tp within a node, then shard;
-replicate and pp cross nodes. --cp N is no dimension: N neighbours along replicate x shard together
-take the same sequences (techniques/context_parallel.py).
+The last dimension varies fastest. With 1 x 2 x 2 x 2 ranks, tp joins ranks 0 and 1, shard joins 0
+and 2, and the replicas are 0-3 and 4-7. Ranks that communicate most are nearest: tp within a node,
+then shard; replicate and pp cross nodes. --cp N adds no dimension: N neighbours along
+replicate x shard share the same sequences (techniques/context_parallel.py).
 
-What a rank holds of a parameter, under FSDP x TP: of wq [D, D], tp gives each rank the rows
+FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives each rank the rows
 [D / tp, D], and shard divides these again, [D / (tp * shard), D]. FSDP all-gathers over `shard`
 before a block computes, so that the block sees its tp shard. Norms are replicated over tp.
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
-in model.py; b sequences of a rank in a step, B x T tokens in a microbatch; g bytes of one element
-of a gradient (4, or 8 in float64), w of one of a weight in matrix products (g, or 2 in bfloat16).
+in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. A gradient has g bytes an
+element (4, or 8 in float64), a weight in matrix products w bytes (g, or 2 in bfloat16).
 Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
 or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
@@ -85,24 +85,24 @@ class World(Process):
 
     parallel: ParallelConfig
     mesh: DeviceMesh
-    cp_mesh: DeviceMesh | None = None  # the ranks that share sequences with this one; None: none
-    stage_group: dist.ProcessGroup | None = None  # the ranks with the same layers; None: all
+    cp_mesh: DeviceMesh | None = None  # the ranks that share its sequences; None without --cp
+    stage_group: dist.ProcessGroup | None = None  # the ranks with its layers; None without --pp
 
     @property
     def data_size(self) -> int:
-        """Number of shares of a batch: ranks along tp, cp and pp have the same one together."""
+        """Number of shares of a batch; ranks along tp, cp and pp work on one share together."""
         return self.parallel.replicate * self.parallel.shard // self.parallel.cp
 
     @property
     def step_ranks(self) -> slice:
-        """The ranks that take optimizer steps together with this one: all, but for DiLoCo."""
-        replicas, own = diloco.replicas_apart(self)
+        """The ranks that take optimizer steps with this one: all, or with DiLoCo a replica's."""
+        replicas, replica = diloco.replicas_apart(self)
         n = self.size // replicas
-        return slice(own * n, (own + 1) * n)
+        return slice(replica * n, (replica + 1) * n)
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share among data_size."""
+        """Index of this rank's share of a batch, below data_size."""
         replica, shard = (self.mesh.get_local_rank(dim) for dim in ("replicate", "shard"))
         return (replica * self.parallel.shard + shard) // self.parallel.cp
 
@@ -115,7 +115,7 @@ class World(Process):
             return row[None]
         rows = row.new_empty(self.size * len(row))
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
-        all_gather(rows, row)  # 8 bytes a scalar and rank
+        all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
 
@@ -127,8 +127,8 @@ def with_mesh(process: Process, parallel: ParallelConfig | None = None) -> World
     kind = "cuda" if process.device.type == "cuda" else "cpu"  # an Apple GPU has no collectives
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=dims)
     cp_mesh = stage_group = None
-    if parallel.cp > 1:  # groups of their own, even where replicate or shard has the same ranks
-        ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()
+    if parallel.cp > 1:  # new groups, even where replicate or shard has the same ranks
+        ranks = mesh.mesh.movedim(-1, 1).reshape(-1, parallel.cp).tolist()  # tp moves behind pp
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         cp_mesh = DeviceMesh.from_group(group, kind, mesh_dim_names=("cp",))
     if parallel.pp > 1:
@@ -143,14 +143,14 @@ BEFORE_TP = [
     float8.TECHNIQUE,  # matrix products in 8 bits
 ]
 AFTER_TP = [
-    async_tp.TECHNIQUE,  # keeps messages early in compiled blocks; tensor_parallel does the rest
-    chunked_loss.TECHNIQUE,  # the loss of some tokens at a time
+    async_tp.TECHNIQUE,  # stops the compiler from delaying messages; see tensor_parallel
+    chunked_loss.TECHNIQUE,  # computes the loss for some tokens at a time
     recompute.TECHNIQUE,  # activation checkpointing, and torch.compile
     offload.TECHNIQUE,  # activations in CPU memory
 ]
 TECHNIQUES = [*BEFORE_TP, *AFTER_TP, optimizers.TECHNIQUE, diloco.TECHNIQUE]
-# Modules that divide sizes by the ranks along a mesh dimension; they have no record TECHNIQUE, but
-# refuse and suggest like those that have.
+# Modules that divide sizes by the ranks along a mesh dimension. They have no record TECHNIQUE, but
+# the same functions `refuses` and `suggests`.
 DIVIDE_SIZES = parallel_layers, context_parallel, pipeline, zero1
 
 
@@ -159,10 +159,10 @@ def used_techniques(parallel: ParallelConfig, among: list = TECHNIQUES) -> list[
 
 
 def refusal(work: Work, *more: Technique) -> str:
-    """Return why a step cannot be split as the flags ask; "" if it can. `more` are a script's own
-    techniques, such as LoRA, which stand in no list here."""
-    asked = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
-    reasons = (each.refuses(work) for each in asked)
+    """Return why a step cannot be split as the flags ask; "" if it can. `more` are techniques
+    that a script adds to the lists above, such as LoRA."""
+    refusers = *DIVIDE_SIZES, *used_techniques(work.parallel), *more
+    reasons = (refuser.refuses(work) for refuser in refusers)
     return next(filter(None, reasons), "")
 
 
@@ -194,8 +194,8 @@ def parallelize(model: Llama, world: World, initialize: Callable[[Llama], None])
     diloco.keep_outer_copy(model, parallel)
     if parallel.pp > 1:
         return pipeline.Pipeline(model, stages, world, gradient_sync)
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    if parallel.strategy.uses_fsdp or world.size == 1 or not trains:
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if parallel.strategy.uses_fsdp or world.size == 1 or not is_trained:
         return model
     return wrap(model, world)
 
@@ -204,11 +204,11 @@ def set_dtype(model: Llama, parallel: ParallelConfig) -> None:
     """Compute in `parallel.dtype`. With bfloat16, trainable weights stay float32.
 
     Trainable parameters, gradients and AdamW's moments stay float32 (master weights): most updates
-    are smaller than the spacing of bfloat16 numbers and would be rounded away. With plain tensors,
+    are smaller than the spacing of bfloat16 numbers and would be rounded away. Without FSDP,
     autocast casts a weight where it is used, but not the embedding, so the residual stream is
-    float32. FSDP casts its shard before the all-gather, which halves the bytes; the residual stream
-    is then bfloat16. RoPE, and sums in norms and loss, are float32 in both. Frozen parameters are
-    bfloat16 from the start."""
+    float32. FSDP casts its shard before the all-gather, which halves the bytes, and its residual
+    stream is bfloat16. RoPE and the sums in norms and loss are always float32. Frozen parameters
+    are bfloat16 from the start."""
     if parallel.dtype == torch.float64:
         model.double()
     if parallel.dtype == torch.bfloat16:
@@ -235,11 +235,11 @@ def ddp(model: Llama, world: World) -> nn.Module:
             dist.all_reduce(parameter.grad)  # the sum of all ranks' gradients
             parameter.grad /= n  # their mean, over n ranks
 
-    But it sends buckets of 25 MB (the first of 1 MB) while backward still computes.
+    But DDP sends buckets of 25 MB (the first of 1 MB) while backward still computes.
     Communication over replicate, a step: all-reduce of P g bytes, the gradients. Frozen parameters
     send nothing: LoRA sends the gradients of its thin matrices alone, 0.5 % of all at r = 16 (8B).
     Use when weights, gradients and moments (16 P bytes in float32) fit on a device. Avoid when they
-    do not fit. labs/ddp writes it by hooks, and labs/buckets chooses the buckets."""
+    do not fit. In labs/ddp you write it with hooks; in labs/buckets you choose the buckets."""
     return DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -270,8 +270,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     It gathers the weights of one block at a time, frees them after forward, and gathers them again
     in backward.
     Communication, in L + 1 calls each:
-        over shard, a microbatch    all-gather of P w bytes in forward, and again in backward, but
-                                    for embedding, last norm and output, which stay gathered
+        over shard, a microbatch    all-gather of P w bytes in forward, and again in backward
+                                    (embedding, last norm and output stay gathered)
         over shard, a step          reduce-scatter of P g bytes
         over replicate, a step      (HSDP) all-reduce of P g / shard bytes
     So with w = g and one microbatch a rank sends up to 1.5 times what DDP sends.
@@ -281,17 +281,17 @@ def fsdp(model: Llama, world: World) -> nn.Module:
                   step, but (w + g) P bytes stay unsharded on every rank
         weights   weights; gradients accumulate unsharded, g P bytes
         all       weights and gradients: reduce-scatter in every microbatch
-        adapters  for LoRA, the thin matrices, like weights; each rank keeps the whole frozen base,
-                  which FSDP does not manage
+        adapters  for LoRA: adapters, as `weights` does; FSDP ignores the frozen base, and each rank
+                  keeps all of it
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
     Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
-    only slices of gradients cross. Avoid both when DDP fits, unless a slow link speaks for HSDP.
-    labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    only slices of gradients cross. Avoid both when DDP fits, unless nodes have a slow link: HSDP
+    sends less over it. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
-    across = ("replicate",) if parallel.replicas > 1 else ()
+    replicate_dims = ("replicate",) if parallel.replicas > 1 else ()
     options = dict(
-        mesh=world.mesh[(*across, "shard")],
+        mesh=world.mesh[(*replicate_dims, "shard")],
         mp_policy=MixedPrecisionPolicy(
             param_dtype=parallel.dtype,
             reduce_dtype=torch.promote_types(parallel.dtype, torch.float32),
@@ -304,7 +304,7 @@ def fsdp(model: Llama, world: World) -> nn.Module:
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=parallel.reshard != "none", **options)
-    # Embedding, last norm and output: backward begins with them, so they stay gathered till then.
+    # Embedding, last norm and output are one group; backward begins in it, so it stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     return model
 
@@ -315,8 +315,8 @@ WRAPPERS = {"ddp": ddp, "zero1": zero1.ZeRO1, "fsdp": fsdp}  # by Strategy.wrapp
 @contextlib.contextmanager
 def gradient_sync(parallel: ParallelConfig, runner: nn.Module, last: bool) -> Iterator[None]:
     """Communicate gradients only in the `last` microbatch of a step (labs/accumulate); until
-    then they accumulate on the rank, except with reshard = all. Wraps forward and backward of a
-    microbatch; in a pipeline only backward."""
+    then they accumulate on the rank, except with reshard = all. This context wraps forward and
+    backward of a microbatch; in a pipeline only backward."""
     if isinstance(runner, FSDPModule):
         runner.set_requires_gradient_sync(last or parallel.reshard == "all")  # reduce-scatter
         runner.set_requires_all_reduce(last)  # HSDP's, over replicate
@@ -344,7 +344,7 @@ def finish_step(optimizer: torch.optim.Optimizer, world: World, step: int) -> No
 @contextlib.contextmanager
 def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
     """Within this context FSDP all-gathers weights once, at their first use, and frees them at the
-    end. For generation, which would all-gather the model for every token."""
+    end. Generation needs it: else each token would all-gather the model."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -408,19 +408,19 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
             residual             |
 
     torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features,
-    dimension 0 of W; row-parallel the input features, dimension 1. The vocabulary is sharded too:
-    the embedding yields partial sums, since each rank finds only the tokens of its shard, and in
+    dimension 0 of W; row-parallel shards the input features, dimension 1. The vocabulary is sharded
+    too: the embedding yields partial sums, since each rank finds only the tokens of its shard, and in
     the loss logits never leave the rank that computes them. Between layers x is a DTensor, but
-    column-parallel layers return plain tensors, of this rank's heads or features.
+    column-parallel layers return plain tensors with this rank's heads or features.
 
     Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
-    and 2 L + 1 reduce-scatters of payload a. The loss all-gathers 2 tp float32 numbers a token. A
+    and 2 L + 1 reduce-scatters of payload a. The loss all-gathers 2 tp float32 scalars a token. A
     norm is replicated but sees only the tokens of its rank, so its gradient is a partial sum, as
     its DTensor says. FSDP all-reduces it over tp just before its reduce-scatter: D elements per
     norm, once a step (with reshard = all, once a microbatch).
 
-    Use when activations do not fit, or when there are more ranks than sequences, within a node:
-    links are fast there. Avoid elsewhere: in each block computation waits for 4 collectives in
+    Use within a node, where links are fast, when activations do not fit or there are more ranks
+    than sequences. Avoid elsewhere: in each block computation waits for 4 collectives in
     forward and for 4 in backward, and smaller matrix products use a GPU less well. With --async-tp
     most of these messages travel while other chunks compute (techniques/async_tp.py).
 
@@ -452,7 +452,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
 class ShardedVocabulary(Vocabulary):
     """Loss parallelism: each rank computes the logits of a shard of the vocabulary, and no rank
     holds [N, V]. For each token, ranks exchange two scalars: the logsumexp of their logits, and the
-    target's logit or 0. So all have the same loss, and each the gradients of its own logits. hidden
+    target's logit or 0. So all have the same loss, and each has the gradients of its logits. hidden
     [B, T, D] is sharded by tokens, weight [V, D] by rows. labs/logits writes it by hand."""
 
     def __init__(self, size: int, mesh: DeviceMesh):
@@ -472,7 +472,7 @@ class ShardedVocabulary(Vocabulary):
         return self.all_gather(logits.logsumexp(-1)).logsumexp(0)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        index = targets[:, None] - self.vocab_start  # of each target in this rank's logits, [n, 1]
+        index = targets[:, None] - self.vocab_start  # [n, 1], of the target in this rank's logits
         is_local = (index >= 0) & (index < logits.shape[-1])
         target_logit = logits.gather(-1, torch.where(is_local, index, 0))
         scalars = [logits.logsumexp(-1, keepdim=True), torch.where(is_local, target_logit, 0)]

@@ -14,7 +14,7 @@ from test_exact import QUICK, assert_result, slower_cases, train_all, train_refe
 
 FAULTS = {
     "parallel": [
-        ('[(*across, "shard")],', '[("shard",)],'),  # HSDP without its all-reduce
+        ('[(*replicate_dims, "shard")],', '[("shard",)],'),  # HSDP without its all-reduce
         ("set_requires_gradient_sync(last or", "set_requires_gradient_sync(not last or"),
         ("set_requires_all_reduce(last)", "set_requires_all_reduce(not last)"),
         ("with runner.no_sync() if waits else", "with runner.no_sync() if last else"),
