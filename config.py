@@ -1,8 +1,8 @@
 """How a step is split over ranks and computed (ParallelConfig), and a step (Work).
 
 A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
-measures. From it follow the flag's help, the command that a plan prints, the values that tests
-combine, and whether a resumed run may change it. costs/search.py lists what `bench.py plan`
+measures. The field also decides the flag's help, the command that a plan prints, the values that
+tests combine, and whether a resumed run may change it. costs/search.py lists what `bench.py plan`
 searches.
 
 A Work is one step of training: a model, how it is split, and the sequences of the step. Techniques
@@ -20,8 +20,8 @@ from plumbing.parser import nonnegative_float, positive_int
 from plumbing.processes import UserError
 from text.batch import kernel_widths
 
-# What a flag changes. A resumed run may change its layout and its speed; another arithmetic makes
-# it another experiment.
+# What a flag changes. A resumed run may change its layout and speed, but not its arithmetic: that
+# would be another experiment.
 LAYOUT, SPEED, ARITHMETIC = "layout", "speed", "arithmetic"
 
 
@@ -30,7 +30,7 @@ class Strategy:
     """One way for ranks with different sequences to share weights, gradients and AdamW's state."""
 
     wrapper: str  # what parallel.py puts around the model: ddp, zero1 or fsdp
-    copy_spans: str  # one copy of the weights: a "rank", a "node" (or --shard ranks), the "world"
+    copy_spans: str  # who shares one copy of the weights: a "rank", "node" (or --shard), "world"
     sharded: dict[str, str] = field(default_factory=dict)  # kind of state -> mesh dimension
     automatic: bool = True  # --dp auto may choose it
     own_steps: bool = False  # replicas train apart, and each takes optimizer steps of its own
@@ -40,7 +40,7 @@ class Strategy:
         return self.wrapper == "fsdp"
 
     def shard_size(self, data_ranks: int, in_node: int) -> int:
-        """Return how many ranks lie along shard, of `data_ranks`, `in_node` of them in a node."""
+        """Return the size of shard for `data_ranks` ranks, if each node has `in_node` of them."""
         return {"rank": 1, "node": in_node, "world": data_ranks}[self.copy_spans]
 
 
@@ -61,12 +61,12 @@ SAME_AS_DEFAULT = object()
 def flag(
     default, kind: str, help: str, choices: Iterable[str] = (), unset=SAME_AS_DEFAULT, only_dp=""
 ):
-    """Return a field and its flag. `default` is that of a configuration which code builds. `unset`
-    is what the parser stores where the flag is missing; None or "auto" let the run choose.
-    `only_dp` is the --dp that the flag belongs to."""
+    """Return a field and its flag. `default` is for configurations built in code. `unset` is what
+    the parser stores if the flag is missing; with None or "auto" the run chooses. `only_dp` is the
+    --dp that the flag belongs to."""
     unset = default if unset is SAME_AS_DEFAULT else unset
-    about = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
-    return field(default=default, metadata=about)
+    spec = dict(kind=kind, help=help, choices=list(choices) or None, unset=unset, only_dp=only_dp)
+    return field(default=default, metadata=spec)
 
 
 # fmt: off
@@ -74,12 +74,12 @@ def flag(
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is split over ranks and computed there. Until costs/search.py has chosen, `dp`
-    and `reshard` may be "auto", and there is no `strategy` yet."""
+    """How a model is split over ranks and computed there. `dp` and `reshard` may be "auto"
+    until costs/search.py has chosen them; before that there is no `strategy`."""
 
     dp: str = flag("ddp", LAYOUT, "data parallelism: which state each rank holds a shard of "
                    "(default: auto, by what fits in memory)", ["auto", *STRATEGIES], unset="auto")
-    replicate: int = 1  # ranks along this mesh dimension, which follow from the other sizes
+    replicate: int = 1  # ranks along this dimension; the other sizes determine it
     shard: int = flag(1, LAYOUT, "ranks that share one copy of the model with --dp hsdp or diloco "
                       "(default: the ranks of a node)", unset=None)
     tp: int = flag(1, LAYOUT, "tensor parallelism: ranks that share every matrix product and see "
@@ -138,17 +138,17 @@ class ParallelConfig:
 
     @property
     def replicas(self) -> int:
-        """Replicas whose gradients are summed in every step; those of DiLoCo train apart."""
+        """Number of replicas whose gradients are summed in every step; DiLoCo's are not."""
         return 1 if self.strategy.own_steps else self.replicate
 
     def shards(self, kind: str) -> int:
-        """Ranks among which "parameters", "gradients" or state of the "optimizer" are divided."""
+        """Number of ranks that share one copy of "parameters", "gradients" or "optimizer" state."""
         dim = self.strategy.sharded.get(kind)
         return getattr(self, dim) if dim else 1
 
     def group_size(self, dim: str) -> int:
-        """Ranks in a group along a dimension of the mesh, in the "world", or in a "stage": all with
-        the same layers."""
+        """Number of ranks in a group. `dim` is a dimension of the mesh, "world", or "stage", which
+        means all ranks with the same layers."""
         sizes = {"world": self.size, "stage": self.size // self.pp}
         return sizes.get(dim) or getattr(self, dim)
 
@@ -158,7 +158,7 @@ class ParallelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight in matrix products. A trained one is stored in grad_bytes."""
+        """Bytes of a weight in matrix products. Trainable weights are stored in grad_bytes."""
         return self.dtype.itemsize
 
     @property
@@ -176,18 +176,18 @@ RESUMABLE = [name for name, f in FLAGS.items() if f.metadata["kind"] != ARITHMET
 def add_parallel_flags(
     parser: argparse._ActionsContainer, names: Iterable[str] = FLAGS, **defaults: str
 ) -> None:
-    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` say in words
-    what a script does by default, where that is something else than in training."""
+    """Add the flags of ParallelConfig, or only those of the fields `names`. `defaults` replace, in
+    the help of these fields, the default that training has."""
     for name in names:
-        about, default = FLAGS[name].metadata, FLAGS[name].default
-        help = about["help"]
+        metadata, default = FLAGS[name].metadata, FLAGS[name].default
+        help = metadata["help"]
         if name in defaults:
             help = f"{help.partition(' (default')[0]} (default: {defaults[name]})"
-        options = dict(help=help, default=about["unset"])
-        if about["choices"]:
-            options["choices"] = about["choices"]
+        options = dict(help=help, default=metadata["unset"])
+        if metadata["choices"]:
+            options["choices"] = metadata["choices"]
         elif isinstance(default, bool):
-            run_chooses = about["unset"] is None  # without --NAME or --no-NAME
+            run_chooses = metadata["unset"] is None  # without --NAME or --no-NAME
             options["action"] = argparse.BooleanOptionalAction if run_chooses else "store_true"
         else:
             options["type"] = {int: positive_int, float: nonnegative_float}.get(type(default), str)
@@ -195,47 +195,47 @@ def add_parallel_flags(
 
 
 def requested_parallel(args: argparse.Namespace) -> ParallelConfig:
-    """Return the configuration that the flags ask for, still without `replicate` and `shard`. Flags
-    that were not given, or that a script does not have, leave the field's default."""
-    given = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-        if (dp := FLAGS[name].metadata["only_dp"]) not in ("", given.get("dp")):
+    """Return the configuration that the flags ask for, still without `replicate` and `shard`. A
+    field whose flag was not given, or is not one of the script's, keeps its default."""
+    values = {name: getattr(args, name, None) for name in FLAGS if name != "shard"}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in values:
+        if (dp := FLAGS[name].metadata["only_dp"]) not in ("", values.get("dp")):
             raise UserError(f"--{name.replace('_', '-')} is for --dp {dp}")
-    given["dtype"] = getattr(torch, args.dtype)
-    if given.get("schedule") == "interleaved":
-        given.setdefault("stages_per_rank", 2)
-    return ParallelConfig(**given)
+    values["dtype"] = getattr(torch, args.dtype)
+    if values.get("schedule") == "interleaved":
+        values.setdefault("stages_per_rank", 2)
+    return ParallelConfig(**values)
 
 
 def in_float64(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the same layout computed exactly: in float64, nothing compiled or kept on a CPU."""
-    plain = {name: f.default for name, f in FLAGS.items() if f.metadata["kind"] == ARITHMETIC}
-    plain |= dict(dtype=torch.float64, compile=False, offload=False, offload_activations=False)
-    return replace(parallel, **plain)
+    """Return the same layout computed exactly: in float64, nothing compiled or offloaded."""
+    changes = {name: f.default for name, f in FLAGS.items() if f.metadata["kind"] == ARITHMETIC}
+    changes |= dict(dtype=torch.float64, compile=False, offload=False, offload_activations=False)
+    return replace(parallel, **changes)
 
 
 def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> str:
-    """Return the flags that ask for `parallel` on its processes: where it differs from the default,
-    and those that a run would choose by itself. Given `before`, only where it differs from that."""
-    shown = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
-    # Elsewhere the size of shard follows from the processes.
+    """Return the flags that ask for `parallel` on its processes: those not at their defaults, and
+    those that a run would choose by itself. Given `before`, only those that differ from it."""
+    names = {"dp", "dtype", "compile", "optimizer"} | ({"reshard"} if parallel.shard > 1 else set())
+    # Only these strategies take --shard; with others its size follows from the processes.
     has_shard = parallel.dp in STRATEGIES and STRATEGIES[parallel.dp].copy_spans == "node"
-    told = []
+    options = []
     for name in FLAGS:
         value = getattr(parallel, name)
         differs = value != getattr(before or ParallelConfig, name)
-        is_chosen = name in shown and not before
+        is_shown = name in names and not before
         if name == "shard":
-            differs, is_chosen = has_shard and (differs or not before), False
-        if not differs and not is_chosen:
+            differs, is_shown = has_shard and (differs or not before), False
+        if not differs and not is_shown:
             continue
-        dashed = name.replace("_", "-")
+        option = name.replace("_", "-")
         if isinstance(value, bool):
-            told.append(f"--{dashed}" if value else f"--no-{dashed}")
+            options.append(f"--{option}" if value else f"--no-{option}")
         else:
-            told.append(f"--{dashed} {str(value).removeprefix('torch.')}")
-    return " ".join(told)
+            options.append(f"--{option} {str(value).removeprefix('torch.')}")
+    return " ".join(options)
 
 
 # ------------------------------------------------------------------------------------------ a step
@@ -245,7 +245,7 @@ def flags_of(parallel: ParallelConfig, before: ParallelConfig | None = None) -> 
 class Work:
     """A training step: a model, how it is split over ranks, and the sequences of the step.
 
-    With another `parallel` or `microbatch` (dataclasses.replace), it is the same batch in other
+    dataclasses.replace(work, parallel=..., microbatch=...) computes the same batch in other
     portions."""
 
     model: Llama  # whole, as it is before parallelize, and never changed; on `meta` or not
@@ -258,7 +258,7 @@ class Work:
 
     @property
     def sequences(self) -> int:
-        """Sequences that a rank works on in a step, with others along cp or alone."""
+        """Sequences that a rank works on in a step; ranks along cp share theirs."""
         parallel = self.parallel
         return self.batch * parallel.cp // (parallel.replicate * parallel.shard)
 
@@ -283,10 +283,10 @@ class Work:
 
     @property
     def mask_width(self) -> int:
-        """Keys in attention's mask for each query. There is no mask (0) where a kernel reads the
-        documents, or where each sequence is one document. But with context parallelism a GPU
-        without that kernel always has one: a rank's two chunks see the keys before their own ends,
-        on average (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
+        """Number of keys in a query's mask; 0, for no mask, where a kernel reads the documents, or
+        where each sequence is one document. But with context parallelism a GPU without that
+        kernel always needs a mask. Its keys end with the rank's chunk: on average over the two
+        chunks they are (2 cp + 1) / (4 cp) of seq_len (techniques/context_parallel.py)."""
         device, cp = "cuda" if self.on_gpu else "cpu", self.parallel.cp
         if self.model.config.head_dim in kernel_widths(device, self.parallel.dtype):
             return 0

@@ -15,7 +15,7 @@ The base is frozen, so it has no gradients. With --dp ddp, the default where a d
 model, a step communicates the gradients of the adapters and nothing else, and more processes make
 it faster. On several processes a run first prints what a step would send under each strategy.
 
-Every checkpoint is an adapter in PEFT's format; --merge also writes the model with it added.
+Every checkpoint is an adapter in PEFT's format; --merge also writes the merged model.
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -53,21 +53,21 @@ def main() -> None:
     finished = train.train(args, job, world, runner, work, newest, sample_text)
     if args.merge and finished and world.rank == 0:
         merged = args.out / "merged"
-        if not merged.exists():  # else --resume found the run finished
+        if not merged.exists():  # it exists if --resume found a finished run
             source = args.out / "best" if args.merge == "best" else args.out
             checkpoint.merge(args.init, source.resolve(), merged, job.tokenizer)
         print(f"merged:     python generate.py {shlex.quote(str(merged))} --chat")
     base, adapter = (shlex.quote(str(path)) for path in (args.init, args.out))
-    chat = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
-    print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {chat}")
+    chat_flags = "--base-bits 4 --chat" if args.base_bits == 4 else "--chat"
+    print_rank_zero(f"generate:   python generate.py {base} --adapter {adapter} {chat_flags}")
 
 
 def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list]:
-    """Check the flags, open the data, and describe the base model with adapters.
+    """Check the flags, open the data, and build the base model with adapters on meta.
 
-    Returns also some held-out prompts, as (tokens, true answer)."""
+    Returns the job and some held-out prompts, as (tokens, true answer)."""
     base, tokenizer = find_model(args.init, args.tokenizer, process)
-    args.init = base["directory"]  # of a run its newest checkpoint, which the record then names
+    args.init = base["directory"]  # of a run, this is the newest checkpoint; records name it
     techniques = (lora.TECHNIQUE, nf4.TECHNIQUE) if args.base_bits == 4 else (lora.TECHNIQUE,)
     rules.check_training_flags(args, base["model"], process, *techniques)
     exam = args.exam and Exam(args.exam, tokenizer, base["model"].max_seq_len, chat=True)
@@ -77,9 +77,9 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     )
     rules.choose_steps(args, len(train_set))
     if args.merge and (merged := args.out / "merged").exists():
-        last = args.out / f"step-{args.steps:08d}"
-        adapter = (args.out / "best" if args.merge == "best" else last).resolve().name
-        is_finished = args.resume and last.exists()  # then --resume may find its own result
+        last_step = args.out / f"step-{args.steps:08d}"
+        adapter = (args.out / "best" if args.merge == "best" else last_step).resolve().name
+        is_finished = args.resume and last_step.exists()  # then `merged` may be its own
         if not is_finished or checkpoint.read_config(merged)["flags"].get("adapter") != adapter:
             raise UserError(f"{merged} exists: remove it, or leave out --merge")
     args.data_checksum = process.check_same("the training data", train_set.checksum())
@@ -88,9 +88,8 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
     with torch.device("meta"):
         model = Llama(base["model"])
         layer_names = {name.split(".")[-1] for name, _ in model.named_modules()}
-        targets = tuple(
-            t for t in args.targets if t in layer_names
-        )  # a changed model may lack some
+        # A changed model.py may lack some of the targets.
+        targets = tuple(name for name in args.targets if name in layer_names)
         settings = lora.LoRA(args.rank, args.alpha, args.dropout, args.rslora, args.dora, targets)
         lora.add_adapters(model, settings, args.base_bits)
 
@@ -98,7 +97,7 @@ def prepare(args: argparse.Namespace, process: Process) -> tuple[setup.Job, list
         checkpoint.load_weights(args.init, model)
         lora.init_adapters(model, args.seed, device=process.device)
 
-    whole = copy.deepcopy(model)
+    whole = copy.deepcopy(model)  # parallelize changes the other one
     job = setup.Job(model, whole, initialize, tokenizer, train_set, val_set, exam, techniques)
     return job, examples
 

@@ -4,11 +4,11 @@
     x [in] ──┤                                    (+)── y = x Wᵀ + scale (x Aᵀ) Bᵀ
              └── A [r, in] ──────── B [out, r] ───┘
 
-Fine-tuning adds a matrix to W, to which a product B A of low rank r comes close (Hu et al. 2021,
-arXiv:2106.09685). Only A and B have gradients and AdamW moments: for all matrices of the 8B
-model and r = 16, 42 million parameters instead of 8 billion. B starts at zero, so that training
-starts from the model as it is. scale is alpha / r; with rsLoRA alpha / sqrt(r), which keeps the
-size of the update at large r (Kalajdzievski 2023, arXiv:2312.03732).
+Full fine-tuning adds a matrix to W. LoRA approximates it by a product B A of low rank r (Hu et al.
+2021, arXiv:2106.09685). Only A and B have gradients and AdamW moments: 42 million parameters
+instead of 8 billion, for all matrices of the 8B model at r = 16. B starts at zero, so that training
+starts from the model as it is. scale is alpha / r; rsLoRA takes alpha / sqrt(r) instead, so that
+updates do not shrink at large r (Kalajdzievski 2023, arXiv:2312.03732).
 
 Further down: DoRA, and a base in 4 bits. Checkpoints of adapters are files in PEFT's format
 (files/adapters.py). Letters: r rank; n tokens; in, out the widths of a matrix.
@@ -39,8 +39,8 @@ def with_adapter(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Te
     """Return y + scale (x Aᵀ) Bᵀ for y = x Wᵀ [n, out] and x [n, in].
 
     That is LoRA. Backward needs x for A's gradient and x Aᵀ [n, r] for B's; for the frozen W it
-    needs no x. addmm adds the thin product to y while it computes it. With Bᵀ copied into row-major
-    order backward is a tenth faster."""
+    needs no x. addmm computes the thin product and adds it to y in one kernel. A row-major copy of
+    Bᵀ makes backward a tenth faster."""
     return torch.addmm(y, x @ A.T, B.T.contiguous(), alpha=scale)
 
 
@@ -66,7 +66,7 @@ class LoRA:
 def product(x, weight, row_scale, A, B, magnitude, norms, dropout, scale):
     """Return the output of a LoRALinear, given its parameters and row norms, for x [..., in].
     `row_scale` is None unless W is in 4 bits."""
-    # Of the product: W's, or with codes of 4 bits that of autocast.
+    # The product is computed in W's dtype; where W is in 4 bits, in autocast's.
     dtype = weight.dtype if row_scale is None else cast_by_autocast(x)[0].dtype
     flat = x.flatten(0, -2).to(dtype)  # [n, in]
     y = flat @ weight.T if row_scale is None else product_in_4_bits(flat, weight, row_scale)
@@ -89,7 +89,7 @@ class LoRALinear(nn.Linear):
 
     `product` is the function that forward computes; tensor parallelism replaces it."""
 
-    # Some may be None; in the order of product's arguments.
+    # In the order of product's arguments. Those that a layer does not have are None.
     PARAMETERS = ("weight", "row_scale", "lora_A", "lora_B", "lora_magnitude")
 
     def __init__(self, base: nn.Linear, lora: LoRA, is_target: bool = True, bits: int = 16):
@@ -101,15 +101,15 @@ class LoRALinear(nn.Linear):
         self.training = base.training
         self.lora = lora
         if bits == 4:
-            codes = partial(base.weight.new_empty, dtype=torch.uint8)
-            self.weight = nn.Parameter(codes(packed_shape(out, width)), requires_grad=False)
-            self.row_scale = nn.Parameter(codes(out, 4), requires_grad=False)
+            empty_bytes = partial(base.weight.new_empty, dtype=torch.uint8)
+            self.weight = nn.Parameter(empty_bytes(packed_shape(out, width)), requires_grad=False)
+            self.row_scale = nn.Parameter(empty_bytes(out, 4), requires_grad=False)
         if is_target:
             dtype = torch.promote_types(base.weight.dtype, torch.float32)  # master weights
-            empty = partial(base.weight.new_empty, dtype=dtype)
-            self.lora_A = nn.Parameter(empty(lora.rank, width))
-            self.lora_B = nn.Parameter(empty(out, lora.rank))
-            self.lora_magnitude = nn.Parameter(empty(out)) if lora.dora else None
+            empty_floats = partial(base.weight.new_empty, dtype=dtype)
+            self.lora_A = nn.Parameter(empty_floats(lora.rank, width))
+            self.lora_B = nn.Parameter(empty_floats(out, lora.rank))
+            self.lora_magnitude = nn.Parameter(empty_floats(out)) if lora.dora else None
         self.product: Callable = partial(product, scale=lora.scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self, with_adapter: bool = True) -> Tensor:
-        """Return the length of each row of W + scale B A, or of W alone. Where a rank of tensor
-        parallelism has a part of each row, the squares are all-reduced."""
+        """Return the length of each row of W + scale B A, or of W alone. Where tensor parallelism
+        gives a rank a part of each row, the squared lengths are all-reduced."""
         weight, row_scale, A, B, _ = map(to_local, self.ordered_parameters())
         if not with_adapter:
             A, B = A[:0], A.new_empty(len(weight), 0)  # an adapter of rank 0
@@ -140,20 +140,20 @@ class LoRALinear(nn.Linear):
         return squares.redistribute(placements=full_sums).sqrt()
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
-        """Return the dimension on which tensor parallelism shards each parameter, None for a
-        replicated one, where it shards the weight on `dim`.
+        """Return the dimension on which tensor parallelism shards each parameter if it shards the
+        weight on `dim`. It is None for a parameter that is replicated.
 
         A has the weight's input features, the others have its output features."""
-        others, of_A = (0, None) if dim == 0 else (None, 1)
-        dims = dict.fromkeys(self.PARAMETERS, others) | {"weight": dim, "lora_A": of_A}
+        other_dim, A_dim = (0, None) if dim == 0 else (None, 1)
+        dims = dict.fromkeys(self.PARAMETERS, other_dim) | {"weight": dim, "lora_A": A_dim}
         return {name: d for name, d in dims.items() if getattr(self, name) is not None}
 
     def shard_product(self, mesh: DeviceMesh) -> None:
         """Let forward compute with this rank's shards of parameters that have become DTensors. The
         gradient of a replicated factor is all-reduced, like that of a norm (parallel.py)."""
-        placed = [getattr(parameter, "placements", None) for parameter in self.ordered_parameters()]
-        placed += placed[-1], None  # norms are placed as magnitudes are; dropout is no tensor
-        self.product = product_of_shards(self.product, placed, mesh)
+        placements = [getattr(p, "placements", None) for p in self.ordered_parameters()]
+        placements += placements[-1], None  # norms have those of magnitudes; dropout is no tensor
+        self.product = product_of_shards(self.product, placements, mesh)
 
 
 # -------------------------------------------------------------------------------------------- DoRA
@@ -176,7 +176,7 @@ def with_lengths(y: Tensor, magnitude: Tensor, norms: Tensor) -> Tensor:
 def changed_norms(
     weight: Tensor, row_scale: Tensor | None, A: Tensor, B: Tensor, scale: float
 ) -> Tensor:
-    """Return |W + scale B A| of each row, [out], in float32 or float64: constants in autograd."""
+    """Return the norm of each row of W + scale B A, [out] in float32 or 64, without gradients."""
     dtype, norms = torch.promote_types(A.dtype, torch.float32), []
     stored = [weight] if row_scale is None else [weight, row_scale]
     with torch.autocast(A.device.type, enabled=False):
@@ -193,7 +193,7 @@ def _(weight, row_scale, A, B, scale):
 
 
 def at_least_tiny(norms: Tensor) -> Tensor:
-    """Return norms to divide by: a row of zeros stays zero, and does not become NaN."""
+    """Return norms that are safe to divide by, so that a row of zeros does not become NaN."""
     return norms.clamp(min=torch.finfo(norms.dtype).tiny)
 
 
@@ -213,9 +213,9 @@ def merged_weight(
 
 
 def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
-    """Freeze a model and put an adapter beside each target matrix. With 4 `base_bits` each matrix
-    of the blocks is stored in 4 bits, without A and B where it is no target. No values are set
-    yet: init_adapters and quantize_base do that."""
+    """Freeze a model and put an adapter beside each target matrix. With base_bits = 4, all matrices
+    of the blocks are stored in 4 bits, and those that are no target have no A and B. No values are
+    set yet: init_adapters and quantize_base do that."""
     if adapter_settings(model):
         raise UserError("this model has an adapter already: load the base, or a merged model")
     if lora.rank > model.config.dim:
@@ -245,9 +245,9 @@ def adapters(model: Llama) -> dict[str, nn.Parameter]:
 def init_adapters(
     model: Llama, seed: int = 0, assign: Callable = assign_shard, device: torch.device | None = None
 ) -> None:
-    """Call assign(parameter, full_initial_value) for each parameter of adapters. B starts at zero
-    and A uniform within 1 / sqrt(in), as in PEFT. Magnitudes start as the lengths of the base's
-    rows, so load the base first. Values of A depend on seed and name only."""
+    """Call assign(parameter, full_initial_value) for each parameter of adapters. B starts at zero,
+    and A is uniform within ± 1 / sqrt(in), as in PEFT. Magnitudes start as the lengths of the
+    base's rows, so load the base first. Values of A depend on seed, name and shape only."""
     for name, parameter in adapters(model).items():
         value = torch.zeros(parameter.shape, device=device or parameter.device)
         if name.endswith("lora_A"):
@@ -264,7 +264,7 @@ def quantize_base(
     model: Llama, read: Callable[[str], Tensor], assign: Callable = Tensor.copy_
 ) -> None:
     """Call assign(parameter, full_value) for each matrix in 4 bits, and for its scales. read(name)
-    returns a full matrix; one at a time is in memory."""
+    returns a full matrix. Only one at a time is in memory."""
     modules = model.named_modules()
     layers = [(path, m) for path, m in modules if getattr(m, "row_scale", None) is not None]
     for path, layer in with_progress(layers, "matrices in 4 bits"):
@@ -277,30 +277,30 @@ def quantize_base(
 
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
-    """Return by how many elements a token the adapters change what a block saves. An adapter adds
-    x Aᵀ; with dropout its own x, and a mask of bytes, or of numbers on a CPU; with DoRA the y that
-    is scaled. Inputs that only frozen layers read are not saved, but for wo's, which attention
-    saves as its output."""
+    """Return how many more elements a token a block saves for backward than one without adapters.
+    An adapter saves x Aᵀ; with dropout also its own x and a mask, of bytes or on a CPU of elements;
+    with DoRA also the y that is scaled. An input that only frozen layers read is no longer saved,
+    except that of wo: it is attention's output, which attention saves."""
     tp, w = work.parallel.tp, work.parallel.weight_bytes
-    elements, inputs = 0.0, {}  # inputs: of which layers -> whether saved, and width
+    elements, inputs = 0.0, {}  # inputs: (module, row_parallel) -> (is_needed, width)
     block = next(iter(model.layers.values()))
     for path, layer in block.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        rows = writes_to_stream(block, path)  # each rank of tp has a part of them, else of columns
-        x_width = layer.in_features / (tp if rows else 1)
-        y_width = layer.out_features / (1 if rows else tp)
+        row_parallel = writes_to_stream(block, path)  # tp shards x, else it shards y
+        x_width = layer.in_features / (tp if row_parallel else 1)
+        y_width = layer.out_features / (1 if row_parallel else tp)
         lora = layer.lora if getattr(layer, "lora_A", None) is not None else None
         if lora:
             mask = 1 / w if work.fused else 1
             elements += lora.rank + lora.dora * y_width
             elements += (1 + mask) * x_width if lora.dropout else 0
         if not path.endswith("wo"):
-            needed = not lora.dropout if lora else layer.weight.requires_grad
-            reads = path.split(".")[0], rows
-            inputs[reads] = needed or inputs.get(reads, (False,))[0], x_width
-    unneeded = sum(width for needed, width in inputs.values() if not needed)
-    return {"saved": elements - unneeded}
+            is_needed = not lora.dropout if lora else layer.weight.requires_grad
+            key = path.split(".")[0], row_parallel  # w1 and w3 read the same x, as do wq, wk and wv
+            inputs[key] = is_needed or inputs.get(key, (False,))[0], x_width
+    unsaved_elements = sum(width for is_needed, width in inputs.values() if not is_needed)
+    return {"saved": elements - unsaved_elements}
 
 
 TECHNIQUE = Technique("", holds=holds)  # "": always asked; add_adapters changes the model

@@ -25,8 +25,8 @@ FSDP and tensor parallelism shard a parameter together: of wq [D, D], tp gives e
 before a block computes, so that the block sees its tp shard. Norms are replicated over tp.
 
 Letters: P parameters (with tensor parallelism those of one tp rank), L layers; D, F, V, KV and E as
-in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. A gradient has g bytes an
-element (4, or 8 in float64), a weight in matrix products w bytes (g, or 2 in bfloat16).
+in model.py; b sequences of a rank in a step, B x T tokens in a microbatch. An element of a gradient
+has g bytes (4, or 8 in float64), one of a weight in products w bytes (g, or 2 in bfloat16).
 Bytes of a collective are its *payload*: the output of an all-gather, the input of a reduce-scatter
 or an all-reduce. In a ring of n ranks, a rank *sends* (n-1)/n of it, twice that for an all-reduce.
 """
@@ -114,7 +114,8 @@ class World(Process):
         if self.size == 1:  # an Apple GPU has no collectives
             return row[None]
         rows = row.new_empty(self.size * len(row))
-        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.11
+        # torch 2.11 has this collective under its older name alone.
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         all_gather(rows, row)  # payload: 8 bytes for each scalar of each rank
         return rows.view(self.size, -1)
 
@@ -357,8 +358,7 @@ def unsharded(model: Llama, parallel: ParallelConfig) -> Iterator[None]:
 
 # --------------------------------------------------------------------------- tensor parallelism
 
-# The parallel style of every layer that has parameters; * stands for any number. An entry that
-# matches no layer is ignored.
+# The style of every layer that has parameters; * is any number. Unused entries are ignored.
 PLAN = {
     "tok_embeddings": VocabularyParallel(
         input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARDED, use_local_output=False
@@ -409,8 +409,8 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
 
     torch stores W [out, in] and computes x Wᵀ. Column-parallel shards the output features,
     dimension 0 of W; row-parallel shards the input features, dimension 1. The vocabulary is sharded
-    too: the embedding yields partial sums, since each rank finds only the tokens of its shard, and in
-    the loss logits never leave the rank that computes them. Between layers x is a DTensor, but
+    too. The embedding yields partial sums, since each rank finds only the tokens of its shard. In
+    the loss, logits never leave the rank that computes them. Between layers x is a DTensor, but
     column-parallel layers return plain tensors with this rank's heads or features.
 
     Communication over tp, with a = B T D w bytes: forward and backward each run 2 L + 1 all-gathers
