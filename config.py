@@ -1,4 +1,4 @@
-"""How a step is split over ranks and computed (ParallelConfig), and a step (Work).
+"""How a training step is split over ranks and computed (ParallelConfig), and the step (Work).
 
 A field that is declared by flag(...) is its own flag: `cp` is --cp in every script that trains or
 measures. The field also decides the flag's help, the command that a plan prints, the values that
@@ -93,8 +93,8 @@ class ParallelConfig:
     stages_per_rank: int = flag(1, LAYOUT, "stages that each rank of a pipeline holds (default: 2 "
                                 "with --schedule interleaved, else 1)", unset=None)
     reshard: str = flag("weights", LAYOUT, "what fsdp and hsdp shard again after use: none; "
-                        "weights; all, that is gradients of each microbatch too; adapters, leaving "
-                        "a frozen base unsharded (default: weights, or all where memory is short)",
+                        "weights; all: weights, and gradients of each microbatch; adapters: a "
+                        "frozen base stays whole (default: weights, or all if memory is short)",
                         ["auto", "none", "adapters", "weights", "all"], unset="auto")
     offload: bool = flag(False, LAYOUT, "keep parameters and optimizer state of fsdp and hsdp in "
                          "CPU memory")

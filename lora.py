@@ -131,13 +131,13 @@ class LoRALinear(nn.Linear):
         if not isinstance(self.weight, DTensor):
             return norms
         mesh, placements = self.weight.device_mesh, self.weight.placements
-        partial_sums = [Partial() if p.is_shard(1) else p for p in placements]
-        full_sums = [Replicate() if p.is_shard(1) else p for p in placements]
-        all_rows = dict(shape=torch.Size([self.out_features]), stride=(1,))
+        partial_placements = [Partial() if p.is_shard(1) else p for p in placements]
+        summed_placements = [Replicate() if p.is_shard(1) else p for p in placements]
+        whole_shape = dict(shape=torch.Size([self.out_features]), stride=(1,))
         squares = DTensor.from_local(
-            norms.square(), mesh, partial_sums, run_check=False, **all_rows
+            norms.square(), mesh, partial_placements, run_check=False, **whole_shape
         )
-        return squares.redistribute(placements=full_sums).sqrt()
+        return squares.redistribute(placements=summed_placements).sqrt()  # the all-reduce
 
     def sharded_dims(self, dim: int) -> dict[str, int | None]:
         """Return the dimension on which tensor parallelism shards each parameter if it shards the
@@ -221,7 +221,7 @@ def add_adapters(model: Llama, lora: LoRA, base_bits: int = 16) -> None:
     if lora.rank > model.config.dim:
         raise UserError(f"--rank {lora.rank} exceeds the model width: at most {model.config.dim}")
     model.requires_grad_(False)
-    for name, layer in list(model.named_modules()):
+    for name, layer in list(model.named_modules()):  # a list, since the loop replaces layers
         parent, _, attribute = name.rpartition(".")
         if attribute not in (TARGETS if base_bits == 4 else lora.targets):
             continue

@@ -12,7 +12,7 @@ filled later. And token positions may be passed in, so that a rank can compute a
 
 Letters in shape comments: B batch, T tokens, D model width, H query heads, KV key/value heads,
 E head width, F feed-forward width (in code torch.nn.functional), V vocabulary, N = B * T,
-S tokens with keys and values: T, or more with a cache.
+S tokens that queries may attend to: T, or more with a cache.
 """
 
 import contextlib
@@ -303,7 +303,7 @@ class Llama(nn.Module):
         cache: KVCache | None = None,
         documents=None,
     ) -> Tensor:
-        """Return the logits of the next token or, given targets, the sum of all cross entropies.
+        """Return the logits of the next token or, given targets, the sum of their losses.
 
         tokens [B, T] -> logits [B, T, V]; with a cache only those of the last token, [B, 1, V].
         targets [B, T], IGNORE where no token counts -> float32 scalar in nats (float64 in a float64

@@ -393,7 +393,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, in_chunks: bool = False) -> 
 
         hidden = silu(x @ w1.T) * (x @ w3.T)  # w1, w3 [F/tp, D]: F/tp features of each token
         y = hidden @ w2.T  # w2 [D, F/tp]: the part of the sum that comes from these features
-        dist.all_reduce(y)  # in backward, likewise the gradient of x
+        dist.all_reduce(y)  # backward does the same to the gradient of x
 
     Here the all-reduce is taken apart: a reduce-scatter, and an all-gather before the next pair of
     products. In between each rank has a shard of the sequence:
