@@ -287,8 +287,8 @@ def fsdp(model: Llama, world: World) -> nn.Module:
     With `weights` or `all`, LoRA all-gathers the frozen base for every use, to train less than 1 %
     of it. That is why LoRA on several GPUs is slower than on one in many frameworks.
     Use FSDP when DDP does not fit. On several nodes use HSDP: all-gathers stay within a node, and
-    only slices of gradients cross. Avoid both when DDP fits, unless nodes have a slow link: HSDP
-    sends less over it. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
+    only slices of gradients cross. Avoid both when DDP fits, except HSDP where
+    nodes have a slow link. labs/fsdp shards one matrix by hand, labs/lora a model with adapters."""
     parallel = world.parallel
     replicate_dims = ("replicate",) if parallel.replicas > 1 else ()
     options = dict(
