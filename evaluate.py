@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     add("--microbatch", type=positive_int, default=8, help="sequences computed at a time")
     add("--max-new-tokens", type=positive_int, default=ROOM, help="tokens of a written answer")
     add("--details", type=Path, metavar="FILE",
-        help="write what the model makes of each question, as JSON lines")
+        help="write each question with the model's answer, as JSON lines")
     split = parser.add_argument_group("how the model is split over ranks")
     add_parallel_flags(split, [*RESUMABLE, "dtype"])  # the others change what is learned
     # fmt: on
@@ -166,7 +166,7 @@ def evaluation_of_run(
 ) -> Callable[[int], dict[str, float | str]]:
     """Return a function that evaluates the model of a run after a step: it prints the validation
     loss, an exam's scores and sample_text(step), and returns them by name. All ranks call it."""
-    model, gather_once = job.model, fits_unsharded(work, world)
+    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
         model.eval()

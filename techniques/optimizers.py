@@ -233,7 +233,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         # What changes in every step is in tensors, since a Python number would be compiled in. They
         # are on the CPU, where reading them does not wait for the GPU.
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
-        keep = torch.full_like(step, 1 - lr * group["weight_decay"])  # share of a weight
+        keep = torch.full_like(step, 1 - lr * group["weight_decay"])  # of each weight
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
         compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
         update = make_update(beta1, beta2, group["eps"], compiled)
