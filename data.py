@@ -54,13 +54,13 @@ HEADER_BYTES = 256 * 4
 TOKEN_DTYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 TOKENS_PER_FILE = 100_000_000
 WEIGHTED_SOURCE = r"(.+)=(\d*\.?\d+)"  # SOURCE=WEIGHT
-ROUND_LENGTH = 1000  # a round: in so many sequences each source has its share exactly
+ROUND_LENGTH = 1000  # sequences in a round, in which each source has exactly its share
 LEFT_OUT_FILE = "left-out.txt"  # lists the documents that could not be read
 
 
 def open_token_file(path: Path) -> np.ndarray:
     """Map the tokens of a `.bin` file into memory, where processes share them. Raise UserError
-    where the file is something else or incomplete."""
+    if the file is no token file, or is incomplete."""
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256 or (dtype := TOKEN_DTYPES.get((int(header[0]), int(header[1])))) is None:
         raise UserError(f"{path} is not a token file: write one with data.py tokenize")
@@ -96,7 +96,7 @@ class TokenFileWriter:
             if in_file == 0:
                 self.close()
                 self.file = open(self.directory / f"{self.split}_{number:06d}.bin", "wb")
-                self.file.write(bytes(HEADER_BYTES))  # zeros until close: refused if unfinished
+                self.file.write(bytes(HEADER_BYTES))  # zeros, so an unfinished file is refused
             part, tokens = np.split(tokens, [TOKENS_PER_FILE - in_file])
             self.file.write(part.astype(self.dtype).tobytes())
             self.n_tokens += len(part)
@@ -132,11 +132,11 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, out: Path, reading: Readin
 def _write_token_files(
     directory: Path, files: list[Path], tokenizer: Tokenizer, reading: Reading
 ) -> dict[str, int]:
-    """Tokenize the documents of a corpus, write each into the files of its split, and say how many
-    there are. Return the numbers of tokens, by the names that they have in data.json.
+    """Tokenize the documents of a corpus, write each into the files of its split, and print how
+    many there are. Return the number of tokens of each split, by its name in data.json.
 
-    Every document begins with `bos`. Between two documents of a split, `eos` precedes it, unless
-    the tokenizer has one token for both."""
+    Every document begins with `bos`. From the second document of a split on, `eos` precedes `bos`,
+    unless the tokenizer has one token for both."""
     writers = {s: TokenFileWriter(directory, s, tokenizer.vocab_size) for s in ("train", "val")}
     progress = Progress("tokenizing", sum(path.stat().st_size for path in files) / 1e6, " MB")
     pieces, documents, text_bytes = read_pieces(files, reading), Counter(), 0
@@ -153,15 +153,15 @@ def _write_token_files(
                 writer.write(tokens)
                 documents[piece.split] += piece.starts_document
                 text_bytes += tokenizer.count_bytes(tokens)
-                progress.add(len(piece.text) / 1e6)  # of characters, some of several bytes
+                progress.add(len(piece.text) / 1e6)  # in characters; some take several bytes
     for writer in writers.values():
         writer.close()
     train, val = (writer.n_tokens for writer in writers.values())
     if not train:
         raise UserError("there is no text to train on: give some, or less --val-fraction")
-    told = f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of"
-    told = f"{told} {documents['val']:,}; {text_bytes / (train + val):.2f} bytes a token"
-    print(told, file=sys.stderr)
+    summary = f"{train:,} tokens of {documents['train']:,} documents; held out: {val:,} tokens of"
+    summary = f"{summary} {documents['val']:,}; {text_bytes / (train + val):.2f} bytes a token"
+    print(summary, file=sys.stderr)
     return {"train_tokens": train, "val_tokens": val}
 
 
@@ -178,7 +178,7 @@ def cached_token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) 
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
     if not (directory := CACHE / f"tokens-{key.hexdigest()[:16]}").exists():
-        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))
+        tokenize(files, tokenizer, directory, replace(reading, left_out=[]))  # a list of its own
     return sorted(directory.glob("*.bin"))
 
 
@@ -187,13 +187,13 @@ def sources_of(data: list[str]) -> list[tuple[list[str], int]]:
 
     `a=0.7 b=0.3` are two sources; without weights, everything is one. Raise UserError if some have
     a weight and others not."""
-    found = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
-    if not any(found):
+    matches = [not Path(entry).exists() and re.fullmatch(WEIGHTED_SOURCE, entry) for entry in data]
+    if not any(matches):
         return [(data, 1)]
-    if not all(found) or not all(float(match[2]) for match in found):
+    if not all(matches) or not all(float(match[2]) for match in matches):
         raise UserError(f"--data {' '.join(data)}: give a weight to each source, as in a=0.7 b=0.3")
-    total = sum(float(match[2]) for match in found)
-    return [([m[1]], max(1, round(ROUND_LENGTH * float(m[2]) / total))) for m in found]
+    total = sum(float(match[2]) for match in matches)
+    return [([m[1]], max(1, round(ROUND_LENGTH * float(m[2]) / total))) for m in matches]
 
 
 def paths_of(data: list[str]) -> list[str]:
@@ -214,8 +214,8 @@ def find_token_files(data: list[str]) -> list[Path]:
 
 
 def tokenizer_of_token_files(data: list[str]) -> str | None:
-    """Return the name or path of the tokenizer that the token files in --data were made with, for
-    load_tokenizer; None if --data is text. Raise UserError if they have no data.json."""
+    """Return the tokenizer that made the token files in --data, as a name or path; None if --data
+    is text. Raise UserError if the token files have no data.json."""
     if not (files := find_token_files(paths_of(data))):
         return None
     directory = files[0].parent
@@ -244,17 +244,17 @@ class Windows(ConcatDataset):
         document_mask: bool = False,
     ):
         # Views of the files, which are read when a window is taken.
-        long = (file for file in files if len(file) > seq_len)
-        super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long])
+        long_files = (file for file in files if len(file) > seq_len)
+        super().__init__([sliding_window_view(file, seq_len + 1)[::seq_len] for file in long_files])
         self.files, self.seq_len = files, seq_len
         self.tokenizer, self.document_mask = tokenizer, document_mask
-        self.sources = [(len(self), 1)]  # windows of each source, and its places in a round
+        self.sources = [(len(self), 1)]  # of each source: windows, places in a round
 
     def checksum(self) -> int:
         """Return a checksum by which a resumed run notices other data.
 
-        It is that of the files' lengths and of all their tokens, or of 4096 tokens where there are
-        more than 2^24."""
+        It covers the lengths of the files and all their tokens. Of more than 2^24 tokens it covers
+        4096, evenly spaced."""
         lengths = [len(file) for file in self.files]
         stride = 1 if sum(lengths) <= 1 << 24 else sum(lengths) // 4096
         checksum = zlib.crc32(repr(lengths).encode())
@@ -265,7 +265,7 @@ class Windows(ConcatDataset):
     def batch(self, indices: list[int | None]) -> Batch:
         """Return the windows of these indices; None makes a row without targets. Raise UserError
         if a token is not in the tokenizer's vocabulary."""
-        # None is padding: any tokens, with all targets masked.
+        # None is padding: the tokens of window 0, with all targets masked.
         rows = np.stack([self[i or 0] for i in indices]).astype(np.int64)  # [B, T + 1]
         check_ids(rows, self.tokenizer)
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()  # [B, T] both
@@ -283,8 +283,8 @@ class Windows(ConcatDataset):
 def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list[Path]:
     """Return the token files that --data names, or those of its text, tokenized at first use.
 
-    Raise UserError if they were made with another tokenizer. Files without a data.json, as of other
-    projects, are not checked."""
+    Raise UserError if they were made with another tokenizer. Files without a data.json, such as
+    those of other projects, are not checked."""
     paths = find_token_files(data) or cached_token_files(data, tokenizer, reading)
     for metadata in filter(Path.is_file, sorted({path.parent / "data.json" for path in paths})):
         if json.loads(metadata.read_text())["tokenizer_hash"] != tokenizer.hash:
@@ -298,8 +298,8 @@ def token_files(data: list[str], tokenizer: Tokenizer, reading: Reading) -> list
 def open_text(
     data: list[str], tokenizer: Tokenizer, seq_len: int, reading: Reading, document_mask: bool
 ) -> Packed:
-    """Return the windows of all of a text, to the last token of each of its files. With
-    `document_mask`, each document in a window is a sample of its own."""
+    """Return a whole text as windows, up to the last token of each file. With `document_mask`,
+    each document in a window is a sample of its own."""
     samples = []
     for path in token_files(data, tokenizer, replace(reading, val_fraction=0.0)):
         file = open_token_file(path)
@@ -308,7 +308,7 @@ def open_text(
         if document_mask:
             borders = np.union1d(borders, np.flatnonzero(file[:-1] == tokenizer.bos))
         for start, end in itertools.pairwise([*borders.tolist(), len(file) - 1]):
-            samples.append((file[start : end + 1], np.ones(end + 1 - start, bool)))
+            samples.append((file[start : end + 1], np.ones(end + 1 - start, bool)))  # all targets
     return Packed(samples, seq_len, tokenizer) if document_mask else Rows(samples, tokenizer)
 
 
@@ -324,7 +324,7 @@ def open_windows(
     for training.
 
     Files with "val" in their name are for validation; without any, the last twentieth of the last
-    file is. Raise UserError if a source has not at least one window of each."""
+    file is. Raise UserError if a part of a source is too short for a window."""
     reading = reading or Reading()
     if val_data:
         reading = replace(reading, val_fraction=0.0)
@@ -361,8 +361,8 @@ def window_of(sequence: int, n: int, seed: int) -> int:
 
     An epoch is n sequences. It has every window once, in an order that depends on seed and epoch.
     This permutation is computed, not stored: four Feistel rounds (Luby and Rackoff 1988) permute
-    all integers of 2 * half bits, of which there are n to 4 n. A result that is not below n is
-    permuted again until it is ("cycle walking"), which keeps it a permutation."""
+    all integers of 2 * half bits, which are n to 4 n integers. A result of n or more is
+    permuted again until it is below n. This permutes the numbers below n ("cycle walking")."""
     epoch, i = divmod(sequence, n)
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits in each half of an integer
     while True:
@@ -377,26 +377,26 @@ def window_of(sequence: int, n: int, seed: int) -> int:
 
 
 def row_of(sequence: int, sources: list[tuple[int, int]], seed: int) -> int:
-    """Return which row of a data set is sequence number `sequence` of a run. `sources` has for each
-    source its number of rows, and of its places in a round.
+    """Return which row of a data set is sequence number `sequence` of a run. `sources` has two
+    numbers for each source: its rows, and its places in a round.
 
     A round has every place once, in an order that depends on seed and round. So after each round
     the sources have had exactly their shares. Within a source the order is window_of's."""
-    places = sum(own for _, own in sources)
+    places = sum(n_places for _, n_places in sources)
     nth_round, place = sequence // places, window_of(sequence, places, seed)
-    first = 0
-    for rows, own in sources:
-        if place < own:
-            return first + window_of(nth_round * own + place, rows, seed)
-        place, first = place - own, first + rows
+    first_row = 0
+    for rows, n_places in sources:
+        if place < n_places:
+            return first_row + window_of(nth_round * n_places + place, rows, seed)
+        place, first_row = place - n_places, first_row + rows
 
 
 def local_batch(args: argparse.Namespace, world, dataset: Windows, step: int) -> Batch:
     """Return this rank's share of a step's batch, which is a function of (seed, step). `world` is a
-    World of parallel.py; the data may be text/chat.py's Packed as well."""
+    World of parallel.py; `dataset` may also be a Packed of text/chat.py."""
     n_sequences = args.batch // world.data_size
-    first = (step - 1) * args.batch + world.data_rank * n_sequences
-    rows = [row_of(first + i, dataset.sources, args.seed) for i in range(n_sequences)]
+    first_sequence = (step - 1) * args.batch + world.data_rank * n_sequences
+    rows = [row_of(first_sequence + i, dataset.sources, args.seed) for i in range(n_sequences)]
     return share_sequences(dataset.batch(rows), world)
 
 
@@ -413,7 +413,7 @@ def read_ahead(
 
     with ThreadPoolExecutor(1) as pool:
         batches = (pool.submit(load, step) for step in steps)
-        # pairwise asks for the item after it first, and so submits its reading.
+        # pairwise takes the next item before it yields this one: the next is being read already.
         for batch, _ in itertools.pairwise(itertools.chain(batches, [None])):
             yield batch.result().to(device)
 

@@ -6,13 +6,13 @@ r"""Score a model: the loss of texts, and exams.
     torchrun --nproc-per-node 8 evaluate.py DIR --dp fsdp --exam questions.jsonl
 
 DIR is a run, one of its checkpoints, or a model directory of Meta or Hugging Face. Training
-evaluates with the same functions. The scores of an exam, of which the first two are lm-eval's acc
-and acc_norm:
+evaluates with the same functions. An exam has these scores (lm-eval calls the first two acc and
+acc_norm):
 
     accuracy      questions whose right choice has the highest log-likelihood
-    normalized    the same, of log-likelihoods divided by the characters of a choice: the sum over
-                  fewer tokens is higher, and so short choices win without it
-    exact         questions whose answer is the line that the model most likely goes on with
+    normalized    the same, after each log-likelihood is divided by the characters of its choice.
+                  Without that short choices win, since they sum over fewer tokens
+    exact         questions whose answer is the line that the model writes at temperature 0
 """
 
 import plumbing.endings  # first, for Ctrl-C during the imports
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     add("--microbatch", type=positive_int, default=8, help="sequences computed at a time")
     add("--max-new-tokens", type=positive_int, default=ROOM, help="tokens of a written answer")
     add("--details", type=Path, metavar="FILE",
-        help="write what the model makes of each question, as JSON lines")
+        help="write each question with the model's answer, as JSON lines")
     split = parser.add_argument_group("how the model is split over ranks")
     add_parallel_flags(split, [*RESUMABLE, "dtype"])  # the others change what is learned
     # fmt: on
@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary) -> Tensor:
-    """Return a model's `loss` of each row apart: hidden [B, T, D], targets [B, T] -> [B]."""
+    """Return the `loss` of each row alone. hidden [B, T, D], targets [B, T] -> [B]."""
     return torch.stack([loss(h, weight, t, vocabulary) for h, t in zip(hidden, targets)])
 
 
@@ -89,30 +89,30 @@ def loss_of_each_row(loss, hidden: Tensor, weight: Tensor, targets: Tensor, voca
 def row_sums(
     model: Llama, dataset: Windows | Packed, rows: Sequence[int], microbatch: int, world: World
 ) -> Tensor:
-    """Return the loss of each of these rows in nats, its number of targets, and the bytes of their
-    text: [len(rows), 3], equal on all ranks. A batch's bytes are in its first row.
+    """Return the loss in nats, the targets and the bytes of text of each row: [len(rows), 3], equal
+    on all ranks. The first row of a batch has the bytes of the whole batch, the others 0.
 
     Ranks share the rows. Every rank runs the same number of batches, as a split model requires: the
     last batch is padded with rows without targets."""
-    tp, pp, step = world.parallel.tp, world.parallel.pp, world.data_size
-    padded = [*rows, *[None] * (-len(rows) % step)]
+    tp, pp, shares = world.parallel.tp, world.parallel.pp, world.data_size
+    padded_rows = [*rows, *[None] * (-len(rows) % shares)]
     if isinstance(dataset, Rows):
-        dataset.multiple = 2 * world.parallel.cp * tp  # of tokens, which these ranks share
-    sums = torch.zeros(len(padded), 3, dtype=widest_float(world.device), device=world.device)
+        dataset.multiple = 2 * world.parallel.cp * tp  # these ranks share the tokens
+    sums = torch.zeros(len(padded_rows), 3, dtype=widest_float(world.device), device=world.device)
     whole_loss, model.loss = model.loss, partial(loss_of_each_row, model.loss)
     try:
-        for start in range(world.data_rank, len(padded), microbatch * step):
-            mine = slice(start, start + microbatch * step, step)
-            batch = share_sequences(dataset.batch(padded[mine]), world).to(world.device)
-            # Of a pipeline's ranks the last alone has the losses, the others 0.
-            sums[mine, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
-            sums[mine, 1] = (batch.targets != IGNORE).sum(1).to(sums)
+        for start in range(world.data_rank, len(padded_rows), microbatch * shares):
+            my_rows = slice(start, start + microbatch * shares, shares)
+            batch = share_sequences(dataset.batch(padded_rows[my_rows]), world).to(world.device)
+            # In a pipeline only the last rank has the losses; the others get 0.
+            sums[my_rows, 0] = model(*batch.inputs, documents=batch.documents).to(sums)
+            sums[my_rows, 1] = (batch.targets != IGNORE).sum(1).to(sums)
             sums[start, 2] = batch.text_bytes
     finally:
         model.loss = whole_loss
     if world.size > 1:
         dist.all_reduce(sums)
-    # Ranks along tp have the same losses and targets, along pp the same targets.
+    # The sum has counted losses on each rank along tp, targets and bytes on each along tp and pp.
     return sums[: len(rows)] / sums.new_tensor([tp, tp * pp, tp * pp])
 
 
@@ -127,33 +127,33 @@ def evaluate(model: Llama, windows: Windows, limit: int, microbatch: int, world:
 def take_exam(
     model: Llama, exam: Exam, microbatch: int, world: World
 ) -> tuple[dict[str, float], list[dict]]:
-    """Return a model's scores, the fraction of questions that it answers right, by name; and each
-    question with what the model makes of it. Ranks share the choices; each writes all answers."""
+    """Return the scores by name, each a fraction of questions answered right; and the questions,
+    with the model's log-likelihoods or answer. Ranks share the choices; each writes all answers."""
     rows = range(len(exam.choices))
     losses = iter(row_sums(model, exam.choices, rows, microbatch, world)[:, 0].tolist())
     stop, answers = exam.tokenizer.stop, []
     for start in range(0, len(exam.prompts), microbatch):
         batch = exam.prompts[start : start + microbatch]
         answers += generate(model, batch, exam.room, temperature=0, stop=stop)
-    written = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
-    details, right = [], defaultdict(list)
+    texts = iter(exam.tokenizer.decode(t for t in tokens if t not in stop) for tokens in answers)
+    details, marks = [], defaultdict(list)
     for question in exam.questions:
         answer = question["answer"]
         if choices := question.get("choices"):
             scores = [-next(losses) for _ in choices]
             normalized = [score / max(1, len(choice)) for score, choice in zip(scores, choices)]
-            right["exam_accuracy"].append(scores.index(max(scores)) == answer)
-            right["exam_normalized"].append(normalized.index(max(normalized)) == answer)
+            marks["exam_accuracy"].append(scores.index(max(scores)) == answer)
+            marks["exam_normalized"].append(normalized.index(max(normalized)) == answer)
             details.append(question | {"log_likelihoods": scores})
         else:
-            line = next(written).partition("\n")[0].strip()
-            right["exam_exact"].append(line == answer.strip())
+            line = next(texts).partition("\n")[0].strip()
+            marks["exam_exact"].append(line == answer.strip())
             details.append(question | {"written": line})
-    return {name: sum(marks) / len(marks) for name, marks in right.items()}, details
+    return {name: sum(each) / len(each) for name, each in marks.items()}, details
 
 
 def describe_exam(right: dict[str, float]) -> str:
-    """Return a line that says what take_exam has returned; "" if there was no exam."""
+    """Return the scores of take_exam in a line; "" if there was no exam."""
     shares = (f"{name.replace('_', ' ')} {share:.1%}" for name, share in right.items())
     return f"{', '.join(shares)}\n" if right else ""
 
@@ -166,13 +166,13 @@ def evaluation_of_run(
 ) -> Callable[[int], dict[str, float | str]]:
     """Return a function that evaluates the model of a run after a step: it prints the validation
     loss, an exam's scores and sample_text(step), and returns them by name. All ranks call it."""
-    model, gather_once = job.model, fits_unsharded(work, world)
+    model, gather_once = job.model, fits_unsharded(work, world)  # gather weights
 
     def evaluate_and_show(step: int) -> dict[str, float | str]:
         model.eval()
         totals = evaluate(model, job.val_set, args.eval_windows, args.microbatch, world)
         gathered = unsharded(model, world.parallel) if gather_once else contextlib.nullcontext()
-        with gathered, torch.compiler.set_stance("force_eager"):  # each new token has its own shape
+        with gathered, torch.compiler.set_stance("force_eager"):  # shapes change with each token
             text = sample_text(step)
             scores = take_exam(model, job.exam, args.microbatch, world)[0] if job.exam else {}
         model.train()
@@ -198,46 +198,46 @@ def sample_answers(
 ) -> str:
     """Return lines that show what a model answers to the first examples, and score all answers:
     how many end by themselves, how long they are, and the share of tokens that they have in common
-    with the true ones (the F1 score of two bags of tokens). Tokens are drawn as generate.py draws
-    them: a small model that always takes the likeliest one soon repeats itself."""
+    with the true ones (the F1 score of two bags of tokens). Tokens are drawn at random, since a
+    small model that always takes the likeliest one soon repeats itself."""
     if not examples:
         return "no held-out prompt is short enough to show"
     prompts = [prompt for prompt, _ in examples]
     stop = tokenizer.stop
     answers = generate(model, prompts, ANSWER_ROOM, temperature=0.8, top_p=0.95, stop=stop)
-    who = f"after {step} steps" if step else "base model"
+    speaker = f"after {step} steps" if step else "base model"
     lines, scores = [], []
     for (prompt, truth), answer in zip(examples, answers):
         if len(scores) < SHOWN:
-            shown = "" if step else tokenizer.decode(prompt)
-            lines += [f"{shown}--- {who}: {tokenizer.decode(answer)}", f"--- true answer: {truth}"]
-        said = [token for token in answer if token not in stop]
-        true = tokenizer.encode(truth)
-        common = (Counter(said) & Counter(true)).total()
-        overlap = 2 * common / max(1, len(said) + len(true))
-        scores.append((len(said) < len(answer), len(said), len(true), overlap))
+            question = "" if step else tokenizer.decode(prompt)
+            lines.append(f"{question}--- {speaker}: {tokenizer.decode(answer)}")
+            lines.append(f"--- true answer: {truth}")
+        ids, true_ids = [token for token in answer if token not in stop], tokenizer.encode(truth)
+        n_common = (Counter(ids) & Counter(true_ids)).total()
+        overlap = 2 * n_common / max(1, len(ids) + len(true_ids))
+        scores.append((len(ids) < len(answer), len(ids), len(true_ids), overlap))
     ended, length, true_length, overlap = map(statistics.mean, zip(*scores))
     score = f"{ended:.0%} end, {length:.1f} tokens (true ones {true_length:.1f}), {overlap:.0%}"
-    return "\n".join([*lines, f"--- {who}: of {len(scores)} answers {score} in common", "---"])
+    return "\n".join([*lines, f"--- {speaker}: of {len(scores)} answers {score} in common", "---"])
 
 
 # ------------------------------------------------------------------------------------ the command
 
 
 def load_split(args: argparse.Namespace, metadata: dict, process: Process) -> tuple[Llama, World]:
-    """Return a model, split as the flags ask for, with its weights and an adapter."""
+    """Return a model with its weights and adapter, if any, split as the flags ask."""
     config, adapter = metadata["model"], args.adapter
     lora = open_adapter(adapter, config)[0] if adapter else LoRA(targets=())
-    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as in its training
+    bits = min(args.base_bits, bits_of_base(adapter) if adapter else 16)  # as the adapter's base
     techniques = [nf4.TECHNIQUE] if bits == 4 else []
     with torch.device("meta"):
         model = Llama(config)
     bfloat16 = process.minimum(has_bfloat16(process.device))
     args.dtype = args.dtype or ("bfloat16" if bfloat16 else "float32")
     args.batch = args.microbatch * max(1, process.size // (args.tp * args.pp * args.cp))
-    asked = requested_work(args, model, process)
-    check_parallel(asked, args.shard, process)
-    check_work(asked, *techniques)
+    requested = requested_work(args, model, process)
+    check_parallel(requested, args.shard, process)
+    check_work(requested, *techniques)
     with torch.device("meta"):
         if adapter or bits == 4:
             add_adapters(model, lora, bits)
@@ -256,14 +256,14 @@ def main() -> None:
     metadata, tokenizer = find_model(args.checkpoint, args.tokenizer, process)
     args.adapter = args.adapter and find_adapter(args.adapter)
     longest = metadata["model"].max_seq_len
-    flags = metadata.get("flags", {})  # of the run, which evaluated alike
+    flags = metadata.get("flags", {})  # the run's, to evaluate as it did
     args.seq_len = args.seq_len or flags.get("seq_len", min(2048, longest))
     exam = args.exam and Exam(args.exam, tokenizer, longest, args.max_new_tokens, args.chat)
     dataset = None
     if args.data:
         reading = Reading(args.text_field, args.skip_bad)
-        as_documents = partial(open_text, document_mask=flags.get("document_mask", False))
-        open_data = open_chats if args.chat else as_documents
+        open_plain_text = partial(open_text, document_mask=flags.get("document_mask", False))
+        open_data = open_chats if args.chat else open_plain_text
         read = partial(open_data, args.data, tokenizer, args.seq_len, reading)
         dataset = process.local_rank_zero_first(read)
         list_left_out(reading, "evaluated")
@@ -273,8 +273,8 @@ def main() -> None:
         losses = f"loss {totals.mean_loss:.4f}, {totals.bits_per_byte:.4f} bits/byte"
         print_rank_zero(f"{' '.join(args.data)}: {losses}, {totals.tokens:,} tokens")
     if exam:
-        right, details = take_exam(model, exam, args.microbatch, world)
-        print_rank_zero(f"{args.exam}: {len(details):,} questions: {describe_exam(right)}", end="")
+        scores, details = take_exam(model, exam, args.microbatch, world)
+        print_rank_zero(f"{args.exam}: {len(details):,} questions: {describe_exam(scores)}", end="")
         if args.details and process.rank == 0:
             write_atomically(args.details, "".join(f"{json.dumps(row)}\n" for row in details))
 

@@ -38,11 +38,11 @@ from text.tokenizer import Tokenizer, load_tokenizer
 class Job:
     """The model, how its parameters are initialized, its tokenizer and its data."""
 
-    model: Llama  # on meta until `build`; then what this rank has of it
+    model: Llama  # on meta until `build`; then this rank's part
     whole: Llama  # an unsplit copy on meta: memory and traffic are predicted from its shapes
     initialize: Callable[[Llama], None]  # gives the model's parameters their first values
     tokenizer: Tokenizer
-    train_set: Windows  # or text/chat.py's Packed, which is used alike
+    train_set: Windows  # or a Packed of text/chat.py, used the same way
     val_set: Windows
     exam: Exam | None = None  # taken at evaluations
     techniques: tuple[Technique, ...] = ()  # beside those of parallel.py
@@ -56,7 +56,7 @@ def setup(args: argparse.Namespace) -> Process:
     if args.device == "mps":
         process = on_apple_gpu(args, process)
     device = process.device
-    # On all ranks alike, though a node may have other GPUs.
+    # What all ranks can compute, since nodes may have different GPUs.
     bfloat16 = bool(process.minimum(has_bfloat16(device)))
     triton = bool(process.minimum(has_triton(device)))
     if device.type == "cuda":
@@ -103,12 +103,12 @@ def on_apple_gpu(args: argparse.Namespace, process: Process) -> Process:
 def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     """Check the flags, open the data, and describe the model."""
     find = partial(checkpoint.find_checkpoint, args.init)
-    initial = checkpoint.read_config(process.broadcast_from_rank_zero(find)) if args.init else None
-    config = rules.choose_model_config(args, initial)
+    source = checkpoint.read_config(process.broadcast_from_rank_zero(find)) if args.init else None
+    config = rules.choose_model_config(args, source)
     rules.check_training_flags(args, config, process)
     if args.reshard == "adapters":
         raise UserError("--reshard adapters is for finetune_lora.py: here nothing is frozen")
-    load = partial(load_tokenizer, rules.choose_tokenizer(args, initial))
+    load = partial(load_tokenizer, rules.choose_tokenizer(args, source))
     tokenizer = process.local_rank_zero_first(load)
     exam = args.exam and Exam(args.exam, tokenizer, config.max_seq_len)
     reading = Reading(args.text_field, args.skip_bad)
@@ -119,9 +119,9 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
     rules.choose_steps(args, len(train_set))
     # Saved with the flags, so that a resumed run notices other data.
     args.data_checksum = process.check_same("the training data", train_set.checksum())
-    if initial:
-        checkpoint.check_tokenizer(initial, tokenizer)
-        initialize = partial(checkpoint.load_weights, initial["directory"])
+    if source:
+        checkpoint.check_tokenizer(source, tokenizer)
+        initialize = partial(checkpoint.load_weights, source["directory"])
     else:
         if (args.model or "").startswith("llama3") and tokenizer.vocab_size != config.vocab_size:
             print_rank_zero(
@@ -140,7 +140,7 @@ def prepare_pretraining(args: argparse.Namespace, process: Process) -> Job:
 def choose_work(
     args: argparse.Namespace, whole: Llama, packed: bool, process: Process
 ) -> tuple[Work, str]:
-    """Return a step's work, split as the flags, or the model's size, ask for; and the reason."""
+    """Return a step's work, split as the flags or the model's size require, and the reason."""
     work = rules.requested_work(args, whole, process, packed)
     room = process.minimum(usable_memory(process.device, process.per_node))
 
@@ -152,8 +152,8 @@ def choose_work(
 
 
 def counted_by_predicted(work: Work) -> float:
-    """Return the peak of memory of an emulated step / the predicted one, counted in a process of
-    its own, as this one has other ranks; 1 where that fails."""
+    """Return the counted / the predicted peak of memory, or 1 if the step cannot be counted. It is
+    emulated in another process, since this process has real ranks already."""
     print(f"--dp {work.parallel.dp} nearly fills the memory: counting a step", file=sys.stderr)
     command = [sys.executable, "-m", "perf.emulated"]
     root = Path(__file__).resolve().parent.parent
@@ -167,17 +167,17 @@ def counted_by_predicted(work: Work) -> float:
 
 @torch.no_grad()
 def check_equal_replicas(model: nn.Module, world: World) -> None:
-    """Raise UserError where ranks that should have the same weights have different ones, as with
-    other files on a second node. Compares norms, and sums of codes."""
-    local = [to_local(p) for p in model.parameters()]
-    norm = torch.nn.utils.get_total_norm([p for p in local if p.is_floating_point()])
-    codes = sum(p.sum() for p in local if not p.is_floating_point())  # NF4
+    """Raise UserError if replicas have different weights, for example if a second node has other
+    files. It compares the norm of the weights and the sum of NF4's codes."""
+    weights = [to_local(p) for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm([p for p in weights if p.is_floating_point()])
+    codes = sum(p.sum() for p in weights if not p.is_floating_point())  # NF4
     pp, replicate = world.parallel.pp, world.parallel.replicate
     norms = world.all_gather_scalars([norm, codes]).view(pp, replicate, -1, 2)
     differs = ((norms - norms[:, :1]).abs() > 1e-6 * norms[:, :1]).any(-1)
-    if different := differs.flatten().nonzero().flatten().tolist():
+    if ranks := differs.flatten().nonzero().flatten().tolist():
         raise UserError(
-            f"ranks {different} begin with other weights than the first replica: give every node "
+            f"ranks {ranks} begin with other weights than the first replica: give every node "
             f"the same files; draw weights from generator_for(name, seed), as init_weights does"
         )
 
@@ -195,13 +195,13 @@ def build(
     args: argparse.Namespace, job: Job, process: Process, accumulate: Callable
 ) -> tuple[World, nn.Module, Work]:
     """Split the model; return the World, what a training step calls, and the step's work.
-    `accumulate` is train.accumulate, with which check_model tries a small model first: imports run
-    downwards, and train.py is above this file."""
+    `accumulate` is train.accumulate, for check_model, which first tries a small model. It is passed
+    in because imports run downwards, and train.py is above this file."""
     work, reason = choose_work(args, job.whole, job.train_set.document_mask, process)
     rules.check_work(work, *job.techniques)
-    args.microbatch = work.microbatch  # which train.py uses, also where the flag was not given
+    args.microbatch = work.microbatch  # for train.py, even if the flag was not given
     parallel = work.parallel
-    # A line that is added to the error of a step that runs out of memory.
+    # If a step runs out of memory, this adds a line to its error.
     processes.out_of_memory_advice = partial(what_would_fit, work, process)
     if args.dp == "auto" and process.size > args.tp * args.pp:
         print_rank_zero(f"--dp auto takes {parallel.dp}: {reason}")
@@ -210,9 +210,9 @@ def build(
     check_documents(job.whole.config, world)
     if process.size > 1:
         print_rank_zero(records.describe_mesh(world))
-        which = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
+        who_sends = "each rank sends" if parallel.pp == 1 else "a rank sends up to"
         traffic = records.describe_traffic(sends(work), parallel)
-        print_rank_zero(f"per step, {which} {traffic}")
+        print_rank_zero(f"per step, {who_sends} {traffic}")
         print_rank_zero(prediction_note())
     print_rank_zero(notes(job.whole, parallel))
     runner = parallelize(job.model, world, job.initialize)
@@ -228,8 +228,8 @@ def resume(
         return 0
     newest = newest_undamaged(newest)
     records.warn_about_changed_flags(checkpoint.read_config(newest)["flags"], vars(args))
-    done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
+    steps_done = checkpoint.resume(newest, job.model, optimizer, job.tokenizer)
     print_rank_zero(f"resumed from {newest}")
-    if done >= args.steps:
+    if steps_done >= args.steps:
         print_rank_zero(f"{args.out} has done its {args.steps} steps; more --steps continue it")
-    return done
+    return steps_done

@@ -1,20 +1,20 @@
 """The loss in chunks of tokens, so that the logits of all tokens never exist at the same time.
 
-All logits of 4,096 tokens of Llama 3 take 2.1 GB in float32, and a plain loss holds them three
-times: the logits, what backward needs of them, and their gradient. Here they are computed for n
-tokens at a time. Forward also computes the gradients of a chunk, while its logits exist, and so
-backward has nothing to recompute: it scales them by the gradient of the loss.
+All logits of 4,096 tokens of Llama 3 take 2.1 GB in float32, and a plain loss holds three tensors
+of this size: the logits, their log-softmax and their gradient. Here they are computed for n tokens
+at a time. Forward computes a chunk's gradients while its logits exist. So backward recomputes
+nothing: it multiplies these gradients by the gradient of the loss.
 
     plain      3 N V elements
     in chunks  3 n V elements, and N D + V D of gradients, which a plain loss has as well
 
-Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU this costs
-more than multiplying a few tokens, so chunks are larger there.
+Each chunk reads and writes the sum of the weight's gradients, V D elements. On a GPU this takes
+longer than the matrix products of a small chunk, so chunks are larger there.
 
 Autograd differentiates each chunk, so logits_of and loss_of of model.py may be changed freely.
-torch's F.linear_cross_entropy(options=...) has the same chunks (torch 2.13), but one loss, and it
-knows no shard of the vocabulary. Liger Kernel fuses the parts of the loss into one kernel. Here
-each part reads and writes a chunk's logits.
+torch's F.linear_cross_entropy(options=...) computes in such chunks, too (torch 2.13), but no other
+loss, and it needs the whole vocabulary. Liger Kernel fuses the operations of the loss into one
+kernel. Here each operation reads and writes a chunk's logits.
 """
 
 import torch
@@ -24,11 +24,11 @@ from model import Llama, Vocabulary, sum_of_losses
 from plumbing.devices import cast_by_autocast
 from techniques.technique import Technique
 
-LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md has times of others)
+LOSS_CHUNK, LOSS_CHUNK_ON_GPU = 512, 2048  # tokens (docs/measured.md compares sizes)
 
 
 def tokens_at_a_time(on_gpu: bool) -> int:
-    """Return the tokens of a chunk."""
+    """Return how many tokens a chunk has."""
     return LOSS_CHUNK_ON_GPU if on_gpu else LOSS_CHUNK
 
 
@@ -41,8 +41,8 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vo
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The loss and its gradients, chunk by chunk, all in forward, of hidden [N, D], weight [V, D]
-    and targets [N]. `in_training` says whether to compute gradients: within a Function,
+    """Compute the loss and also its gradients in forward, chunk by chunk. hidden [N, D],
+    weight [V, D], targets [N]. `in_training` says whether to compute gradients: within a Function,
     torch.is_grad_enabled() is always False."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        # In place, to save memory. So backward works once, even with retain_graph.
+        # Scaled in place, to save memory. So backward can run only once, even with retain_graph.
         hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:
             hidden_grad.mul_(scale)
@@ -82,8 +82,8 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def apply(model: Llama, world) -> None:
-    if model.loss is sum_of_losses:  # else the caller has set one, which stays
+    if model.loss is sum_of_losses:  # a loss that the caller has set is kept
         model.loss = chunked_loss
 
 
-TECHNIQUE = Technique("", apply)
+TECHNIQUE = Technique("", apply)  # always used

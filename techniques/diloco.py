@@ -7,28 +7,28 @@
             +-- step -- step -- .. -- step --> w1 --> W - w1 --+
 
 The replicas are HSDP's, by default one per node; FSDP shards each of them. Each has its own weights
-w, optimizer and clipped norm, and divides its gradient by its own targets. Every H steps (--every)
-the mean of the drifts W - w is the gradient of an outer step, Nesterov's SGD on W, and all go on
-from the new W. Each replica has the same weight in this mean, even if it had more targets.
-With H = 1 and --outer-lr 1 --outer-momentum 0 each step ends with the mean of all w. Were the inner
-optimizer SGD, and targets equally many, that would be DDP.
+w and optimizer, divides its gradient by its own number of targets, and clips it by its own norm.
+Every H steps (--every) comes an outer step: SGD with Nesterov momentum on W, with the mean of the
+drifts W - w as gradient. Then all go on from the new W. All replicas count alike in this mean.
+With H = 1 and --outer-lr 1 --outer-momentum 0 each step ends with the mean of all w. With SGD as
+inner optimizer, and equally many targets on each replica, that would be DDP.
 
-State on a rank: that of FSDP, and W and its momentum, 2 P g / shard bytes, sharded like the weights
+Besides FSDP's state a rank holds W and its momentum, sharded like the weights: 2 P g / shard bytes
 (P, g as in parallel.py).
 Communication over replicate, every H steps: all-reduce of P g / shard bytes, in one call
 for each parameter. Over shard, every step: as FSDP.
-Evaluations come right after an outer step, so they are of W. A checkpoint's weights/ are W;
-optimizer/ has each replica's weights and moments, so that a run resumes between outer steps too.
-Resuming with fewer replicas loses the steps of the missing ones since the last outer step; with
-more, new ones begin as copies. docs/cases.md shows a run that survives the loss of a node.
-The defaults of the outer step are the paper's, and move W by up to 7 drifts,
-0.7 / (1 - 0.9), as momentum builds up.
-In short runs from scratch the plain mean has learnt more: --outer-lr 1 --outer-momentum 0.
-torchft's DiLoCo sends the drifts of parts of the model in turns while training goes on, also
-quantized, and after a failure loses only the steps since the last exchange. Here all wait for whole
-drifts, and the loss of a rank needs a restart.
-Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: as no other
-strategy, it changes what is computed, and its loss is worse for the same tokens.
+Evaluations come right after an outer step, so they score W. In a checkpoint weights/ holds W, and
+optimizer/ each replica's weights and moments, so that a run resumes between outer steps too. A run
+that goes on with fewer replicas loses what the others did since the last outer step. With more,
+the new ones begin as copies. docs/cases.md shows a run that survives the loss of a node.
+The defaults of the outer step are the paper's. As momentum builds up, they move W by up to
+0.7 / (1 - 0.9) = 7 drifts.
+In short runs from scratch the plain mean trained better: --outer-lr 1 --outer-momentum 0.
+torchft's DiLoCo sends one part of the model after another while training goes on, and can quantize
+the drifts. After a failure it loses only the steps since the last exchange. Here all ranks wait for
+whole drifts, and a run that loses a rank has to be restarted.
+Use when the link between nodes is so slow that HSDP waits for it. Avoid elsewhere: unlike all other
+strategies it changes what is computed, and its loss is worse for the same tokens.
 """
 
 import math
@@ -44,16 +44,16 @@ from plumbing.processes import UserError, print_rank_zero
 from plumbing.shards import to_local
 from techniques.technique import Technique
 
-OWN = ".replica-"  # in a checkpoint, between a name and the replica whose tensor it is
+OWN = ".replica-"  # in a checkpoint NAME.replica-R is a tensor of replica R alone
 
 
 def refuses(work: Work) -> str:
-    """Return why replicas cannot train such a step by themselves, in a line, or ""."""
+    """Return one line that says why DiLoCo cannot train such a step, or ""."""
     parallel = work.parallel
     if parallel.dp != "diloco":
         return ""
-    others = {"--pp": parallel.pp > 1, "--offload": parallel.offload}
-    for flag, is_given in others.items():
+    unsupported = {"--pp": parallel.pp > 1, "--offload": parallel.offload}
+    for flag, is_given in unsupported.items():
         if is_given:
             return f"--dp diloco does not combine with {flag}: use --dp hsdp"
     if parallel.optimizer != "adamw":
@@ -64,7 +64,7 @@ def refuses(work: Work) -> str:
 
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
-    """The outer copy and its momentum, sharded as the weights."""
+    """A rank also keeps the outer copy and its momentum, sharded like the weights."""
     parallel = work.parallel
     if parallel.dp != "diloco":
         return {}
@@ -73,7 +73,7 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
-    """The drifts, once in H steps, as one call: nothing hides any of them."""
+    """Drifts are sent once in H steps. They count as one call: no computation hides them."""
     parallel = work.parallel
     if parallel.dp == "diloco":
         elements = sum(p.numel() for p in model.parameters()) / parallel.shard / parallel.tp
@@ -81,13 +81,14 @@ def sends(model: Llama, work: Work) -> Iterator[tuple]:
 
 
 def check_meetings(args) -> None:
-    """Raise UserError unless, with the flags of a run, replicas meet before each evaluation and at
-    the end, so that the weights are the same on all of them."""
+    """Raise UserError unless a run with these flags takes an outer step before each evaluation and
+    at its end: only after an outer step are the weights of all replicas the same."""
     if args.dp != "diloco":
         return
     every = args.every or ParallelConfig.every
-    if met := [step for step in args.skip_steps if step % every == 0]:
-        raise UserError(f"--skip-steps {met[0]} ends --every {every} steps: choose another --every")
+    if skipped := [step for step in args.skip_steps if step % every == 0]:
+        problem = f"--skip-steps {skipped[0]} ends --every {every} steps"
+        raise UserError(f"{problem}: choose another --every")
     for flag, given in (("--steps", args.steps), ("--eval-every", args.eval_every)):
         if given % every:
             multiple = math.ceil(given / every) * every
@@ -103,8 +104,7 @@ def keep_outer_copy(model: nn.Module, parallel) -> None:
 
 
 def replicas_apart(world) -> tuple[int, int]:
-    """Return the number of replicas that train apart, and which is this rank's; (1, 0) without
-    DiLoCo."""
+    """Return how many replicas train apart, and this rank's replica; (1, 0) without DiLoCo."""
     if not world.parallel.strategy.own_steps:
         return 1, 0
     return world.parallel.replicate, world.mesh.get_local_rank("replicate")
@@ -112,7 +112,7 @@ def replicas_apart(world) -> tuple[int, int]:
 
 @torch.no_grad()
 def outer_step(optimizer: torch.optim.Optimizer, world, step: int) -> None:
-    """After every H-th step, take the outer step. All ranks call it. labs/rarely writes it."""
+    """After every H-th step take the outer step. All ranks call it. labs/rarely does it by hand."""
     parallel = world.parallel
     if not parallel.strategy.own_steps or step % parallel.every:
         return
@@ -125,19 +125,19 @@ def outer_step(optimizer: torch.optim.Optimizer, world, step: int) -> None:
             dist.all_reduce(drift, group=world.mesh.get_group("replicate"))
         drift /= parallel.replicate
         velocity.mul_(momentum).add_(drift)
-        update = drift.add_(velocity, alpha=momentum)  # Nesterov's
+        update = drift.add_(velocity, alpha=momentum)  # Nesterov: momentum looks a step ahead
         outer.sub_(update, alpha=lr)
         local.copy_(outer)
 
 
 def replicas_in(names: Iterable[str]) -> int:
-    """Return how many replicas have saved state of their own by these names; 0 without DiLoCo."""
+    """Return how many replicas a checkpoint with these names of tensors has; 0 without DiLoCo."""
     numbers = (name.rpartition(OWN)[2] for name in names if OWN in name)
     return 1 + max(map(int, numbers), default=-1)
 
 
 def left_out(model: nn.Module, saved: int) -> tuple[str, ...]:
-    """Return the endings of names of those of `saved` replicas that this run does not have."""
+    """Of the `saved` replicas of a checkpoint, return the name endings of those not in this run."""
     world = getattr(model, "world", None)
     n = replicas_apart(world)[0] if world else saved
     return tuple(f"{OWN}{replica}" for replica in range(n, saved))
@@ -146,9 +146,9 @@ def left_out(model: nn.Module, saved: int) -> tuple[str, ...]:
 def named_for_checkpoint(
     model: nn.Module, weights: dict[str, Tensor], state: dict[str, Tensor], saved: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights and optimizer state by the names that a checkpoint gives them. With DiLoCo its
-    weights are the outer copy, and what is a replica's own becomes NAME.replica-R. A checkpoint
-    that is loaded has `saved` replicas: if this run has more, the others begin as copies."""
+    """Return weights and optimizer state by their names in a checkpoint. With DiLoCo its weights
+    are the outer copy, and the tensors of replica R alone are named NAME.replica-R. To load a
+    checkpoint of `saved` replicas into a run with more, the additional ones begin as copies."""
     world = getattr(model, "world", None)
     if not world or not world.parallel.strategy.own_steps:
         return weights, state
@@ -156,11 +156,11 @@ def named_for_checkpoint(
     named = dict(model.named_parameters())
     if saved not in (0, n):
         print_rank_zero(f"note: {saved} replicas were saved, and {n} go on")
-        replica %= saved
-    own = {f"{name}.local": tensor for name, tensor in weights.items()} | state
-    own = {f"{name}{OWN}{replica}": tensor for name, tensor in own.items()}
+        replica %= saved  # the replica that an additional one copies
+    tensors = {f"{name}.local": tensor for name, tensor in weights.items()} | state
+    tensors = {f"{name}{OWN}{replica}": tensor for name, tensor in tensors.items()}
     momenta = {f"{name}.outer_momentum": named[name].outer_momentum for name in weights}
-    return {name: named[name].outer for name in weights}, momenta | own
+    return {name: named[name].outer for name in weights}, momenta | tensors
 
 
-TECHNIQUE = Technique("", refuses=refuses, holds=holds, sends=sends)  # each looks at --dp itself
+TECHNIQUE = Technique("", refuses=refuses, holds=holds, sends=sends)  # each checks --dp itself

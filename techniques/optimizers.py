@@ -4,27 +4,27 @@ Muon is an optimizer for matrices (Jordan 2024, kellerjordan.github.io/posts/muo
 
 AdamW treats a matrix as a list of numbers. But in the gradient of a matrix a few directions, which
 most tokens share, are far larger than all others. Muon makes all directions of an update nearly
-equally long: of its singular value decomposition U S Vᵀ it takes U Vᵀ. So what is rare in the text
-is learnt too.
+equally long: it replaces U S Vᵀ, the singular value decomposition, by U Vᵀ. So what is rare in the
+text is learnt too.
 
     gradient ── momentum ── orthogonalize: U S Vᵀ -> U Vᵀ ── scale ── weight
 
-That is for the matrices of the blocks. AdamW updates all others, with the same learning rate: rows
-of embedding and output belong to single tokens, and norms are not matrices. The state of a matrix
-is one number for each weight, where AdamW has two.
+Muon updates the matrices of the blocks. AdamW updates embedding and output, whose rows belong to
+single tokens, and norms, which are not matrices. Both have the same learning rate. Muon keeps one
+moment of each weight, AdamW two.
 
 A shard of a matrix cannot be orthogonalized alone. So n ranks that have parts of the same layers
 take n matrices at a time, and each orthogonalizes a whole one:
 
     rank i   part of each update ── all-to-all ── matrix i ── orthogonalize ── all-to-all ── parts
 
-Communication, a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
---dtype bfloat16). A rank sends its parts of others' matrices, at most M e / n bytes where they are
-sharded over all n ranks, and then the parts of its own matrices, M e / n bytes to each replica.
-Replicas have equal updates, so under DDP there is only the way back.
+Communication in a step: the matrices of the layers have M elements of e bytes (2 on a GPU with
+--dtype bfloat16). In the first all-to-all a rank sends its parts of others' matrices, at most
+M e / n bytes where they are sharded over all n ranks. In the second it sends the parts of its own
+matrices, M e / n bytes to each replica. DDP needs only the second: each rank has whole updates.
 
-Left out against torch.optim.Muon is a choice of coefficients, iterations and scale. It leaves all
-but matrices to an optimizer of their own, always computes in bfloat16, and divides no work.
+torch.optim.Muon lets one choose coefficients, iterations and scale, and this one does not. But
+torch's updates only matrices, always in bfloat16, and does not divide the work among ranks.
 """
 
 import functools
@@ -47,8 +47,8 @@ from techniques.technique import Technique
 from techniques.zero1 import all_gather_updates, optimizer_parameters
 
 MOMENTUM = 0.95
-# The Newton-Schulz iteration with Jordan's coefficients: singular values that start between 0.003
-# and 1 are between 0.68 and 1.2 after five steps, which is near enough; smaller ones stay smaller.
+# The Newton-Schulz iteration with Jordan's coefficients: five steps bring singular values of 0.003
+# to 1 between 0.68 and 1.2. This is near enough to 1; singular values below 0.003 stay smaller.
 A, B, C, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for the matrices of the blocks, AdamW for all other parameters.
 
     groups: as for any optimizer, but of (name, parameter); each has its own weight_decay
-    world: the World (parallel.py) over which the model is split; None: it is whole, and alone"""
+    world: the World (parallel.py) that the model is split over; None for a single process"""
 
     def __init__(self, groups, lr: float, betas: tuple[float, float], world=None):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=1e-8, weight_decay=0.0))
@@ -74,20 +74,20 @@ class Muon(torch.optim.Optimizer):
                 for parameter, update in zip(batch, updates):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     # U Vᵀ of m rows and n columns has a root mean square of 1 / sqrt(max(m, n)).
-                    # Liu et al. 2025 (arXiv:2502.16982) make that 0.2, as AdamW's updates have;
-                    # with the same learning rate for both, 0.1 was better here.
+                    # Liu et al. 2025 (arXiv:2502.16982) scale it to 0.2, to match AdamW's updates.
+                    # Here both have the same learning rate, and 0.1 was better.
                     scale = 0.1 * math.sqrt(max(parameter.shape))
                     to_local(parameter).sub_(update, alpha=group["lr"] * scale)
             if others:
                 self.update_by_adamw(others, group)
 
     def advance(self, parameter: Tensor) -> Tensor:
-        """Advance the momentum of a matrix; return this rank's part of what to orthogonalize."""
+        """Advance a matrix's momentum; return this rank's part of the update to orthogonalize."""
         gradient, state = parameter.grad, self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(gradient)
         momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
-        return to_local(gradient.lerp(momentum, MOMENTUM))  # Nesterov's: momentum one step ahead
+        return to_local(gradient.lerp(momentum, MOMENTUM))  # Nesterov: momentum looks a step ahead
 
     def update_by_adamw(self, parameters: list[Tensor], group: dict) -> None:
         for parameter in parameters:
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_block_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon takes the parameter of this name, or AdamW."""
+    """Return whether Muon updates the parameter of this name; AdamW updates all others."""
     return name.startswith("layers.") and parameter.ndim == 2
 
 
@@ -120,18 +120,18 @@ class Peers:
         on_gpu = world is not None and world.device.type == "cuda"
         self.in_bfloat16 = on_gpu and world.parallel.dtype == torch.bfloat16
         indices = itertools.product(*map(range, self.sizes.values()))
-        self.places = [dict(zip(dims, index)) for index in indices]  # of each rank
+        self.places = [dict(zip(dims, index)) for index in indices]  # by rank
         self.rank = dist.get_rank(self.group) if len(self.places) > 1 else 0
 
     def batches(self, matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield as many matrices at a time as there are ranks, of the same size where possible."""
+        """Yield as many matrices at a time as there are ranks, sorted so that sizes are similar."""
         by_size = sorted(matrices, key=lambda matrix: math.prod(matrix.shape), reverse=True)
         for start in range(0, len(by_size), len(self.places)):
             yield by_size[start : start + len(self.places)]
 
     def orthogonalize(self, matrices: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-        """Rank i orthogonalizes the update of matrix i. Return this rank's parts of the results, of
-        which `updates` are what was before."""
+        """Let rank i orthogonalize the update of matrix i. `updates` are this rank's parts of the
+        updates; return its parts of the results."""
         parts = [update.bfloat16() if self.in_bfloat16 else update for update in updates]
         if len(self.places) == 1:
             return [orthogonalize(parts[0]).to(updates[0])]
@@ -139,19 +139,19 @@ class Peers:
         nothing = parts[0].new_empty(0, 0)
         padding = [nothing] * (len(self.places) - len(parts))
         matrices, parts = matrices + padding, parts + padding
-        mine, whole = matrices[self.rank], parts[self.rank]
-        # Send each rank my part of its matrix, if matrices are sharded, and put mine together.
+        my_matrix, update = matrices[self.rank], parts[self.rank]
+        # If matrices are sharded, send each rank my part of its update, and assemble my update.
         if any(self.sizes[dim] > 1 for matrix in matrices for dim in sharded_over(matrix)):
             sent = [part if self.sends_part(matrix, self.rank, owner) else nothing
                     for owner, (matrix, part) in enumerate(zip(matrices, parts))]  # fmt: skip
-            whole = nothing.new_empty(mine.shape)
-            shards = [shard if self.sends_part(mine, rank, self.rank) else nothing
-                      for rank, shard in enumerate(self.shards_of(whole, mine))]  # fmt: skip
+            update = nothing.new_empty(my_matrix.shape)
+            shards = [shard if self.sends_part(my_matrix, rank, self.rank) else nothing
+                      for rank, shard in enumerate(self.shards_of(update, my_matrix))]  # fmt: skip
             for shard, part in zip(shards, self.all_to_all(sent, shards)):
                 shard.copy_(part)
-        whole = orthogonalize(whole)
-        # Send each rank its part of mine.
-        received = self.all_to_all(self.shards_of(whole, mine), parts)
+        update = orthogonalize(update)
+        # Send each rank its part of my update.
+        received = self.all_to_all(self.shards_of(update, my_matrix), parts)
         return [part.to(update) for part, update in zip(received, updates)]
 
     def shards_of(self, whole: Tensor, matrix: Tensor) -> list[Tensor]:
@@ -160,25 +160,25 @@ class Peers:
 
     def sends_part(self, matrix: Tensor, rank: int, owner: int) -> bool:
         """Return whether `rank` sends its part to the owner of a matrix. Of several ranks with the
-        same part it is the one in the owner's place along the dimensions that replicate it."""
+        same part, one does: its index is the owner's in each dimension that replicates the part."""
         place, owner_place = self.places[rank], self.places[owner]
         replicating = place.keys() - sharded_over(matrix)
         return all(place[dim] == owner_place[dim] for dim in replicating)
 
     def all_to_all(self, sent: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         """Send tensor i to rank i; return what each rank sent here, in the shapes of `like`."""
-        sizes = [[tensor.numel() for tensor in tensors] for tensors in (like, sent)]
-        received = sent[0].new_empty(sum(sizes[0]))
+        sizes, sent_sizes = ([tensor.numel() for tensor in tensors] for tensors in (like, sent))
+        received = sent[0].new_empty(sum(sizes))
         flat = torch.cat([tensor.flatten() for tensor in sent])
-        dist.all_to_all_single(received, flat, *sizes, group=self.group)
-        return [part.view(t.shape) for part, t in zip(received.split(sizes[0]), like)]
+        dist.all_to_all_single(received, flat, sizes, sent_sizes, group=self.group)
+        return [part.view(t.shape) for part, t in zip(received.split(sizes), like)]
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of a matrix U S Vᵀ, nearly. The matrix is divided by its norm, the root of the
-    sum of all s²; then, five times, each singular value s becomes A s + B s³ + C s⁵."""
+    """Return nearly U Vᵀ for a matrix U S Vᵀ. Division by the norm of the matrix makes its singular
+    values s at most 1. Then each iteration turns s into A s + B s³ + C s⁵."""
     if len(matrix) > matrix.shape[1]:
-        return orthogonalize(matrix.T).T  # with the smaller of the two gram matrices
+        return orthogonalize(matrix.T).T  # so that the gram matrix is small
     x = matrix / matrix.norm().clamp(min=1e-30)
     for _ in range(ITERATIONS):
         gram = x @ x.T  # U S² Uᵀ
@@ -190,17 +190,17 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 # ------------------------------------------------------------------- AdamW with moments in bfloat16
 # With both moments in bfloat16, a parameter takes 12 bytes: weight 4, gradient 4, moments 2 + 2.
 # With float32 moments it takes 16. torch's AdamW refuses moments of another dtype than the
-# parameters' (torch 2.13), so this is a step of our own. A moment changes by a share of 1 - beta in
-# each step, and bfloat16 rounds to 1 in 256: with beta 0.95 the changes are larger than the
-# rounding, with 0.999 they would be lost.
+# parameters' (torch 2.13), so this is a step of our own. In a step a moment changes by a fraction
+# 1 - beta. bfloat16 rounds to 1 part in 256: changes with beta 0.95 are larger than that, but with
+# 0.999 they would be lost.
 
 
-ELEMENTS_AT_A_TIME = 1 << 18  # updated together where nothing is compiled: a CPU's caches hold them
+ELEMENTS_AT_A_TIME = 1 << 18  # of an uncompiled update: they fit in a CPU's cache
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) as torch's, except that the moments are
-    rounded to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
+    """AdamW as in torch (Loshchilov and Hutter 2019, arXiv:1711.05101), but its moments are rounded
+    to bfloat16 between steps. It computes in float32, for float64 parameters in float64.
     Each group has its own weight_decay.
 
     Raises ValueError for a beta above 0.99."""
@@ -212,8 +212,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update all parameters that have a gradient. `closure`, for callers that pass None, is
-        ignored."""
+        """Update all parameters that have a gradient. `closure` is ignored; it is there for
+        callers that pass None."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -226,14 +226,14 @@ class BFloat16AdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        # [n] each. What is written must be a view; the gradient may be a copy.
-        written = parameter, state["exp_avg"], state["exp_avg_sq"]
-        weight, mean, square = (to_local(tensor).view(-1) for tensor in written)
+        # Each is flattened to [n]: by `view` where the update writes; the gradient may be a copy.
+        outputs = parameter, state["exp_avg"], state["exp_avg_sq"]
+        weight, mean, square = (to_local(tensor).view(-1) for tensor in outputs)
         gradient = to_local(parameter.grad).reshape(-1)
-        # Numbers that change in every step: tensors, so that nothing is compiled anew, and on the
-        # CPU, where reading them waits for nothing.
+        # What changes in every step is in tensors, since a Python number would be compiled in. They
+        # are on the CPU, where reading them does not wait for the GPU.
         (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"].double()
-        keep = torch.full_like(step, 1 - lr * group["weight_decay"])
+        keep = torch.full_like(step, 1 - lr * group["weight_decay"])  # of each weight
         numbers = lr / (1 - beta1**step), 1 - beta2**step, keep
         compiled = len(weight) > 1 and has_triton(weight.device)  # torch 2.11 fails on one element
         update = make_update(beta1, beta2, group["eps"], compiled)
@@ -244,8 +244,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
 @functools.cache
 def make_update(beta1: float, beta2: float, eps: float, compiled: bool) -> Callable[..., None]:
-    """Return a function that updates a part of a parameter and of its moments in place. Compiled it
-    is one kernel; uncompiled it reads and writes several times as many bytes."""
+    """Return a function that updates a part of a parameter and of its moments in place. Compiled,
+    it is one kernel. Uncompiled, it reads and writes several times as many bytes."""
 
     def update(weight, grad, exp_avg, exp_avg_sq, rate, correction, keep):
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -281,13 +281,13 @@ def make_optimizer(
         optimizer = BFloat16AdamW(groups, **options)
     else:
         optimizer = torch.optim.AdamW(groups, **options, fused=True)
-    optimizer.register_step_post_hook(all_gather_updates)  # of ZeRO-1's slices; else does nothing
+    optimizer.register_step_post_hook(all_gather_updates)  # only for ZeRO-1
     return optimizer
 
 
 def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Tensor], Tensor]:
-    """Return this rank's part of each gradient, and a number that, summed over all `ranks`, is the
-    squared norm of the whole gradient. Raise UserError for a parameter without a gradient."""
+    """Return this rank's part of each gradient, and its share of the squared norm: over all `ranks`
+    the shares add up to the norm's square. Raise UserError if a parameter has no gradient."""
     parameters = []
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
@@ -302,17 +302,17 @@ def own_gradients(optimizer: torch.optim.Optimizer, ranks: int) -> tuple[list[Te
 
 
 def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, int]]]:
-    """Return the matrices that ranks orthogonalize at the same time, each as (shape, elements that
-    rank 0 has of it). In a batch rank i takes matrix i."""
+    """Return batches of matrices. Ranks orthogonalize a batch together: rank i takes matrix i. A
+    matrix is given as (shape, number of its elements on rank 0)."""
     block = next(iter(model.layers.values()))
     in_block = []
     for name, parameter in block.named_parameters():
         if parameter.ndim == 2 and parameter.requires_grad:
-            own = list(parameter.shape)
+            own_shape = list(parameter.shape)
             dim = 1 if writes_to_stream(block, name.removesuffix(".weight")) else 0
-            own[dim] = math.ceil(own[dim] / parallel.tp)
-            own[0] = math.ceil(own[0] / parallel.shards("optimizer"))
-            in_block.append((parameter.shape, math.prod(own)))
+            own_shape[dim] = math.ceil(own_shape[dim] / parallel.tp)
+            own_shape[0] = math.ceil(own_shape[0] / parallel.shards("optimizer"))
+            in_block.append((parameter.shape, math.prod(own_shape)))
     n, matrices = parallel.group_size("stage"), in_block * len(model.layers)
     matrices.sort(key=lambda matrix: math.prod(matrix[0]), reverse=True)
     return [matrices[start : start + n] for start in range(0, len(matrices), n)]
@@ -320,10 +320,10 @@ def batches_of_matrices(model: Llama, parallel) -> list[list[tuple[torch.Size, i
 
 def holds(model: Llama, work: Work) -> dict[str, float]:
     """A matrix has one moment, not two as under AdamW. During an update rank 0 has its parts of two
-    batches of matrices, and four whole ones: a matrix, two powers of it, and what it sends."""
+    batches of matrices, and four whole matrices: its own, two powers of it, and what it sends."""
     parallel, batches = work.parallel, batches_of_matrices(model, work.parallel)
     parts = [sum(own for _, own in batch) for batch in batches]
-    update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # of the largest
+    update = 2 * parts[0] + 4 * math.prod(batches[0][0][0])  # batch 0 is the largest
     return {
         "optimizer": -sum(parts) * parallel.moment_bytes,
         "update": update * parallel.grad_bytes,
@@ -331,25 +331,25 @@ def holds(model: Llama, work: Work) -> dict[str, float]:
 
 
 def sends(model: Llama, work: Work) -> Iterator[tuple]:
-    """Rank 0 takes the first matrix of each batch. It sends its parts of the others to the ranks of
-    its replica that take them, and later the parts of its own to all ranks that hold one."""
+    """Rank 0 takes the first matrix of each batch. It sends its parts of other matrices to their
+    owners in its replica. After that it sends each rank its part of the first matrix."""
     parallel = work.parallel
-    split = [dim for dim in ("replicate", "shard", "tp") if parallel.group_size(dim) > 1]
-    whole = "world" if parallel.pp == 1 else "stage"
-    over = split[0] if len(split) == 1 else whole
-    in_replica = parallel.shards("optimizer") * parallel.tp  # ranks; rank 0's are the first
-    replicas = parallel.group_size("stage") // in_replica
+    split_dims = [dim for dim in ("replicate", "shard", "tp") if parallel.group_size(dim) > 1]
+    all_dims = "world" if parallel.pp == 1 else "stage"
+    dim = split_dims[0] if len(split_dims) == 1 else all_dims
+    replica_ranks = parallel.shards("optimizer") * parallel.tp  # rank 0's replica is the first
+    replicas = parallel.group_size("stage") // replica_ranks
     e = 2 if work.on_gpu and parallel.dtype == torch.bfloat16 else parallel.grad_bytes
     for (shape, own), *others in batches_of_matrices(model, parallel):
-        # Where each replica has whole updates, none go to owners.
-        to_owners = sum(part for _, part in others[: in_replica - 1])
-        yield over, "all-to-all", int(in_replica > 1), to_owners * e
-        yield over, "all-to-all", 1, (replicas * math.prod(shape) - own) * e
+        # Where each rank has whole updates (DDP), it sends none to owners.
+        to_owners = sum(part for _, part in others[: replica_ranks - 1])
+        yield dim, "all-to-all", int(replica_ranks > 1), to_owners * e
+        yield dim, "all-to-all", 1, (replicas * math.prod(shape) - own) * e
 
 
 def flops_of_muon(model: Llama, parallel) -> int:
-    """Return the floating-point operations in which rank 0 orthogonalizes its matrices in a step.
-    No rank has more, since matrix 0 of a batch is its largest."""
+    """Return how many floating-point operations rank 0 needs in a step to orthogonalize its
+    matrices. No rank needs more, since matrix 0 of a batch is its largest."""
     flops = 0
     for (shape, _), *_ in batches_of_matrices(model, parallel):
         m, n = sorted(shape)

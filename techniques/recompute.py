@@ -6,18 +6,18 @@
                attention, wk, wo and w3
     full       D: the block's input                                      2
 
-Letters as in model.py. Uncompiled, `none` saves F more, silu(gate), and on a CPU 2 D more, what two
-norms multiply by their weights.
+Letters as in model.py. Uncompiled, `none` also saves silu(gate), F elements, and on a CPU the
+normalized x of both norms, 2 D elements.
 
-Full costs another forward, a third more FLOPs, and no communication under FSDP, since backward
-all-gathers the weights anyway; under tensor parallelism it repeats 2 L all-gathers and L
-reduce-scatters of forward. Selective repeats three of the seven products, wq, wv and w1, and the
-2 L all-gathers.
+Full runs forward twice: a third more FLOPs. Under FSDP it sends nothing more, since backward
+all-gathers the weights anyway. Under tensor parallelism it repeats 2 L all-gathers and L
+reduce-scatters of forward. Selective repeats the 2 L all-gathers and three of the seven matrix
+products of a block: wq, wv and w1.
 Use when activations do not fit. Avoid when they fit with a smaller microbatch.
-The compiler's activation_memory_budget chooses what a compiled block saves, to fit a given share of
-its memory. Here there are only these three levels.
+The compiler can choose what to save by itself, within the share of memory that its setting
+activation_memory_budget allows. Here there are only these three levels.
 
-torch.compile is applied here too, since the order of the two matters.
+This file also applies torch.compile, since the order of compiling and checkpointing matters.
 """
 
 from collections.abc import Callable
@@ -35,17 +35,17 @@ from model import Block, Llama
 from plumbing.processes import UserError
 from techniques.technique import Technique
 
-# Operators that end a matrix product (all_to_all_single: async TP's). Techniques add their own.
+# The last operator of a matrix product; async TP's is all_to_all_single. Techniques add theirs.
 PRODUCTS = {"mm", "addmm", "bmm", "_scaled_mm", "all_to_all_single"}
 
 
 def recompute_and_compile(model: Llama, checkpointing: str, compile: bool) -> None:
     """Apply activation checkpointing and torch.compile to each block, by replacing its forward.
 
-    Parameters keep their names, and FSDP's all-gather stays outside. Full checkpointing calls the
-    compiled block a second time; selective goes inside, where the compiler sees what to save. One
-    graph serves all blocks; but the input of block 0 above a frozen embedding needs no gradient, so
-    it has a graph of its own.
+    So parameters keep their names, and FSDP's all-gather stays outside of forward. Full
+    checkpointing goes around the compiled block and calls it twice. Selective goes inside, where
+    the compiler sees what to save. One graph serves all blocks, except that block 0 has another
+    above a frozen embedding, since its input needs no gradient.
     Each input shape has its own graph (dynamic shapes would confuse DTensor).
     Use compile for long runs: it fuses what lies between the matrix products, after a slow start.
     """
@@ -82,8 +82,8 @@ def recompute(forward: Callable, selective: bool) -> Callable:
 
 
 def mark_products(layer: nn.Module) -> None:
-    """Run aten.alias, which computes nothing, before each matrix product of the layer, as a mark:
-    the policy below sees operators, in compiled blocks too, but not the layers they belong to."""
+    """Mark the layer's matrix products for the policy below, by running aten.alias before each; it
+    computes nothing. In compiled blocks too, the policy sees operators, but not their layers."""
     if hasattr(layer, "saves_chunks"):  # it marks the product of each chunk itself (async_tp.py)
         layer.saves_chunks = True
     else:
@@ -91,24 +91,24 @@ def mark_products(layer: nn.Module) -> None:
 
 
 def is_attention(operator: str) -> bool:
-    """Return whether an operator is a forward of attention; its kernels differ between devices."""
+    """Return whether an operator is attention in forward. Its name depends on the device."""
     is_forward = not operator.removesuffix(".default").endswith("_backward")
     return is_forward and ("scaled_dot_product" in operator or "varlen_attn" in operator)
 
 
 def _selective_context():
-    """Save attention and the products of the layers that a module names in `saved_products`; LoRA's
-    thin products are computed again. Under tensor parallelism also save what each reduce-scatter
-    returns."""
-    marked = {}  # is_recompute -> whether a mark came since the last product
+    """Save the outputs of attention, of each reduce-scatter (tensor parallelism) and of the layers
+    that a module names in `saved_products`, but not of LoRA's thin products."""
+    # context.is_recompute -> True if a mark came since the last product, in forward or in backward
+    has_mark = {}
 
     def policy(context, op, *args, **kwargs):
         name = op.__name__
         if name == "alias.default":
-            marked[context.is_recompute] = True
+            has_mark[context.is_recompute] = True
         is_saved = False
         if name.removesuffix(".default") in PRODUCTS:
-            is_saved = marked.pop(context.is_recompute, False)
+            is_saved = has_mark.pop(context.is_recompute, False)
         if is_saved or is_attention(name) or "reduce_scatter" in name:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -121,20 +121,20 @@ def apply(model: Llama, world) -> None:
 
 
 def suggests(facts) -> str:
-    """Advise to remove a checkpoint of the model's own, or to checkpoint less where that fits."""
+    """Advise to remove the model's own checkpoint, or to checkpoint less if that fits in memory."""
     kind = facts.parallel.checkpointing
-    needed = 2 if kind == "full" else 1
-    if facts.attentions > needed:
+    needed_runs = 2 if kind == "full" else 1
+    if facts.attentions > needed_runs:
         return (
             f"attention runs forward {facts.attentions:g} times a layer and microbatch, and "
-            f"--checkpointing {kind} needs {needed}: the model has one more checkpoint"
+            f"--checkpointing {kind} needs {needed_runs}: the model has one more checkpoint"
         )
-    for weaker in ("none", "selective"):
-        if weaker != kind and (note := facts.fit_note(checkpointing=weaker)):
+    for other_kind in ("none", "selective"):
+        if other_kind != kind and (note := facts.fit_note(checkpointing=other_kind)):
             return facts.takes(
-                "recompute", "recomputes activations", f"--checkpointing {weaker} {note}"
+                "recompute", "recomputes activations", f"--checkpointing {other_kind} {note}"
             )
     return ""
 
 
-TECHNIQUE = Technique("", apply, suggests=suggests)  # also without checkpointing, for --compile
+TECHNIQUE = Technique("", apply, suggests=suggests)  # always used: it also applies --compile

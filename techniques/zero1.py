@@ -3,16 +3,16 @@
     rank 0  [ weights ] [ 1st half: gradients, AdamW ]      sequences 0..b-1
     rank 1  [ weights ] [ 2nd half: gradients, AdamW ]      sequences b..2b-1
 
-Each rank updates one slice of every parameter (of dimension 0, as in FSDP) with the same slice of
+Each rank updates one slice of every parameter (along dimension 0, like FSDP) with the same slice of
 the mean gradient, and sends the new slice to the others. Whole gradients exist until the last
 microbatch's backward has reduce-scattered them.
-Communication over replicate, a step, one call a parameter: reduce-scatter of P g bytes while
-the last backward computes, all-gather of P g bytes after the update. Together they send what
-DDP's all-reduce sends.
+Communication over replicate, in a step: a reduce-scatter of P g bytes while the last backward
+computes, and an all-gather of P g bytes after the update, both in one call for each parameter.
+Together they send as much as DDP's all-reduce.
 Use when DDP nearly fits: AdamW's state takes 8 P / replicate bytes instead of 8 P. Avoid when
 DDP fits: the all-gather overlaps with nothing, and many small calls are slow.
-DeepSpeed's stage 1 also flattens parameters, and sends them and their gradients in few large
-buckets. That is left out here.
+DeepSpeed's stage 1 also flattens parameters and gradients into a few large buckets, and sends
+these. That is left out here.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from plumbing.shards import chunk_of
 
 
 class ZeRO1(nn.Module):
-    """A model whose gradients are reduce-scattered to slices, which the optimizer updates
-    (labs/zero1 takes such a step by hand)."""
+    """A model whose optimizer updates this rank's slice of each parameter. Gradients are
+    reduce-scattered to these slices (labs/zero1 takes such a step by hand)."""
 
     def __init__(self, model: Llama, world):
         """`world` is a World of parallel.py."""
         super().__init__()
         self.model, self.mesh = model, world.mesh["replicate"]
         self.is_last_microbatch = True
-        self.pending: list[tuple[Tensor, DTensor]] = []  # slices, and gradients under way to them
+        self.pending: list[tuple[Tensor, DTensor]] = []  # slices, their gradients under way
         for parameter in model.parameters():
             if parameter.requires_grad:
-                rows = chunk_of(parameter.detach(), self.mesh, 0, 0)
+                rows = chunk_of(parameter.detach(), self.mesh, mesh_dim=0, dim=0)
                 shape, stride = parameter.shape, parameter.stride()
                 parameter.optimizer_slice = DTensor.from_local(  # a view of the parameter's memory
                     rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
                 )
-                parameter.optimizer_slice.whole = parameter
+                parameter.optimizer_slice.whole = parameter  # for all_gather_updates
                 parameter.register_post_accumulate_grad_hook(self.reduce_scatter)
 
     def forward(self, *inputs, **options):
@@ -58,7 +58,7 @@ class ZeRO1(nn.Module):
         self.is_last_microbatch = True
 
     def reduce_scatter(self, parameter: Tensor) -> None:
-        """Start to sum a complete gradient over the ranks, each receiving its slice of the sum."""
+        """Start to sum a whole gradient over the ranks. Each will receive its slice of the sum."""
         if self.is_last_microbatch:
             gradient = DTensor.from_local(parameter.grad, self.mesh, [Partial()], run_check=False)
             gradient = gradient.redistribute(placements=[Shard(0)], async_op=True)
@@ -73,7 +73,7 @@ class ZeRO1(nn.Module):
 
 
 def refuses(work: Work) -> str:
-    """Return why the state of such a step cannot be sharded so, in a line, or ""."""
+    """Return one line that says why ZeRO-1 cannot do such a step, or ""."""
     parallel = work.parallel
     if parallel.dp == "zero1" and parallel.tp * parallel.pp > 1:
         flag = "--tp" if parallel.tp > 1 else "--pp"
@@ -95,7 +95,7 @@ def optimizer_parameters(model: Llama) -> dict[str, Tensor]:
 
 
 def all_gather_updates(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Complete each parameter from the updated slices of all ranks, under ZeRO-1."""
+    """Under ZeRO-1, all-gather each parameter from the slices that the ranks have updated."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, "whole"):
