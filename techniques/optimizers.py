@@ -381,5 +381,11 @@ def suggests(facts) -> str:
 
 # make_optimizer applies it.
 TECHNIQUE = Technique(
-    "optimizer", refuses=refuses, holds=holds, sends=sends, about=about, suggests=suggests
+    "optimizer",
+    refuses=refuses,
+    holds=holds,
+    sends=sends,
+    about=about,
+    suggests=suggests,
+    value="muon",
 )

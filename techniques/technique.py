@@ -26,7 +26,11 @@ class Technique(NamedTuple):
     gain: float = 1.0  # speedup of the blocks' matrix products
     about: Callable = lambda model, world: ""  # (whole Llama, World): a line at a run's start
     suggests: Callable = lambda facts: ""  # (Facts of perf/verdict.py): advice to try it, or ""
+    value: str = ""  # of the field, if one value asks for it; "": any but the default
 
     def is_used(self, parallel) -> bool:
-        """Return whether a ParallelConfig asks for this technique: its field is not the default."""
-        return not self.flag or getattr(parallel, self.flag) != getattr(type(parallel), self.flag)
+        """Return whether a ParallelConfig asks for this technique."""
+        if not self.flag:
+            return True
+        asked, default = getattr(parallel, self.flag), getattr(type(parallel), self.flag)
+        return asked == self.value if self.value else asked != default

@@ -153,7 +153,9 @@ def quick_cases() -> dict[str, tuple[int, dict]]:
     return quick
 
 
-QUICK = quick_cases()
+# A matrix that is tied and sharded twice is seldom drawn.
+TIED = {name: values[0] for name, values in OPTIONS.items()} | dict(dp="fsdp", tp=2, tied=True)
+QUICK = quick_cases() | named({4: [TIED]})
 
 
 @functools.cache

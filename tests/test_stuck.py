@@ -78,7 +78,7 @@ def astray(tmp_path_factory) -> Path:
     """A copy in which rank 1 goes astray, and a minute is some seconds."""
     place = "    gradients, squared_norm = own_gradients(optimizer, world.size)\n"
     fault = "    from tests.workers.astray import astray\n    if astray(world, step):\n"
-    fault += "        return Totals(1.0, 1, 1)\n"
+    fault += "        return records.Totals(1.0, 1, 1)\n"
     _, copy = with_fault(tmp_path_factory.mktemp("astray"), "train", place, fault + place)
     path = copy / "plumbing/processes.py"
     short = dict(STUCK_AFTER=4, GRACE=3, COLLECTIVE_TIMEOUT="timedelta(seconds=16)")
