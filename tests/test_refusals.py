@@ -175,7 +175,7 @@ REFUSALS = """
 1 | bench.py compare "fsdp --cp 3" | --cp 3 must divide
 1 | bench.py compare "--dp diloco" | --dp diloco is another training
 1 | bench.py compare "ddp --cmpile" | unrecognized arguments: --cmpile: did you mean --compile?
-1 | bench.py compare --lora "ddp --optimizer muon" | leave it out with --lora
+1 | bench.py compare --lora "ddp --optimizer muon" | not for adapters: leave it out
 1 | bench.py compare --json {out}/x.json | no directory {out}
 1 | bench.py limit --rank 4 --dora | --dora and --base-bits are for adapters: give --lora, too
 1 | bench.py lora | bench.py lora is bench.py limit --lora
