@@ -271,6 +271,8 @@ def plan(args: argparse.Namespace) -> str:
     for name in ("model", "seq_len", "dtype", "compile"):
         if getattr(args, name) is None:
             setattr(args, name, defaults[name])
+    if args.dollars and not args.tokens:
+        raise UserError("--dollars is for the cost of a run: give --tokens, too")
     if args.dtype != defaults["dtype"] and (args.measured or args.gpu.lower() in GPUS):
         raise UserError(
             f"--dtype {args.dtype}: what is known of {machine.name} is its speed in "

@@ -127,8 +127,9 @@ class Saver(contextlib.AbstractContextManager):
         OUT, or if OUT has too little space for a checkpoint."""
         is_new = not self.optimizer.state
         weights = adapters(self.model) if self.lora else _weights(self.model)
-        for name in weights if self.lora else ():
-            peft_name(name)  # refuses one that PEFT's files have no name for
+        if self.lora:
+            for name in weights:
+                peft_name(name)  # refuses one that PEFT's files have no name for
         state = optimizer_state(self.optimizer)
         if is_new:
             self.optimizer.state.clear()  # as it was: AdamW counts its steps there

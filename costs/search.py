@@ -261,9 +261,7 @@ def every_plan(
             reshards = ["weights"]
             if shard > 1 and microbatches > 1:  # which may share all-gathers
                 reshards.append("none")
-                if (
-                    pp == 1
-                ):  # a stage's gradients are few: to shard those of a microbatch saves little
+                if pp == 1:  # else gradients are those of a stage: to shard them saves little
                     reshards.append("all")
             if shard > 1 and frozen:
                 reshards.append("adapters")

@@ -89,8 +89,8 @@ def plan_cluster(
     check: bool,
 ) -> str:
     """Return the output of `bench.py plan`: the best plan, its command, what a run on `tokens`
-    takes; then the best plans of `top` meshes. With `json_file`, also write all plans to it; with
-    `check`, emulate the best.
+    takes, and costs at `dollars` an hour of a GPU; then the best plans of `top` meshes. With
+    `json_file`, also write all plans to it; with `check`, emulate the best.
 
     Raises UserError where no plan exists or none fits in memory."""
     check_writable("--json", json_file)

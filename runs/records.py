@@ -40,6 +40,26 @@ RESUMABLE_FLAGS = (
 ).split()
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Results of a step or of an evaluation, over all ranks."""
+
+    loss: float  # nats, summed over the target tokens
+    tokens: int  # target tokens
+    text_bytes: int  # bytes of text that the target tokens stand for
+    grad_norm: float = 0.0
+    stop: int = 0  # the signal to stop with the largest number that a rank received
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits per byte of text, comparable between tokenizers."""
+        return self.loss / math.log(2) / max(self.text_bytes, 1)
+
+
 class Recorder(contextlib.AbstractContextManager):
     """Measures the steps of a run and records them on rank 0: in OUT/metrics.jsonl, one JSON object
     a step, and as progress lines on stderr."""
@@ -69,9 +89,8 @@ class Recorder(contextlib.AbstractContextManager):
         if not error:  # else the ranks find out which of them has failed in this step
             note_step(None)
 
-    def measure(self, step: int, totals, lr: float) -> dict:
-        """Return the metrics of a step that has just ended; print those of every tenth step.
-        `totals` are train.py's Totals."""
+    def measure(self, step: int, totals: Totals, lr: float) -> dict:
+        """Return the metrics of a step that has just ended; print those of every tenth step."""
         args, now = self.args, time.perf_counter()
         if self.profiler:
             self.profiler.step()
@@ -135,26 +154,6 @@ class Recorder(contextlib.AbstractContextManager):
     def start_step(self) -> None:
         """Start timing a step, so that an evaluation or a save before it does not count."""
         self.step_started = time.perf_counter()
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Results of a step or of an evaluation, over all ranks."""
-
-    loss: float  # nats, summed over the target tokens
-    tokens: int  # target tokens
-    text_bytes: int  # bytes of text that the target tokens stand for
-    grad_norm: float = 0.0
-    stop: int = 0  # the signal to stop with the largest number that a rank received
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.tokens
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, comparable between tokenizers."""
-        return self.loss / math.log(2) / max(self.text_bytes, 1)
 
 
 def best_loss(out: Path) -> float:

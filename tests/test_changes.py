@@ -2,6 +2,7 @@
 are in the code. Applied to a copy of the project, each is exact in every parallel configuration or
 refused."""
 
+import copy
 import math
 import re
 import shutil
@@ -67,7 +68,7 @@ def test_a_change_has_all_names_and_the_length_in_docs_change_md(name, changed):
 @pytest.mark.slow
 def test_every_configuration_computes_the_same(name, changed, tmp_path):
     expected = None
-    for nproc, cases in CASES.items():
+    for nproc, cases in copy.deepcopy(CASES).items():
         for options in cases.values():
             options |= {"generate": True}
             options["parallel"] |= {"optimizer": "lion"} if name == "lion" else {}

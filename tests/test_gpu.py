@@ -408,9 +408,7 @@ def test_a_checkpoint_written_in_the_background_is_of_its_step(process, tmp_path
     step = partial(train_step, runner, optimizer, batch, 2, 1.0, world)
     for number in range(2):
         step(number)
-    with checkpoint.Saver(
-        tmp_path, model, optimizer, tokenizer, {"keep": 2, "async_save": True}
-    ) as saver:
+    with checkpoint.Saver(tmp_path, model, optimizer, tokenizer, {"async_save": True}) as saver:
         state = [to_local(p.detach()).clone() for p in model.parameters()]
         moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
         moments = [to_local(moment).clone() for moment in moments]

@@ -183,6 +183,7 @@ REFUSALS = """
 1 | bench.py step --lor | unrecognized arguments: --lor: did you mean --lora?
 1 | bench.py loss | bench.py loss is no more: docs/measured.md has what it measured
 1 | bench.py comm --optimizer muon | unrecognized arguments: --optimizer muon
+1 | bench.py plan --dollars 2 | --dollars is for the cost of a run: give --tokens, too
 1 | bench.py comm | torchrun --nproc-per-node 2 bench.py comm
 2 | bench.py comm --out {out}/x | --out {out}/x: there is no directory {out}; make it first
 1 | bench.py gpu --out x | bench.py gpu is python docs/gpu.py now
