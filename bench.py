@@ -254,8 +254,7 @@ def equal(args: argparse.Namespace) -> str:
         return train.update(optimizer, loss, batch, 1.0, world, step=1)
 
     accumulate = partial(train.accumulate, microbatch=work.microbatch)
-    given = job.whole.config, job.initialize, *batches, world
-    first = compare_steps(*given, accumulate, update)
+    first = compare_steps(job.whole.config, job.initialize, *batches, world, accumulate, update)
     return f"the steps differ {first}" if first else "the steps are equal"
 
 

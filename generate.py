@@ -245,6 +245,7 @@ def answer(
 def main() -> None:
     args = parse_args()
     process = init_distributed()  # under torchrun all ranks do the same work, and rank 0 prints
+    process.check_same_flags(vars(args))  # after it all have joined, and are refused together
     has_conversation = args.chat and not args.prompt
     if has_conversation and process.size > 1:
         raise UserError("a conversation needs one process: run python generate.py, not torchrun")
