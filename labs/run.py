@@ -2,11 +2,10 @@
 
     python labs/run.py                       the labs, and which is next
     python labs/run.py check mean            check labs/work/mean.py; --ranks 3 --seed 7 for others
-    python labs/run.py check buckets --plot FILE.svg    and draw its time line
+    python labs/run.py check pipeline --plot FILE.svg    and draw its time line
     python labs/run.py watch mean            check it whenever the file changes
     python labs/run.py hint mean             the next of three hints
     python labs/run.py why mean              the solution, once you have passed
-    python labs/run.py train mean            30 steps of train.py with your function in its place
     python labs/run.py reset mean            the file as it was; yours is kept beside it
     python labs/run.py predict bytes         say what a step sends, then see it counted; six more
 
@@ -16,6 +15,7 @@ For teachers (labs/README.md):
     python labs/run.py release DIRECTORY     a copy of the project without solutions
     python labs/run.py grade DIRECTORY       checks DIRECTORY/STUDENT/LAB.py; --csv FILE and others
     python labs/run.py new NAME              the folder of a lab of your own
+    python labs/run.py known NAME            runs its wrong answers, so that they are recognised
 
 A check runs your function on several ranks of this machine. It compares numbers with those of one
 process, in float64, and then what was sent, held and computed, to the byte.
@@ -30,7 +30,6 @@ sys.path.insert(0, str(LABS.parent))
 import argparse
 import json
 import os
-import re
 import textwrap
 import time
 from collections.abc import Iterator
@@ -39,17 +38,17 @@ from types import ModuleType
 import torch
 
 from labs.machinery.answers import answer_of, starter_of, wrong_answers
-from labs.machinery.checking import check
+from labs.machinery.checking import check, check_module
 from labs.machinery.grading import grade, release, write_lab
+from labs.machinery.known import write_known
 from labs.machinery.predict import predict
-from labs.machinery.training import check_module, train_twice
 from plumbing.parser import Parser, nonnegative_int, positive_int
 from plumbing.processes import UserError, run
 
 # In the order of teaching.
 ORDER = """
-ring mean ddp accumulate buckets zero1 fsdp bytes hsdp rarely tp logits context pipeline recompute
-memory lora float8 nf4 hang resume
+ring mean ddp accumulate zero1 fsdp hsdp rarely tp logits context pipeline recompute lora float8
+nf4 hang resume
 """.split()
 NAMES = sorted(
     (path.parent.name for path in LABS.glob("*/check.py")),
@@ -115,7 +114,7 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
         sizes = ", ".join(map(str, module.SIZES))
         raise UserError(f"--ranks {args.ranks}: {args.lab} is checked on {sizes}")
     if args.plot and not hasattr(module, "drawing"):
-        raise UserError(f"--plot: {args.lab} has no time line; buckets and pipeline have")
+        raise UserError(f"--plot: {args.lab} has no time line; pipeline has")
     path = file_of(args)
     for size in [args.ranks] if args.ranks else module.SIZES:
         report = check(args.lab, size, args.seed or 0, path)
@@ -137,8 +136,8 @@ def check_lab(args: argparse.Namespace) -> Iterator[str]:
     file, function = module.LEADS_TO
     yield f"\npassed. The project's own is `{function}` in {file}."
     yield f"why it is so: python labs/run.py why {args.lab}"
-    if hasattr(module, "RUN"):
-        yield f"in training:  python labs/run.py train {args.lab}"
+    if args.lab == "ddp":
+        yield "in training:  torchrun --nproc-per-node 2 labs/train.py"
 
 
 def watch_lab(args: argparse.Namespace) -> Iterator[str]:
@@ -189,12 +188,10 @@ def reset(args: argparse.Namespace) -> Iterator[str]:
     yield f"labs/work/{path.name} is as it was" + f"; yours is labs/work/{kept.name}" * existed
 
 
-def train_lab(args: argparse.Namespace) -> Iterator[str]:
-    """Compare the losses of train.py with those that it has with the student's function."""
-    path = file_of(args)
-    if re.search(r"^ +raise NotImplementedError", path.read_text(), re.MULTILINE):
-        raise UserError(f"{path.name} is not written yet: try python labs/run.py check {args.lab}")
-    yield from train_twice(args.lab, path, args.steps)
+def know(args: argparse.Namespace) -> Iterator[str]:
+    """Run the wrong answers of a lab, so that a check recognises what they give."""
+    check_of(args.lab)
+    yield from write_known(args.lab)
 
 
 # Each command, and the flags that it takes.
@@ -204,12 +201,12 @@ COMMANDS = {
     "watch": (watch_lab, "ranks seed file plot"),
     "hint": (hint, ""),
     "why": (why, "give_up"),
-    "train": (train_lab, "file steps"),
     "reset": (reset, ""),
     "predict": (predict, "seed answer student attempt key"),
     "release": (lambda args: release(Path(args.lab), {lab: starter_of(lab) for lab in NAMES}), ""),
     "grade": (lambda args: grade(args, NAMES), "seed key summary csv junit gradescope"),
     "new": (lambda args: write_lab(args.lab, NAMES), ""),
+    "known": (know, ""),
 }
 
 
@@ -242,9 +239,8 @@ def main() -> None:
     )
     parser.add_argument("--file", type=Path, help="check this file in place of labs/work/LAB.py")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="draw the time line of buckets or pipeline"
+        "--plot", type=Path, metavar="FILE.svg", help="draw the time line of pipeline"
     )
-    parser.add_argument("--steps", type=positive_int, default=30, help="train: of each run")
     parser.add_argument("--give-up", action="store_true", help="why: before the lab is passed")
     guess = parser.add_argument_group("predict")
     guess.add_argument("--answer", action="append", help="a line in place of one that is typed")

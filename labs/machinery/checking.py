@@ -1,5 +1,6 @@
 """Check a student's file on several ranks, and say in words what is wrong with it."""
 
+import importlib
 import math
 import re
 import textwrap
@@ -8,14 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from labs.machinery import compare, student
+from labs.machinery.answers import LABS
 from labs.machinery.compare import Property
 from labs.machinery.lab import plural
 from labs.machinery.ranks import Call, Ended, run_ranks
-from labs.machinery.training import check_module
 
+KNOWN_SEED = 0  # with which wrong answers have been run (known.py)
 BARRIER = (
     "A barrier makes all ranks wait for the slowest, and helps nothing here: each collective waits "
     "for what it needs."
@@ -45,10 +48,14 @@ def check(lab: str, size: int, seed: int, path: Path) -> Report:
     return report
 
 
+def check_module(lab: str) -> ModuleType:
+    return importlib.import_module(f"labs.{lab}.check")
+
+
 def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
     module, source = check_module(lab), path.read_text().splitlines()
     started = time.monotonic()
-    ended = run_ranks(partial(student.on_rank, module, path, size, seed), size, path)
+    ended = run_student(lab, size, seed, path)
     elapsed = time.monotonic() - started
     ranks = f"{size} rank{'s' * (size > 1)}"
     head = f"{path}  {len(source)} lines, {ranks}, seed {seed}  {elapsed:.1f} s"
@@ -63,29 +70,61 @@ def check_once(lab: str, size: int, seed: int, path: Path) -> Report:
     elif ended.error:
         mistake, lines = explain_error(ended, source, getattr(module, "ERRORS", {}))
     else:
-        results = compare.by_name(ended.results)
-        found = module.properties(results, size, seed)
-        barriers = [call for calls in ended.calls for call in calls
-                    if call.name == "barrier" and call.line]  # fmt: skip
-        if barriers and not hasattr(module, "NEEDS_BARRIERS"):
-            found = [Property("barriers", f"{len(barriers)} calls", False, BARRIER)]
-        properties = list(until_wrong(found))
-        if properties[-1].ok and ended.unfinished:
-            text = f"nothing waits for {plural(len(ended.unfinished), 'call')} of all ranks"
-            properties.append(Property("waited for", text, False))
+        properties = properties_of(lab, size, seed, ended)
         lines = [f"  {line.name:<15} {line.text:<64} {'ok' if line.ok else 'no'}"
                  for line in properties]  # fmt: skip
+        results = compare.by_name(ended.results)
         picture, drawing = (getattr(module, name, lambda *_: "")(results, size, seed)
                             for name in ("picture", "drawing"))  # fmt: skip
         shown = [textwrap.indent(picture, "  ")] if picture else []
         if properties[-1].ok:
             return Report(True, properties, "", "\n".join([head, *lines, *shown]), drawing)
-        mistake = not_waited_for(ended.unfinished) or properties[-1].mistake
-        mistake = student.ONCE if student.AGAIN else mistake
+        if student.AGAIN:
+            mistake = student.ONCE
+        else:
+            mistake = not_waited_for(ended.unfinished) or (
+                known_sentence(lab, size, seed, path, properties[-1]) or properties[-1].mistake
+            )
         lines += wrapped(mistake) + show_calls(ended.calls[0], source)
     hint = f"  hint: python labs/run.py hint {lab}"
     text = "\n".join([head, *lines, *shown, hint])
     return Report(False, properties, mistake, text, drawing)
+
+
+def run_student(lab: str, size: int, seed: int, path: Path) -> Ended:
+    """Return how a lab's ranks ended with the function in a student's file."""
+    return run_ranks(partial(student.on_rank, check_module(lab), path, size, seed), size, path)
+
+
+def properties_of(lab: str, size: int, seed: int, ended: Ended) -> list[Property]:
+    """Return the lines of a report on what the ranks returned, up to the first that does not
+    hold."""
+    module = check_module(lab)
+    found = module.properties(compare.by_name(ended.results), size, seed)
+    barriers = [call for calls in ended.calls for call in calls
+                if call.name == "barrier" and call.line]  # fmt: skip
+    if barriers and not hasattr(module, "NEEDS_BARRIERS"):
+        found = [Property("barriers", f"{len(barriers)} calls", False, BARRIER)]
+    properties = list(until_wrong(found))
+    if properties[-1].ok and ended.unfinished:
+        text = f"nothing waits for {plural(len(ended.unfinished), 'call')} of all ranks"
+        properties.append(Property("waited for", text, False))
+    return properties
+
+
+def known_sentence(lab: str, size: int, seed: int, path: Path, wrong: Property) -> str:
+    """Return the sentence of the wrong answer that gives the same numbers as the student's file,
+    which is run once more if that was with another seed than theirs; "" if none does."""
+    if wrong.found is None:
+        return ""
+    if seed != KNOWN_SEED:
+        ended = run_student(lab, size, KNOWN_SEED, path)
+        if ended.results is None:
+            return ""
+        wrong = properties_of(lab, size, KNOWN_SEED, ended)[-1]
+    sentence = compare.known_sentence(LABS / lab / "known.json", size, wrong)
+    facts = getattr(check_module(lab), "facts", lambda size: {})
+    return sentence.format(**facts(size))
 
 
 def until_wrong(properties: Iterator[Property]) -> Iterator[Property]:

@@ -1,23 +1,24 @@
-"""What a rank has, compared with what is right, and the sentence for what is wrong.
+"""What ranks have, compared with what is right, and with what known mistakes give.
 
-A mistake is known by the numbers that it gives: these are computed, and its sentence is said only
-where they are what came out.
+A mistake in numbers is known by the numbers themselves. labs/LAB/known.json has those that the
+wrong answers in wrong.txt give, and the sentence of each (known.py).
 """
 
-from collections.abc import Iterable
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 TOLERANCE = 1e-12
+KNOWN_TOLERANCE = 1e-9  # of the numbers in known.json, since other machines round otherwise
 NEAR = 1e-5  # of a number: what float32 somewhere makes of one in float64
 ROUNDED = (
     "Nearly right, as if something was rounded to float32 on the way. All is float64 here, but "
     "torch.full, zeros, ones and tensor make float32 if no dtype is given."
 )
-AVERAGED = "This is the average over the ranks: the sum is wanted."
-SUMMED = "This is the sum over the ranks: the average is wanted."
 RANK_0 = "Rank 0 alone has what is right, and every rank needs it."
 NOT_RECORDED = "Collectives of torch.distributed are not recorded by autograd: "
 ALL_REDUCED = (
@@ -34,6 +35,7 @@ class Property(NamedTuple):
     text: str
     ok: bool
     mistakes: str | dict[str, object] = ""  # a sentence; or several, and whether they hold
+    found: object = None  # numbers of all ranks, if a wrong answer is known by them
 
     @property
     def mistake(self) -> str:
@@ -46,8 +48,6 @@ class Property(NamedTuple):
 Values = list[dict[str, Tensor]]  # of each rank: name -> tensor
 # Of each rank a tensor, or several by name; or, where all ranks have the same, that alone.
 Given = list[Tensor | dict[str, Tensor]] | Tensor | dict[str, Tensor]
-# Sentence -> what the mistake gives. Pairs are computed only where something is wrong.
-Mistakes = dict[str, Given] | Iterable[tuple[str, Given]]
 
 
 def by_name(results: list) -> dict[str, list] | list:
@@ -85,12 +85,11 @@ def tensors(
     name: str,
     found: list,
     expected: Given,
-    mistakes: Mistakes = (),
     reference: str = "those of one process",
     otherwise: str = "",
 ) -> Property:
     """Return whether each rank has the tensors that are expected there, those of `reference`.
-    `otherwise` is the sentence for values that no mistake gives."""
+    `otherwise` is the sentence for values that no known mistake gives."""
     found, expected = (of_ranks(given, name, len(found)) for given in (found, expected))
     wrong = [(rank, key) for rank, of_rank in enumerate(expected) for key in of_rank
              if not same(found[rank][key], of_rank[key])
@@ -101,30 +100,26 @@ def tensors(
     keys, ranks = {key for _, key in wrong}, {rank for rank, _ in wrong}
     differ = "differs" if len(keys) == 1 else "differ"
     text = f"{len(keys)} of {len(expected[0])} {differ}, on {len(ranks)} of {len(expected)} ranks"
-    if mistake := recognized(found, mistakes, name):
-        return Property(name, text, False, mistake)
     one, other = found[rank][key], expected[rank][key]
     where = f"{key} on rank {rank}"
     if not isinstance(one, Tensor):
-        return Property(name, f"{where} is {one}", False, otherwise)
-    if one.dtype != other.dtype:
-        return Property(name, f"{where} is in {one.dtype}, not in {other.dtype}", False, otherwise)
-    if one.shape != other.shape:
+        text = f"{where} is {one}"
+    elif one.dtype != other.dtype:
+        text = f"{where} is in {one.dtype}, not in {other.dtype}"
+    elif one.shape != other.shape:
         text = f"{where} has shape {list(one.shape)}, and should have {list(other.shape)}"
-        return Property(name, text, False, otherwise)
-    apart = float((one - other).norm() / other.norm())
-    if apart < NEAR:
-        return Property(name, f"{text}; {where} is off by {apart:.0e} of it", False, ROUNDED)
-    if ranks == set(range(1, len(found))):
-        otherwise = otherwise or RANK_0
-    ratio = float((one * other).sum() / other.norm() ** 2)
-    multiple = f"{ratio:.10g} times as large" if same(one, ratio * other) else "no multiple of it"
-    return Property(name, f"{text}; {where} is {multiple}", False, otherwise)
+    elif (apart := float((one - other).norm() / other.norm())) < NEAR:
+        text, otherwise = f"{text}; {where} is off by {apart:.0e} of it", ROUNDED
+    else:
+        ratio = float((one * other).sum() / other.norm() ** 2)
+        multiple = f"{ratio:.10g} times as large"
+        text = f"{text}; {where} is {multiple if same(one, ratio * other) else 'no multiple of it'}"
+        if ranks == set(range(1, len(found))):
+            otherwise = otherwise or RANK_0
+    return Property(name, text, False, otherwise, found)
 
 
-def numbers(
-    name: str, found: list[float], expected: list[float] | float, mistakes: Mistakes
-) -> Property:
+def numbers(name: str, found: list[float], expected: list[float] | float) -> Property:
     """Return whether each rank has the number that is expected there."""
     expected = expected if isinstance(expected, list) else [expected] * len(found)
     wrong = [rank for rank, value in enumerate(found) if not same(value, expected[rank])]
@@ -132,18 +127,38 @@ def numbers(
         return Property(name, f"that of one process, {expected[0]:.6g} on rank 0", True)
     one, other = found[wrong[0]], expected[wrong[0]]
     text = f"{one:.10g} on rank {wrong[0]}, and {other:.10g} in one process"
-    mistake = recognized(of_ranks(found, name, len(found)), mistakes, name)
     near = all(abs(a - b) < NEAR * abs(b) for a, b in zip(found, expected))
-    return Property(name, text, False, mistake or ROUNDED * near)
+    return Property(name, text, False, ROUNDED if near else "", found)
 
 
-def recognized(found: Values, mistakes: Mistakes, name: str) -> str:
-    """Return the sentence of the first mistake that gives what was found, "" if none does."""
-    for mistake, given in mistakes.items() if isinstance(mistakes, dict) else mistakes:
-        pairs = zip(found, of_ranks(given, name, len(found)))
-        if all(same(ours[key], theirs[key]) for ours, theirs in pairs for key in theirs):
-            return mistake
+def fingerprint(found: object) -> list[float]:
+    """Return two numbers that stand for all in `found`: their sum, each with a weight of its own,
+    and the sum of their sizes."""
+    leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor | float | int)]
+    flat = torch.cat([torch.as_tensor(leaf, dtype=torch.float64).flatten() for leaf in leaves])
+    flat = flat.nan_to_num(nan=-1e9, posinf=1e9, neginf=-2e9)
+    weights = torch.arange(1, len(flat) + 1, dtype=torch.float64).cos()
+    return [float(flat @ weights), float(flat.abs().sum())]
+
+
+def known_sentence(known: Path, size: int, wrong: Property) -> str:
+    """Return the sentence of the wrong answer in known.json that gives what was found on `size`
+    ranks; "" if none does."""
+    if wrong.found is None or not known.exists():
+        return ""
+    ours = size, wrong.name, *fingerprint(wrong.found)
+    for sentence, of_it in json.loads(known.read_text()).items():
+        if any(is_known(ours, theirs) for theirs in of_it):
+            return sentence
     return ""
+
+
+def is_known(ours: tuple, theirs: list) -> bool:
+    """Return whether two rows of known.json are equal, up to rounding."""
+    most = KNOWN_TOLERANCE * theirs[3]
+    return ours[:2] == tuple(theirs[:2]) and all(
+        abs(a - b) <= most for a, b in zip(ours[2:], theirs[2:])
+    )
 
 
 def exactly(

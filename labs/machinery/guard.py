@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from labs.machinery.checking import check
-from labs.machinery.training import check_module
+from labs.machinery.checking import check, check_module
 
 LABS = Path(__file__).resolve().parent.parent
 LONGEST = 60.0  # seconds for a submission

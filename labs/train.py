@@ -1,0 +1,39 @@
+"""Train with your own DDP, of labs/work/ddp.py, in the place of the project's.
+
+    torchrun --nproc-per-node 2 labs/train.py --dp ddp --model tiny --batch 12 --microbatch 6
+
+The flags are those of train.py, which has the same losses. Your function sends gradients in every
+backward, so a step is to have one: half of the batch is the microbatch of each of two ranks.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torch import Tensor, nn
+
+import parallel
+import train
+from labs.machinery.student import read_function
+from parallel import World
+from plumbing.processes import run
+
+
+def student_ddp(model: nn.Module, world: World) -> nn.Module:
+    """Let the student's hooks send gradients; and after each backward, wait for them."""
+    average_gradients = read_function(Path(__file__).parent / "work/ddp.py", "average_gradients")
+    finish, accumulate = average_gradients(model), train.accumulate
+
+    def accumulate_and_finish(*args) -> Tensor:
+        loss = accumulate(*args)
+        finish()
+        return loss
+
+    train.accumulate = accumulate_and_finish
+    return model
+
+
+if __name__ == "__main__":
+    parallel.WRAPPERS["ddp"] = student_ddp
+    run(train.main)
