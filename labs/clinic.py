@@ -152,9 +152,9 @@ def write_ward(ward: dict) -> None:
 
 def admit(args: argparse.Namespace) -> None:
     """Draw three faults and write a copy of the project for each."""
+    drawn = random.Random(seed_of_student(args, "clinic")).sample(list(FAULTS), 3)
     if WARD.exists() and not args.again:
         raise UserError(f"{WARD} exists: --again replaces it and forgets the answers")
-    drawn = random.Random(seed_of_student(args, "clinic")).sample(list(FAULTS), 3)
     shutil.rmtree(WARD, ignore_errors=True)
     for number, name in enumerate(drawn, 1):
         copy_project(WARD / str(number), FAULTS[name])
