@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, metrics, slow, succeed
+from test_adapters import rounded_to_4_bits
 from test_finetune import flags
-from test_formats import our_model, stored
+from test_formats import our_model, saved
 
-from checkpoint import export_weights, load_pretrained, write_checkpoint
+from checkpoint import export_weights, load_pretrained
 from files.adapters import load_adapter
-from lora import TARGETS
 from model import LlamaConfig
 from plumbing.processes import UserError
-from techniques.nf4 import rounded
 from text import exams
 from text.chat import encode_prompt, open_chats
 from text.corpora import Reading
@@ -105,8 +104,9 @@ def base(text, tmp_path_factory) -> Path:
     tokenizer = load_tokenizer(str(directory / "my.model"))
     config = LlamaConfig(128, 2, 4, 2, 256, tokenizer.vocab_size, 256, tie_embeddings=True)
     model = our_model(config, torch.float64, seed=5, factor=3, norms=(1, 1))
-    write_checkpoint(directory / "base", config, stored(model), tokenizer)
-    return directory / "base"
+    written = saved(directory / "written", model, tokenizer)
+    (directory / "my.model").unlink()  # the checkpoint is complete in itself
+    return written.rename(directory / "base")
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,13 @@ def files(base, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapter(base, sums, tmp_path_factory) -> Path:
-    """A run of finetune_lora.py beside the base in 4 bits."""
+def adapter(base, files, sums, tmp_path_factory) -> Path:
+    """A run beside the base in 4 bits, which takes an exam, and validates on all that it learns."""
     out = tmp_path_factory.mktemp("lora") / "lora"
-    more = dict(base_bits=4, dora=True, rank=4, steps=3, lr=0.05)
-    succeed("finetune_lora.py", *flags(base, sums, out, **more))
+    more = dict(base_bits=4, dora=True, rank=4, steps=3, lr=0.05, eval_every=3)
+    more |= dict(val_data=sums, exam=files[0])
+    result = succeed("finetune_lora.py", *flags(base, sums, out, **more))
+    assert "60 samples" in result.out and "60 held out" in result.out
     return out
 
 
@@ -172,12 +174,10 @@ def test_scores_equal_plain_pytorch_under_every_split(base, files, tmp_path, npr
 
 @pytest.mark.parametrize("nproc, split", [(0, ""), slow(4, "--tp 2 --dp fsdp")])
 def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, nproc, split):
-    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations."""
-    tokenizer, model = load_tokenizer(str(base)), load_pretrained(base, torch.float64)
-    for name, layer in model.named_modules():
-        if name.endswith(TARGETS):
-            layer.weight.data = rounded(layer.weight.detach())
-    rows = read(files[0])
+    """The base in 4 bits alone; then with an adapter, as a chat, and on conversations: as the run
+    of the adapter has recorded."""
+    model = rounded_to_4_bits(load_pretrained(base, torch.float64))
+    tokenizer, rows = load_tokenizer(str(base)), read(files[0])
     run_evaluate(base, files, tmp_path / "d", "--base-bits", 4, *split.split(), nproc=nproc)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows))
 
@@ -190,6 +190,8 @@ def test_adapters_and_4_bits_are_scored(base, adapter, files, sums, tmp_path, np
     out = run_evaluate(base, files, tmp_path / "d", *given, *split.split(), nproc=nproc)
     same_details(read(tmp_path / "d"), plain_details(model, tokenizer, rows, chat=True))
     assert f"loss {loss / (batch.targets >= 0).sum():.4f}" in out
+    row = metrics(adapter)[-1]
+    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
 
 
 # ------------------------------------------------------------------------------- within training
@@ -214,16 +216,6 @@ def test_training_validates_on_other_data_and_takes_an_exam(base, files, tmp_pat
     assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
     n = len(tokenizer.encode(text.read_text(), bos=True)) - 1
     assert f"{n // 24:,} sequences an epoch" in result.out
-
-
-def test_fine_tuning_validates_on_other_conversations(base, files, sums, tmp_path):
-    more = dict(val_data=sums, steps=1, eval_every=1, exam=files[0])
-    result = succeed("finetune_lora.py", *flags(base, sums, tmp_path / "run", **more))
-    (row,) = metrics(tmp_path / "run")
-    given = "--adapter", tmp_path / "run", "--chat", "--data", sums, "--seq-len", 96
-    out = run_evaluate(base, files, tmp_path / "d", *given)
-    assert f"loss {row['val_loss']:.4f}, {row['val_bits_per_byte']:.4f} bits/byte" in out
-    assert "60 samples" in result.out and "60 held out" in result.out
 
 
 # ---------------------------------------------------------------------------------------- lm-eval
@@ -281,19 +273,19 @@ def test_scores_equal_those_of_lm_eval(base, files, tmp_path):
     assert printed(out) == {name: round(100 * share, 1) for name, share in expected.items()}
 
 
-BAD = {
-    '{"question": "a", "choices": "bc", "answer": 0}': "\"choices\" is 'bc': give a list",
-    '{"question": "a", "choices": ["b", 3], "answer": 0}': "a choice is 3: give it as a string",
-    '{"question": "a", "choices": ["b"], "answer": 1}': '"answer" is 1: give the number of a',
-    '{"question": "a"}': '"answer" is None: give it as a string',
-    '{"question": "a", "answer": "b\\nc"}': '"answer" has several lines: give one',
-    '{"question": "%s", "answer": "b"}' % ("1 " * 300): "tokens, and the model reads 256: leave",
-    "": "holds no question",
-}
-
-
-@pytest.mark.parametrize("line, problem", BAD.items(), ids=BAD.values())
-def test_a_line_that_is_no_question_is_refused(base, tmp_path, line, problem):
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        ('{"question": "a", "choices": "bc", "answer": 0}', "\"choices\" is 'bc': give a list"),
+        ('{"question": "a", "choices": ["b", 3], "answer": 0}', "a choice is 3: give it as a str"),
+        ('{"question": "a", "choices": ["b"], "answer": 1}', '"answer" is 1: give the number of a'),
+        ('{"question": "a"}', '"answer" is None: give it as a string'),
+        ('{"question": "a", "answer": "b\\nc"}', '"answer" has several lines: give one'),
+        ('{"question": "%s", "answer": "b"}' % ("1 " * 300), "and the model reads 256: leave"),
+        ("", "holds no question"),
+    ],
+)
+def test_a_line_that_is_no_question_is_refused(tmp_path, line, problem):
     (tmp_path / "exam.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(UserError, match=re.escape(problem)):
-        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer(str(base)), 256)
+        exams.Exam(tmp_path / "exam.jsonl", load_tokenizer("bytes"), 256)

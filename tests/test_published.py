@@ -2,6 +2,7 @@
 templates in text/chat.py, against Jinja."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import succeed
 from test_formats import PLAIN, transformers_model
-from test_gguf import hard_strings
+from test_tokenizer import hard_strings
 
 from checkpoint import export_weights, read_config
 from plumbing.processes import UserError
@@ -137,6 +138,8 @@ def write(directory: Path, kind: str, **more) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     make().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if kind == "llama2":  # whose file of SentencePiece's, beside it, is passed over
+        (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
     return directory
 
 
@@ -197,25 +200,22 @@ def test_names_of_tokens_in_a_message_are_text(pair):
 
 def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
     """From the command line, with the files of the base and without them at last."""
-    base = write(tmp_path / "base", "smollm2")
-    size = load_tokenizer(str(base)).vocab_size
-    transformers_model(replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
-                       ).save_pretrained(base)  # fmt: skip
-    lines = [json.dumps({"messages": TALK[1:3]})] * 6
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    (tmp_path / "text.txt").write_text("\n".join(["naïve 🙂 2 + 2 = 4"] * 200))
-    run, lora = tmp_path / "run", tmp_path / "lora"
-    step = ("--steps", 1, "--batch", 2, "--warmup", 0)
-    out = succeed("train.py", "--init", base, "--data", tmp_path / "text.txt", "--out", run,
-                  "--seq-len", 16, *step, nproc=1).out  # fmt: skip
+    base, run, lora = (tmp_path / name for name in ("base", "run", "lora"))
+    size = load_tokenizer(str(write(base, "smollm2"))).vocab_size
+    config = replace(PLAIN, vocab_size=size, dim=32, n_heads=2, n_kv_heads=2, head_dim=0)
+    transformers_model(config).save_pretrained(base)
+    chats, text = tmp_path / "chats.jsonl", tmp_path / "text.txt"
+    chats.write_text("\n".join([json.dumps({"messages": TALK[1:3]})] * 6))
+    text.write_text("naïve 🙂 2 + 2 = 4\n" * 200)
+    step = ("--steps", 1, "--batch", 2, "--warmup", 0, "--seq-len", 128)
+    out = succeed("train.py", "--init", base, "--data", text, "--out", run, *step).out
     assert "bits/byte" in out
-    succeed("finetune_lora.py", "--init", run, "--data", tmp_path / "chats.jsonl", "--out", lora,
-            "--seq-len", 128, "--merge", *step, nproc=1)  # fmt: skip
+    tune = ("finetune_lora.py", "--init", run, "--data", chats, "--out", lora, "--merge")
+    succeed(*tune, *step)
     chat = ("--chat", "--prompt", "Hi", "--max-new-tokens", 3)
     succeed("generate.py", run, "--adapter", lora, *chat)
     files = {path.name: path.read_bytes() for path in base.glob("*token*")}
-    for path in base.iterdir():
-        path.unlink()
+    shutil.rmtree(base)
     merged = read_config(lora / "merged")
     assert merged["tokenizer"].endswith("tokenizer.json")
     assert merged["flags"]["init"].startswith(str(run))  # whose chat template an export hands on
@@ -249,9 +249,3 @@ def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match="pip install tokenizers"):
         load_tokenizer(str(tmp_path))
-
-
-def test_sentencepieces_file_is_passed_over(tmp_path):
-    directory = write(tmp_path, "llama2")
-    (directory / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
-    assert load_tokenizer(str(directory)).special["</s>"] == 2

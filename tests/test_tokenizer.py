@@ -2,9 +2,8 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
+import random
+import runpy
 from collections import Counter
 
 import pytest
@@ -17,13 +16,15 @@ from text.tokenizer import WORD_PATTERN, load_tokenizer, train_bpe, train_tokeni
 SNIPPET = "def f(x):\n    return [x, 'é', 1234567]  # <|end_of_text|>\n\n\n  done\t🙂"
 
 
-def test_the_bytes_tokenizer():
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode(SNIPPET) == list(SNIPPET.encode())
-    assert tokenizer.decode(tokenizer.encode(SNIPPET)) == SNIPPET
-    assert tokenizer.vocab_size == 256 + 11
-    # Small tokenizers end documents as answers.
-    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
+def hard_strings(n: int) -> list[str]:
+    """Strings of scripts, digits, marks, spaces, control characters and names of tokens."""
+    rng, strings = random.Random(0), []
+    ranges = [(32, 127), (0, 0x600), (0xE00, 0x1000), (0x2000, 0x3100), (0x1F300, 0x1FB00)]
+    often = ["\n", "\r", "\t", " ", "  ", "\u00a0", "'s", "'LL", "123456", "<|eot_id|>", "</s>"]
+    for _ in range(n):
+        parts = [rng.choice(often), *(chr(rng.randrange(*rng.choice(ranges))) for _ in range(3))]
+        strings.append("".join(rng.choice(parts) for _ in range(rng.randrange(1, 12))))
+    return strings
 
 
 def test_a_trained_tokenizer(text, tmp_path):
@@ -39,6 +40,8 @@ def test_a_trained_tokenizer(text, tmp_path):
     assert len(tokenizer.encode(line)) < len(line) / 1.5
     assert tokenizer.token_bytes[tokenizer.encode(SNIPPET)].sum() == len(SNIPPET.encode())
     assert tokenizer.token_bytes[tokenizer.bos] == 0
+    # Small tokenizers end documents as answers.
+    assert tokenizer.eos == tokenizer.special["<|eot_id|>"] and tokenizer.eos in tokenizer.stop
     # tiktoken's reader of Llama 3's files finds the same tokens.
     assert load_tiktoken_bpe(str(path)) == tokenizer.vocab
     # Ids without a token are left out.
@@ -92,31 +95,25 @@ HALF_A_FILE = {"added_tokens": [{"content": "<|begin_of_text|>"}], "pattern": WO
         ("json", json.dumps(HALF_A_FILE)[:-1], "is damaged: JSONDecodeError"),
     ],
 )
-def test_tokenizer_files_that_are_damaged_or_of_other_models_are_refused(
-    tmp_path, kind, content, message
-):
+def test_files_that_are_no_tokenizer_are_refused(tmp_path, kind, content, message):
     (tmp_path / f"tokenizer.{kind}").write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(str(tmp_path))
 
 
-def test_fewer_tokens_than_asked_for_are_told(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("abab " * 99)
-    train_tokenizer([tmp_path / "text.txt"], 400, tmp_path / "small.model")
-    found = load_tokenizer(str(tmp_path / "small.model")).vocab_size
-    assert capsys.readouterr().err.startswith(f"{found} of 400 tokens, ")
-    assert 267 < found < 300
-
-
-def test_the_cache_can_be_elsewhere(tmp_path):
-    command = [sys.executable, "-c", "from text.tokenizer import CACHE; print(CACHE)"]
-    environment = os.environ | {"FLATLLAMA_CACHE": str(tmp_path)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.stdout == f"{tmp_path}\n", result.stderr
-
-
-def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path, text):
+def test_sizes_of_tokenizers(tmp_path, text, capsys):
+    """A text may hold fewer tokens than asked for; no tokenizer is smaller than that of bytes."""
+    path = tmp_path / "tokenizer.model"
+    (tmp_path / "short.txt").write_text("abab " * 99)
+    train_tokenizer([tmp_path / "short.txt"], 400, path)
+    found = load_tokenizer(str(path)).vocab_size
+    assert capsys.readouterr().err.startswith(f"{found} of 400 tokens, ") and 267 < found < 300
+    train_tokenizer([str(text)], 267, path)
+    assert load_tokenizer(str(path)).encode(SNIPPET) == list(SNIPPET.encode())
     with pytest.raises(UserError, match="tokenizer of 266 tokens is too small: ask for 267"):
-        train_tokenizer([str(text)], 266, tmp_path / "tokenizer.model")
-    train_tokenizer([str(text)], 267, tmp_path / "tokenizer.model")
-    assert load_tokenizer(str(tmp_path)).encode(SNIPPET) == list(SNIPPET.encode())
+        train_tokenizer([str(text)], 266, path)
+
+
+def test_the_cache_can_be_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATLLAMA_CACHE", str(tmp_path))
+    assert runpy.run_path(str(ROOT / "text/tokenizer.py"))["CACHE"] == tmp_path
