@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 import tiktoken
 import torch
@@ -12,7 +11,7 @@ import evaluate
 from model import IGNORE
 from plumbing.processes import UserError
 from text import chat
-from text.chat import Packed, Rows, encode, encode_prompt, open_samples, pack, read_conversations
+from text.chat import Packed, encode, encode_prompt, open_samples, pack, read_conversations
 from text.corpora import Reading, read_pieces
 from text.tokenizer import Tokenizer, load_tokenizer
 
@@ -223,18 +222,6 @@ def test_batch_holds_samples_padding_and_bytes():
 
 def answers_of(packed: Packed) -> list[str]:
     return sorted(target_text(*sample, packed.tokenizer) for sample in packed.samples)
-
-
-def test_rows_of_one_sample_are_as_long_as_the_longest():
-    """Also of unsigned ids, as token files have them: a prompt is no target."""
-    samples = [(np.array([65, 66, 67], np.uint16), [False, False, True]), ([65, 66], [False, True])]
-    rows = Rows(samples, BYTES)
-    rows.multiple = 4
-    batch = rows.batch([0, 1, None])
-    assert batch.tokens[:2].tolist() == [[65, 66, 0, 0], [65, 0, 0, 0]]
-    x = IGNORE
-    assert batch.targets.tolist() == [[x, 67, x, x], [66, x, x, x], [x, x, x, x]]
-    assert batch.text_bytes == 2
 
 
 def test_lines_held_out_are_those_that_pretraining_holds_out(tmp_path):

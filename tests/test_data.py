@@ -298,17 +298,6 @@ def test_epochs_are_steps(epochs, steps):
     assert two == "30 sequences an epoch, 1 epochs and 14 sequences an epoch, 5 epochs"
 
 
-def test_batch_holds_targets_positions_and_bytes():
-    bos, eos = BYTES.bos, BYTES.eos
-    stream = np.array([65, 66, eos, bos, 67, 68, 69, eos, bos, 70, 71, 72, 73], dtype=np.uint16)
-    batch = Windows([stream], 6, BYTES, document_mask=True).batch([0, 1, None])
-    assert batch.tokens[:2].tolist() == [[65, 66, eos, bos, 67, 68], [69, eos, bos, 70, 71, 72]]
-    assert batch.targets[:2].tolist() == [[66, eos, bos, 67, 68, 69], [eos, bos, 70, 71, 72, 73]]
-    assert (batch.targets[2] == IGNORE).all()
-    assert batch.positions[:2].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]]
-    assert batch.text_bytes == 4 + 4
-
-
 def test_reading_ahead_keeps_order_and_raises_errors():
     def read(step):
         if step == 3:

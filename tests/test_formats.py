@@ -15,8 +15,10 @@ from conftest import hugging_face_model, shared, succeed
 
 from checkpoint import export_weights, import_weights, load_pretrained, write_checkpoint
 from files import formats
+from files.adapters import gather_adapters, save_adapter
 from files.directories import open_weights, read_config
 from files.safetensors import StoredTensor
+from lora import LoRA, add_adapters
 from model import Llama, LlamaConfig
 from plumbing.processes import UserError
 from text.chat import encode_prompt
@@ -292,6 +294,27 @@ def test_metas_tokenizer_is_kept(tmp_path):
     content = json.loads((out / "config.json").read_text())
     assert content["bos_token_id"] == 128_000
     assert content["eos_token_id"] == [128_001, 128_008, 128_009]
+
+
+def test_vllm_reads_an_export_and_an_adapter(tmp_path):
+    """By its own parsers. The package is large, and no requirement."""
+    configs = pytest.importorskip("vllm.transformers_utils.config", reason="needs vllm")
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.peft_helper import PEFTHelper
+
+    hf, adapter = tmp_path / "hf", tmp_path / "adapter"
+    export_weights(saved(tmp_path / "base", our_model(SCALED)), hf, "hf", None)
+    read = configs.get_config(hf, trust_remote_code=False)
+    assert read.architectures == ["LlamaForCausalLM"] and read.vocab_size == SCALED.vocab_size
+    assert configs.get_hf_text_config(read).num_key_value_heads == SCALED.n_kv_heads
+    assert read.rope_parameters["factor"] == SCALED.rope_scaling
+    lora = LoRA(rank=4, alpha=12, rslora=True, targets=("wq", "wk", "w2"))
+    add_adapters(model := our_model(SCALED), lora)
+    adapter.mkdir()
+    save_adapter(adapter, lora, SCALED, gather_adapters(model), "base")
+    helper = PEFTHelper.from_local_dir(str(adapter), SCALED.max_seq_len)
+    helper.validate_legal(LoRAConfig(max_lora_rank=16))
+    assert helper.vllm_lora_scaling_factor == lora.alpha / lora.rank**0.5
 
 
 def test_loading_takes_little_memory_beside_a_ranks_shard(tmp_path, monkeypatch):
