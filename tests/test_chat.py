@@ -41,15 +41,8 @@ TALK = [
 
 def marked(ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the text of ids, with the names of special tokens in curly brackets."""
-    names = {token: f"{{{name.strip('<|>')}}}" for name, token in tokenizer.special.items()}
-    runs, ordinary = [""], []
-    for i in [*ids, None]:
-        if i in names or i is None:
-            runs += [tokenizer.decode(ordinary), names.get(i, "")]
-            ordinary = []
-        else:
-            ordinary.append(i)
-    return "".join(runs)
+    names = {i: f"{{{name.strip('<|>')}}}".encode() for name, i in tokenizer.special.items()}
+    return b"".join(names.get(i) or tokenizer.decode_bytes([i]) for i in ids).decode()
 
 
 def target_text(ids, is_target, tokenizer: Tokenizer = BYTES) -> str:

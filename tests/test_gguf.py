@@ -58,8 +58,9 @@ class LlamaCpp:
 
         The server reports no probabilities of a token that ends within a character: it may not
         choose one."""
-        decoded = {i: token.decode(errors="replace") for token, i in tokenizer.vocab.items()}
-        part = [i for i, text in decoded.items() if "\ufffd" in text]
+        part = [
+            i for token, i in tokenizer.vocab.items() if "\ufffd" in token.decode(errors="replace")
+        ]
         banned = [[i, False] for i in [*part, *tokenizer.special.values()]]
         body = dict(prompt=ids, n_predict=n, n_probs=size, temperature=0, logit_bias=banned)
         steps = self.ask("/completion", **body)["completion_probabilities"]

@@ -279,7 +279,7 @@ def test_texts_are_encoded_and_decoded_as_by_transformers(pair):
     assert ours.encode("", bos=True) == [ours.bos]
 
 
-@pytest.mark.parametrize("talk", [TALK, TALK[1:], TALK[:3]], ids=["system", "no system", "short"])
+@pytest.mark.parametrize("talk", [TALK, TALK[1:]], ids=["system", "no system"])
 def test_chats_are_written_as_by_the_template(pair, talk):
     ours, theirs = pair
     if not ours.template:
@@ -330,22 +330,20 @@ def test_it_trains_chats_and_is_exported_as_it_was(tmp_path):
 
 
 def test_other_tokenizers_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match="no tokenizer: "):
-        load_tokenizer(str(tmp_path))
     unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", 0.0)], None, False))
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     metaspace = sentencepiece(True)
     metaspace.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    for tokenizer, kind in ((unigram, "Unigram"), (words, "WordLevel"), (metaspace, "Metaspace")):
+    for tokenizer, message in (
+        (unigram, "Unigram.*only byte-level BPE works here"),
+        (words, "WordLevel.*only byte-level BPE works here"),
+        (metaspace, "Metaspace.*only byte-level BPE works here"),
+        (byte_level([tokenizers.pre_tokenizers.ByteLevel()], []), "no token that ends a text"),
+    ):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(UserError, match=f"{kind}.*only byte-level BPE works here"):
+        with pytest.raises(UserError, match=message):
             load_tokenizer(str(tmp_path))
-    plain = byte_level([tokenizers.pre_tokenizers.ByteLevel()], [])
-    plain.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="no token that ends a text"):
-        load_tokenizer(str(tmp_path))
     strange = load_tokenizer(str(write(tmp_path / "strange", "yi", chat_template="{{ 'mine' }}")))
     with pytest.raises(UserError, match="has a chat template of another form"):
         encode_prompt(TALK, strange)
