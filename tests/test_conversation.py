@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,23 +26,23 @@ from generate import generate, stream
 from model import Llama, LlamaConfig
 from text.chat import encode_prompt
 
-EOT = BYTES.special["<|eot_id|>"]
 NEW = 30  # --max-new-tokens
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.fixture(scope="module", params=[256], ids="max_seq_len={}".format)
-def base(request, tmp_path_factory):
-    """A random model that says capital letters only and, now and then, ends its answer."""
-    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=request.param)
+def speaker(path: Path, max_seq_len: int, *stop: int) -> Path:
+    """Write a random model that says capital letters only and, now and then, a token of `stop`."""
+    config = LlamaConfig(32, 2, 4, 2, 48, vocab_size=267, max_seq_len=max_seq_len)
     model = our_model(config, seed=7, factor=6, norms=(1, 1))
-    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"] + [EOT] * (request.param == 256)
+    says = [*b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *stop]
     mute = [token for token in range(config.vocab_size) if token not in says]
     model.output.weight.data[mute] = 0  # with temperature 0, some other logit is higher
-    return saved(tmp_path_factory.mktemp("base") / "base", model, BYTES)
+    return saved(path, model, BYTES)
 
 
-endless = pytest.mark.parametrize("base", [1_000_000], indirect=True)  # an answer takes minutes
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return speaker(tmp_path_factory.mktemp("base") / "base", 256, BYTES.special["<|eot_id|>"])
 
 
 def answer(base, *messages: dict, new: int = NEW) -> str:
@@ -217,8 +218,8 @@ def in_a_terminal(*arguments) -> Iterator[Callable]:
     assert status == 0
 
 
-@endless
-def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(base):
+def test_ctrl_c_stops_an_answer_and_ctrl_d_the_conversation(tmp_path):
+    base = speaker(tmp_path / "base", 1_000_000)  # an answer takes minutes
     with in_a_terminal(base, "--chat", "--max-new-tokens=900000", "--temperature=0") as wait_for:
         wait_for("Ctrl-C stops an answer, .*\n> $")
         wait_for("Hi\n", press="Hi\n")
