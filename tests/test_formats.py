@@ -242,8 +242,9 @@ def tokenizers_agree(directory: Path) -> None:
 def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
     train_tokenizer([str(text), formats.__file__], 500, tmp_path / "tokenizer.model")
     tokenizer, out = load_tokenizer(str(tmp_path)), tmp_path / "out"
-    model = our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size))
-    export_weights(saved(tmp_path / "run", model, tokenizer), out, "hf", None)
+    hf = saved_hf(tmp_path / "hf", our_model(replace(PLAIN, vocab_size=tokenizer.vocab_size)))
+    import_weights(hf, tmp_path / "run", str(tmp_path))
+    export_weights(tmp_path / "run", out, "hf", None)
     tokenizers_agree(out)
     (out / "tokenizer.model").unlink()
     assert read_config(out)["tokenizer"].endswith("tokenizer.json")
