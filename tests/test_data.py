@@ -269,7 +269,8 @@ def test_weights_of_sources(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
-    """Windows of training have the same loss where they cover the file."""
+    """Windows of training have the same loss where they cover the file. A row of padding, None, has
+    no targets."""
     T = 12
     tokens = np.random.default_rng(0).integers(0, 256, 5 * T + 1)
     tokens[[0, 3, 11, 12, 13, 24, 40, 59, 60]] = BYTES.bos
@@ -278,7 +279,7 @@ def test_all_of_a_text_is_evaluated_as_windows_are(tmp_path, masked):
     model.init_weights()
     windows = Windows([tokens.astype(np.uint16)], T, BYTES, document_mask=masked)
     rows = data.open_text([str(tmp_path)], BYTES, T, Reading(), masked)
-    batches = [dataset.batch([*range(len(dataset))]) for dataset in (windows, rows)]
+    batches = [dataset.batch([*range(len(dataset)), None]) for dataset in (windows, rows)]
     with torch.no_grad():
         losses = [model(*batch.inputs).item() for batch in batches]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
