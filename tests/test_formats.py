@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import safetensors.torch
 import torch
@@ -189,11 +190,14 @@ def test_metas_format_has_no_qwen3(tmp_path):
 
 @pytest.mark.parametrize("config, dtype", [(PLAIN, torch.float32), (SMALL, torch.bfloat16)])
 def test_round_trips_are_bit_identical(config, dtype, tmp_path):
-    """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first. No hidden
-    directory is left behind, nor is another one removed."""
-    model = our_model(config, dtype)
+    """hf -> ours -> meta -> ours -> hf: the last safetensors file equals the first. A norm stays in
+    float32. No hidden directory is left behind, nor is another one removed."""
+    model, hf = our_model(config, dtype), tmp_path / "hf"
+    weights = stored(model)
+    weights["norm.weight"] = weights["norm.weight"].to(torch.float32)
+    hf.mkdir()
+    formats.save_hf(hf, config, weights)
     (tmp_path / ".hf2").mkdir()
-    hf = saved_hf(tmp_path / "hf", model)
     import_weights(hf, tmp_path / "a", None)
     export_weights(tmp_path / "a", tmp_path / "meta", "meta", None)
     import_weights(tmp_path / "meta", tmp_path / "b", None)
@@ -264,6 +268,9 @@ def test_a_small_tokenizer_is_the_same_in_transformers(text, tmp_path):
         return transformers.AutoTokenizer.from_pretrained(directory).get_chat_template()
 
     assert template_of(tmp_path / "last") == "mine"
+    export_weights(third, tmp_path / "gguf", "gguf", None)
+    fields = gguf.GGUFReader(tmp_path / "gguf/model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == "mine"
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "last" / name).read_bytes() == (out / name).read_bytes()
     # An answer ends where a chat ends, and there is a template, although a base has none.
@@ -414,17 +421,9 @@ def test_mutated_pth_files_are_refused_or_read(tmp_path):
     assert 20 < refusals < 100
 
 
-def test_weights_of_several_dtypes(tmp_path):
-    """Norms in float32 beside bfloat16 stay as they are; integers are refused."""
-    weights, norm = stored(our_model(PLAIN, torch.bfloat16)), torch.rand(48)
-    write_checkpoint(
-        tmp_path / "run", PLAIN, weights | {"norm.weight": StoredTensor.of(norm)}, None
-    )
-    export_weights(tmp_path / "run", tmp_path / "out", "hf", None)
-    tensors = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(tensors["model.norm.weight"], norm)
-    assert tensors["lm_head.weight"].dtype == torch.bfloat16
-    formats.save_hf(tmp_path, PLAIN, weights | {"norm.weight": StoredTensor.of(norm.char())})
+def test_weights_of_integers_are_refused(tmp_path):
+    norm = StoredTensor.of(torch.ones(48, dtype=torch.int8))
+    formats.save_hf(tmp_path, PLAIN, stored(our_model(PLAIN)) | {"norm.weight": norm})
     with pytest.raises(UserError, match=r"has 1 tensor\(s\) of integers: model\.norm\.weight"):
         load_pretrained(tmp_path)
 

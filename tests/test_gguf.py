@@ -10,7 +10,7 @@ from subprocess import PIPE
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, succeed
+from conftest import ROOT
 from test_formats import META_TEMPLATE, TALK, our_model, saved
 from test_tokenizer import hard_strings
 
@@ -154,18 +154,6 @@ def test_blocks_of_zeros_and_halves():
     rows = np.array([[0.0] * 32, [127, 0.5, 1.5, -0.5, -2.5] + [0.0] * 27], dtype=np.float32)
     expected = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0).tobytes()
     assert encoded(torch.from_numpy(rows), Q8_0) == expected
-
-
-def test_the_chat_template_of_a_base_is_handed_on(tokenizer, tmp_path):
-    """From the command line, with a checkpoint in between."""
-    base, run = tmp_path / "base", tmp_path / "imported"
-    export_weights(saved(tmp_path / "run", our_model(PLAIN), tokenizer), base, "hf", None)
-    (base / "chat_template.jinja").write_text("{{ messages[0]['content'] }}, mine")
-    succeed("checkpoint.py", "import", base, run)
-    succeed("checkpoint.py", "export", run, tmp_path / "g", "--format", "gguf")
-    llama_cpp = LlamaCpp(tmp_path / "g/model.gguf")
-    template = llama_cpp.ask("/apply-template", messages=TALK[1:])["prompt"]
-    assert template == "What is 2 + 2?, mine"
 
 
 def test_qwen3_with_scaled_rope_is_refused(tokenizer, tmp_path):
