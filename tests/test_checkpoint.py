@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -67,17 +68,12 @@ def test_weights_and_moments_come_back(tmp_path, saved_as, resumed_as):
     assert [group["weight_decay"] for group in its_optimizer.param_groups] == [0.2, 0.0]
 
 
-def odd(more):
-    """Return SGD whose steps also do more(its state, its group, parameter)."""
-
-    class Odd(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self):
-            super().step()
-            for parameter in self.param_groups[0]["params"]:
-                more(self.state, self.param_groups[0], parameter)
-
-    return Odd
+def sgd_that(does, named):
+    """Return SGD whose steps end with does(the optimizer, a parameter)."""
+    optimizer = torch.optim.SGD(named)
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.register_step_post_hook(lambda *_: does(optimizer, parameter))
+    return optimizer
 
 
 def zero_redundancy(named):
@@ -92,10 +88,10 @@ def zero_redundancy(named):
     [
         (lambda named: torch.optim.SGD(dict(named).values()), "SGD .*name its parameters"),
         (zero_redundancy, r"ZeroRedundancyOptimizer .*state\[parameter"),
-        (odd(lambda s, g, p: s[p].update(n=0)), r"Odd .*as tensors in its own state\[parameter"),
-        (odd(lambda s, g, p: s["all"].update(n=torch.ones(1))), r"Odd .*state\[parameter"),
-        (odd(lambda s, g, p: g.update(n=g.get("n", 0) + 1)), "Odd .*counts of steps too"),
-        (odd(lambda s, g, p: p.mul_(0.9)), "Odd .*by the learning rate"),
+        (partial(sgd_that, lambda sgd, p: sgd.state[p].update(n=0)), r"tensors in its own state\["),
+        (partial(sgd_that, lambda sgd, p: sgd.state["all"].update(n=p)), r"own state\[parameter"),
+        (partial(sgd_that, lambda sgd, p: sgd.param_groups[0].update(n=1)), "counts of steps too"),
+        (partial(sgd_that, lambda sgd, p: p.data.mul_(0.9)), "SGD .*by the learning rate"),
     ],
     ids=["no names", "wrapped", "no tensor", "no parameter", "counter", "decay"],
 )
@@ -131,15 +127,15 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_at_the_start(tmp_path, 
     elements = [p.numel() for p in model.parameters()]
     size = 4 * (3 * sum(elements) + len(elements))  # weights, two moments, and steps
 
-    def saver(free, total=10**9):
-        usage = SimpleNamespace(free=free, total=total)
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
-        checkpoint.Saver(tmp_path, model, optimizer, BYTES, {})
-
-    saver(size)
-    saver(0, total=0)
+    usage = SimpleNamespace(free=size, total=10**9)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    start = partial(checkpoint.Saver, tmp_path, model, optimizer, BYTES, {})
+    start()
+    usage.free = size - 1
     with pytest.raises(UserError, match=f"takes 0.000289 GB, .* in --out {tmp_path}: make room"):
-        saver(size - 1)
+        start()
+    usage.total = 0  # as some network disks say
+    start()
     assert not list(tmp_path.iterdir())
 
 
