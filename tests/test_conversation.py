@@ -180,9 +180,9 @@ CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 @contextlib.contextmanager
 def in_a_terminal(*arguments) -> Iterator[Callable]:
-    """Run generate.py in a terminal of its own. Yields a function that presses keys, again after so
-    many seconds, until the terminal shows a pattern, and returns it. The next one is looked for
-    after it; one that ends with $ has to be at the end of what is shown."""
+    """Run generate.py in a terminal of its own. Yields a function that presses keys until the
+    terminal shows a pattern: once more whenever it has shown nothing for `again` seconds. What is
+    shown up to the match is forgotten; a pattern that ends with $ waits for the end of the rest."""
     process, terminal = pty.fork()
     if process == 0:
         command = [sys.executable, ROOT / "generate.py", *arguments]
