@@ -37,6 +37,7 @@ REFUSALS = """
 1 | train --tokenizer nonsense | no tokenizer 'nonsense' ... bytes
 1 | train --microbatch 3 | --batch 8 ... --microbatch 3
 1 | train --lr -1 | --lr ... at least 0
+1 | train --keep -1 | --keep ... at least 0
 1 | train --clip nan | --clip ... at least 0
 1 | train --dim 60 | heads of width 15
 1 | train --n-heads 8 --n-kv-heads 3 | n_heads 8 is no multiple of n_kv_heads 3
@@ -51,8 +52,6 @@ REFUSALS = """
 1 | train --time-limit 90 | --time-limit ... hours:minutes, as 23:50, got '90'
 1 | train --warmup 6 | --warmup 6 is too long for --steps 5 ... at most --warmup 4
 1 | train --micro-batch=3 | --micro-batch=3: did you mean --microbatch?
-1 | train --log-every 50 | unrecognized arguments: --log-every 50; see --help
-1 | train --batch many | --batch ... 'many'
 1 | train --init /no/checkpoint | no checkpoint in '/no/checkpoint'
 1 | train --float8 rowwise --ffn-dim 40 --dim 40 --n-heads 1 --n-kv-heads 1 | finds no matrix
 1 | train --device mps | no Apple GPU: leave it out
@@ -101,6 +100,7 @@ REFUSALS = """
 1 | finetune --dora --dropout 0.1 | --dora with --dropout ... leave one out
 2 | finetune --base-bits 4 --tp 2 | each of 2 rank(s)
 1 | finetune --merge best | --merge best is the checkpoint of --keep-best: give it, too
+1 | finetune --rank 0 | --rank ... at least 1
 1 | finetune --rank 33 | --rank 33 ... at most 32
 1 | finetune --alpha 0 | --alpha 0 ... above 0
 1 | finetune --targets output | --targets ... 'output' ... wq
@@ -112,8 +112,10 @@ REFUSALS = """
 # ------------------------------------------------------------------------------------ data.py
 1 | tokenize --out {here} | exists: remove it
 1 | tokenize --val-fraction 1 | no text to train on: give some, or less --val-fraction
+1 | tokenize --val-fraction -0.1 | --val-fraction: expected a number of at least 0, got '-0.1'
 # ------------------------------------------------------------------ generate.py, checkpoint.py
 1 | generate.py /no/such/run | no checkpoint in '/no/such/run'
+1 | generate.py {base} --temperature=-1 | --temperature: expected a number of at least 0
 1 | generate.py {base} --tokenizer {other} | trained with another tokenizer than ... other.model
 1 | generate.py {base} --max-new-tokens 256 | more than the 256 tokens
 1 | generate.py {base} --system Hi | --system ... give --chat, too
